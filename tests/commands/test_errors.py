@@ -63,7 +63,7 @@ def test_first_weights_that_depend_on_the_rank_are_refused(run):
 def test_a_sample_that_exits_in_a_loader_process_is_no_success(run):
     words = ("recipe.data=", "recipe.data.name=held:leaving_data", "recipe.model=", "recipe.model.name=held:linear")
     failed = run(*TRAIN, *words, "placement={processes: 1, workers: 1}", code=2)
-    told = r"error: data set held:leaving_data: training sample 7: SystemExit: 0 \(\S+held\.py:\d+\); mend it there\n"
+    told = r"error: dataset held:leaving_data: training sample 7: SystemExit: 0 \(\S+held\.py:\d+\); mend it there\n"
     assert re.fullmatch(told, failed.err)
     assert failed.left() == []
 
@@ -104,8 +104,8 @@ def test_corrupt_images_are_skipped_and_counted_by_choice_and_named_once_whoever
 @pytest.mark.parametrize(
     ("write", "told", "line"),
     [
-        (stored.prices, "'price' has 40 different whole numbers", "prices.yaml:3:51  recipe.data.options.target"),
-        (stored.wrong, "model digits_convnet: it cannot be built", "wrong.yaml:2:43  recipe.model.options.widht"),
+        (stored.prices, "'price' has 40 distinct integers", "prices.yaml:3:51  recipe.data.options.target"),
+        (stored.wrong, "model digits_convnet: cannot be built", "wrong.yaml:2:43  recipe.model.options.widht"),
     ],
 )
 def test_a_rank_of_another_launcher_names_the_line_of_the_file_too(run, tmp_path, write, told, line):

@@ -169,7 +169,7 @@ def test_a_prompt_goes_on(run, tmp_path):
     drawn = [run("predict", "run", "--prompt", "abc", "--temperature", "9", "--seed", seed).out for seed in "334"]
     assert drawn[0] == drawn[1] != drawn[2]
     refused = ((("x.png",), "leave x.png out"), ((), "give --prompt TEXT"), (("--prompt", ""), "it is empty"))
-    refused += ((("--prompt", "Z"), "character 'Z', number 0 of the text, is none of the vocabulary"),)
+    refused += ((("--prompt", "Z"), "character 'Z' at index 0 is not in the vocabulary"),)
     refused += ((("--prompt", "a", "--top", "3"), "--top does not fit it, the options that do: --prompt, --tokens"),)
     refused += ((("--prompt", "a", "--temperature", "-1"), "use 0, the likeliest token, or more"),)
     refused += ((("--prompt", "a", "--tokenizer", "x"), "this run's tokens are by character, and no file's"),)

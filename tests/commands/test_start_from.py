@@ -85,7 +85,7 @@ def test_a_new_head_is_left_as_initialised_only_where_asked(run, images: Path, a
     fresh = 'recipe.model.weights.fresh=["0.*", "9.*"]'
     frozen = 'recipe.model.freeze=["1.*", "[345].*"]'
     alone = run(*words, fresh, frozen, "run.dir=b", "placement.processes=1")
-    assert alone.err.count("as initialised: 0.weight, 9.weight, 9.bias") == 1
+    assert alone.err.count("as initialized: 0.weight, 9.weight, 9.bias") == 1
     assert run(*words, fresh, frozen, "run.dir=c", "placement.processes=2").sha256 == alone.sha256
     before, after = model_of(Path("a")), model_of(Path("b"))
     assert {name for name in before if before[name].shape != after[name].shape} == {"0.weight", "9.weight", "9.bias"}

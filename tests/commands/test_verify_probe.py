@@ -179,7 +179,7 @@ def test_a_clock_that_moved_on_as_another_rank_is_not_taken_for_the_rank(monkeyp
 
 
 def test_a_loss_that_is_a_mean_and_shows_it_is_refused_before():
-    with pytest.raises(UsageError, match="that is a mean"):
+    with pytest.raises(UsageError, match="so it is a mean"):
         look(loss("mean"))
 
 

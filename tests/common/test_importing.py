@@ -35,7 +35,7 @@ def test_finds_modules_of_the_current_directory_and_adds_it_once(here: Path) -> 
 def test_finds_modules_in_folders_without_init(here: Path) -> None:
     (here / "mine_here").mkdir()
     (here / "mine_here" / "data.py").write_text("value = 3\n")
-    assert import_object("mine_here.data:value", "data set") == 3
+    assert import_object("mine_here.data:value", "dataset") == 3
 
 
 @pytest.mark.parametrize("path", ["nets.net", "nets:", ":net", ".nets:net", "nets:a:b", "a b:c", "a/b.py:c"])

@@ -35,15 +35,15 @@ def told(text: str, *overrides: str) -> list[str]:
     ("text", "lines"),
     [
         (
-            "model resnet18: it cannot be built with classes=10, foo=1: TypeError: foo; correct recipe.model.options",
+            "model resnet18: cannot be built with classes=10, foo=1: TypeError: foo; correct recipe.model.options",
             ["r.yaml:5:7  recipe.model.options.foo"],
         ),
-        ("model resnet18: neither Lockstep, timm nor torchvision has it", ["r.yaml:3:5  recipe.model.name"]),
+        ("model resnet18: not found in Lockstep, timm or torchvision", ["r.yaml:3:5  recipe.model.name"]),
         ("optimizer sgd: it has no betas; valid: lr, name", ["r.yaml:10:45  recipe.optimizer.options.betas"]),
         ("optimizer sgd: it has no option betas", ["r.yaml:10:45  recipe.optimizer.options.betas"]),
         ("placement.strategy.replicat: strategy ddp has no such option", ["r.yaml:13:25  placement.strategy.replicat"]),
-        ("data set folder: there is no folder; name another", ["r.yaml:7:24  recipe.data.root"]),
-        ("data set folder: no such data set", ["r.yaml:7:10  recipe.data.name"]),
+        ("dataset folder: there: no such folder; set another", ["r.yaml:7:24  recipe.data.root"]),
+        ("dataset folder: no such dataset", ["r.yaml:7:10  recipe.data.name"]),
         ("loss: that is a mean", ["r.yaml:11:3  recipe.loss.name"]),
         ("recipe.batch: 3 training samples do not fill a batch of 64", ["r.yaml:8:3  recipe.batch"]),
         ("model resnet18: foobar and food are no words of it", ["r.yaml:3:5  recipe.model.name"]),
@@ -55,8 +55,8 @@ def test_an_error_names_the_lines_of_the_file(text: str, lines: list[str]) -> No
 
 
 def test_what_was_just_typed_is_not_repeated() -> None:
-    assert told("model resnet18: it cannot be built with foo=7", "recipe.model.options.foo=7") == []
-    assert told("data set folder: there is no folder", "recipe.data.root=there") == []
+    assert told("model resnet18: cannot be built with foo=7", "recipe.model.options.foo=7") == []
+    assert told("dataset folder: there: no such folder", "recipe.data.root=there") == []
 
 
 def test_other_errors_pass() -> None:

@@ -150,25 +150,25 @@ def _fails() -> Any:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (7, r"^data set mine:data: it is of type int; name a function$"),
-        (lambda size: None, r"missing a required argument: 'size'; it takes \(size\), and .* gives nothing$"),
+        (7, r"^dataset mine:data: expected a function, got an object of type int; set recipe\.data\.name to a"),
+        (lambda size: None, r"missing a required argument: 'size' \(.* sets nothing\); .* signature \(size\)$"),
         (_fails, r"ZeroDivisionError: division by zero \(.*test_imported\.py:\d+\); mend it there$"),
         (lambda: None, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
         (lambda: _part(), r"got an object of type Listed$"),
         (lambda: (_part(), _part(), _part()), r"got a tuple of 3$"),
-        (lambda: (_part(classes=1), 5), r"its validation part is an object of type int; expected a map-style"),
-        (lambda: (Endless(), Endless()), r"its training part is an object of type Endless; expected a map-style"),
-        (lambda: ({}, {}), r"its training part is an object of type dict; "),
-        (lambda: (_part(classes=1), Listed([])), r"its validation part has no samples$"),
-        (lambda: (Listed(["text"]), None), r"sample 0: its value is text; expected a pic.*recipe\.data\.collate$"),
-        (lambda: (Listed([()]), None), r"expected tensors, or tuples, lists and dicts of them, got a tuple of 0$"),
+        (lambda: (_part(classes=1), 5), r"validation part: expected a map-style .* or None .*, got an object of"),
+        (lambda: (Endless(), Endless()), r"training part: expected a map-style .* type Endless$"),
+        (lambda: ({}, {}), r"training part: .* integer indexing, got an object of type dict$"),
+        (lambda: (_part(classes=1), Listed([])), r"the validation part has no samples; .*, or None for no validation$"),
+        (lambda: (Listed(["text"]), None), r"sample 0: value: expected an image, .*, got text; .* to a function$"),
+        (lambda: (Listed([()]), None), r"expected a tensor, or a tuple, list or dict of tensors, got a tuple of 0$"),
         (
             lambda: (Listed([("text", 0)], classes=1), _part()),
-            r"sample 0: its input is text; expected a picture, .* or name a function in recipe\.data\.collate$",
+            r"sample 0: input: expected an image, .*, got text; .*, or set recipe\.data\.collate to a function$",
         ),
-        (lambda: (Listed([{"a": {"b": None}}]), None), r"sample 0: its \['a'\]\['b'\] is None; expected"),
-        (lambda: (_part(facts={"a": torch.ones(1)}), None), r"its facts are not ready for JSON: Object of"),
-        (lambda: (Listed([(_bytes(0), None)], classes=1), None), r"training sample 0: its target is None; expected"),
+        (lambda: (Listed([{"a": {"b": None}}]), None), r"sample 0: \['a'\]\['b'\]: expected .*, got None; "),
+        (lambda: (_part(facts={"a": torch.ones(1)}), None), r"facts cannot be saved as JSON: Object of"),
+        (lambda: (Listed([(_bytes(0), None)], classes=1), None), r"sample 0: target: expected .*, got None; convert"),
         (
             lambda: (Listed([_fails], classes=1), _part()),
             r"training sample 0: ZeroDivisionError: .*test_imported\.py:\d+\)",
@@ -186,9 +186,9 @@ def test_says_what_came_instead(open_with: Open, function: Any, said: str) -> No
         (
             lambda size: None,
             {"sise": 3, "size": 1},
-            r"unexpected keyword argument 'sise'; it takes .* gives sise, size$",
+            r"unexpected keyword argument 'sise' \(.* sets sise, size\); .* signature \(size\)$",
         ),
-        (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected a number or a list of names, got "),
+        (lambda: (_part(), _part()), {"classes": 0}, r"options\.classes: expected the number of classes or a list"),
     ],
 )
 def test_options_that_do_not_fit(open_with: Open, function: Any, options: dict[str, Any], said: str) -> None:
@@ -251,10 +251,10 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
         (lambda samples: 1 // 0, r"collate of samples 0: ZeroDivisionError: .*test_imported\.py:\d+\); mend it there$"),
         (
             lambda samples: samples,
-            r"collate of samples 0: expected tensors, or tuples, lists and dicts of them, got a",
+            r"collate of samples 0: expected a tensor, or a tuple, list or dict of tensors, got a",
         ),
-        (lambda samples: {"a": torch.ones(3)}, r"batch\['a'\] has shape \[3\] for 1 samples; samples run along dim 0"),
-        (lambda samples: (torch.ones(1), "x"), r"batch\[1\] is text; make a tensor of it, or leave it out$"),
+        (lambda samples: {"a": torch.ones(3)}, r"batch\['a'\] has shape \[3\] for 1 samples; put samples along dim 0"),
+        (lambda samples: (torch.ones(1), "x"), r"batch\[1\] is text; convert it to a tensor, or remove it$"),
         (lambda samples: torch.tensor(3), r"batch has shape \[\] for 1 samples"),
     ],
 )
@@ -265,18 +265,19 @@ def test_a_collate_s_answer_is_looked_at(open_with: Open, collate: Any, said: st
 
 def test_samples_of_two_structures_are_named(open_with: Open) -> None:
     split = open_with(lambda: (Listed([{"a": 1}, {"a": 1, "b": 2}, {"a": [1, 2]}]), None)).train
-    with pytest.raises(UsageError, match=r"sample 0 has \['a'\], and sample 1 \['a'\], \['b'\]; give all samples one"):
+    with pytest.raises(UsageError, match=r"sample 0 has \['a'\], but sample 1 has \['a'\], \['b'\]; return the"):
         split.fetch(np.array([0, 1]), None)
-    with pytest.raises(UsageError, match=r"\['a'\]s differ: \[\] of torch.int64 \(sample 0\), \[2\] of .* that pads"):
+    message = r"\['a'\]: samples differ in .*: \[\] and torch.int64 \(sample 0\), \[2\] and .* that pads"
+    with pytest.raises(UsageError, match=message):
         split.fetch(np.array([0, 2]), None)
 
 
 def test_errors_while_training_name_the_sample(open_with: Open) -> None:
     part = Listed([(_bytes(0), 0), _fails, (_bytes(1)[:, :2], 1)], classes=2)
     split = open_with(lambda: (part, part)).train
-    with pytest.raises(OwnCodeError, match=r"^data set mine:data: training sample 1: ZeroDivisionError: "):
+    with pytest.raises(OwnCodeError, match=r"^dataset mine:data: training sample 1: ZeroDivisionError: "):
         split.fetch(np.array([0, 1]), None)
-    message = r"inputs differ: \[3, 4, 5\] of torch\.uint8 \(sample 0\), \[3, 2, 5\] of torch\.uint8 \(sample 2\); give"
+    message = r"input: .*: \[3, 4, 5\] and torch\.uint8 \(sample 0\), \[3, 2, 5\] and torch\.uint8 \(sample 2\); "
     with pytest.raises(UsageError, match=message):
         split.fetch(np.array([0, 2]), None)
 

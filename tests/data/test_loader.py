@@ -295,12 +295,12 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
         (
             {"crop_padding": 8},
             (1, 8, 8),
-            "8 around images of 8x8 gives crops without a pixel of the image; use at most 7",
+            "8 is too large for images of 8x8, since a crop could contain only padding; use at most 7",
         ),
-        ({"mean": (0.5,), "std": (0.5, 0.5)}, (1, 8, 8), "recipe.data.std: 2 values, but samples have 1 channels"),
-        ({"mean": (0.5,)}, (1, 8, 8), "recipe.data.mean: given without std"),
-        ({"mean": (0.5,), "std": (0.5,)}, (7,), "recipe.data.mean: 1 values, but samples have shape (7,), no channels"),
-        ({"flip": True}, (7,), "recipe.data.augment: samples of shape (7,) are no images"),
+        ({"mean": (0.5,), "std": (0.5, 0.5)}, (1, 8, 8), "recipe.data.std: 2 values for 1 channels; set one value"),
+        ({"mean": (0.5,)}, (1, 8, 8), "recipe.data.mean: set without std"),
+        ({"mean": (0.5,), "std": (0.5,)}, (7,), "recipe.data.mean: requires images, got samples of shape (7,); "),
+        ({"flip": True}, (7,), "recipe.data.augment: crop_padding and flip require images, got samples of shape (7,)"),
     ],
 )
 def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
@@ -319,7 +319,7 @@ def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(synchronize._multiprocessing, "SemLock", full)  # type: ignore[attr-defined]
-    with pytest.raises(PreflightError, match=r"cannot be started: .*; they need room in /dev/shm"):
+    with pytest.raises(PreflightError, match=r"cannot start loader processes: .*; make sure that /dev/shm is"):
         list(_loader(Decoded(8), 4, 1, workers=1).training(0))
 
 
@@ -330,7 +330,7 @@ def test_a_batch_without_room_in_shared_memory_is_an_error_and_no_wait(monkeypat
         raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
 
     monkeypatch.setattr(Tensor, "share_memory_", full)
-    with pytest.raises(TrainingError, match=r"^placement.workers: a batch finds no room in /dev/shm: unable to alloc"):
+    with pytest.raises(TrainingError, match=r"^placement.workers: a batch does not fit in /dev/shm: unable to alloc"):
         list(_loader(Decoded(8), 4, 1, workers=1).training(0))
 
 

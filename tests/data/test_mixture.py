@@ -100,7 +100,7 @@ def test_sources_that_do_not_fit_in_one_batch_are_refused() -> None:
         def fetch(self, indices: NDArray[np.int64], draw: int | None) -> dict[str, torch.Tensor]:
             return {key: each[:, None] for key, each in super().fetch(indices, draw).items()}
 
-    with pytest.raises(UsageError, match=r"^data set mixture: samples of its sources do not fit in one batch: "):
+    with pytest.raises(UsageError, match=r"^dataset mixture: cannot combine samples of its sources in one batch: "):
         Mixture([SMALL, Pairs(1, 40)], [5, 5]).fetch(np.arange(10), None)
 
 
@@ -137,16 +137,16 @@ OF_B = r"recipe\.data\.options\.of\.b"
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ({**TEXT, "weight": 0}, rf"{OF_B}\.weight: expected a number above 0, at most 1e12; got 0"),
-        ({**TEXT, "weight": 1e308}, r"expected a number above 0, at most 1e12; got 1e\+308"),
-        ({**TEXT, "weight": 1e-9}, r"b has no sample in an epoch of 80; give it more weight, or more options\.samples"),
-        ({"name": "text", "options": {"contxt": 8}}, r"of\.b: data set text: recipe\.data\.options\.contxt: unknown"),
-        ({**TEXT, "weight": "much"}, rf"{OF_B}\.weight: expected a number above 0, at most 1e12; got 'much'"),
+        ({**TEXT, "weight": 0}, rf"{OF_B}\.weight: expected a number greater than 0 and at most 1e12, got 0"),
+        ({**TEXT, "weight": 1e308}, r"expected a number greater than 0 and at most 1e12, got 1e\+308"),
+        ({**TEXT, "weight": 1e-9}, r"b has no samples in an epoch of 80 samples; increase recipe\.data\.options\.of"),
+        ({"name": "text", "options": {"contxt": 8}}, r"of\.b: dataset text: recipe\.data\.options\.contxt: unknown"),
+        ({**TEXT, "weight": "much"}, rf"{OF_B}\.weight: expected a number greater than 0 and at most 1e12, got 'much'"),
         ({"nam": "text"}, rf"{OF_B}\.nam: unknown option; did you mean 'name'\?"),
         ({"weight": 1}, rf"{OF_B}\.name: missing"),
         ({**TEXT, "options": {"context": 8, "by": "byte"}}, r"b and a differ in context; "),
-        ({"name": "folder"}, r"folder is cut to size as the recipe says"),
-        ({"name": "txt"}, r"data set txt: no such data set; did you mean 'text'\?"),
+        ({"name": "folder"}, r"of\.b: folder is not supported, since a mixture does not crop or resize"),
+        ({"name": "txt"}, r"dataset txt: no such dataset; did you mean 'text'\?"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused(tmp_path: Path, source: object, said: str) -> None:
@@ -198,8 +198,8 @@ def test_values_of_a_sample_are_found_by_their_keys() -> None:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        ("ac", r"ac and ab differ in what a sample is, "),
-        ("doubles", r"doubles and ab differ in what a sample is, .*float64.* and .*int64"),
+        ("ac", r"ac and ab differ in the dtypes of a sample, "),
+        ("doubles", r"doubles and ab differ in the dtypes of a sample, .*float64.* and .*int64"),
     ],
 )
 def test_samples_of_another_kind_are_refused(other: str, told: str) -> None:
@@ -219,5 +219,5 @@ def test_its_parts_are_whole_whatever_an_epoch_has_of_them() -> None:
 
 
 def test_a_mixture_of_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"options\.of: expected a mapping of names to data sets; got \{\}"):
+    with pytest.raises(UsageError, match=r"options\.of: expected a mapping of names to datasets, got \{\}"):
         opened(tmp_path)

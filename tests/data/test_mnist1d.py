@@ -37,5 +37,5 @@ def test_the_signals_are_those_that_were_published() -> None:
 
 def test_without_its_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mnist1d.data", None)
-    with pytest.raises(UsageError, match=r"^data set mnist1d: .*; pip install 'lockstep-train\[mnist1d\]'$"):
+    with pytest.raises(UsageError, match=r"^dataset mnist1d: .*; pip install 'lockstep-train\[mnist1d\]'$"):
         open_data(DataRequest("mnist1d"))

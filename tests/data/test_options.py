@@ -20,18 +20,18 @@ class Options:
     ("given", "problems"),
     [
         ({"samples": 3}, []),
-        ({"samples": 0}, ["options.samples: expected a whole number of at least 1; got 0"]),
-        ({"samples": "3"}, ["options.samples: expected a whole number of at least 1; got '3'"]),
-        ({}, ["options.samples: missing; it has no default"]),
-        ({"samples": None}, ["options.samples: missing; it has no default"]),
+        ({"samples": 0}, ["options.samples: expected an integer of at least 1, got 0"]),
+        ({"samples": "3"}, ["options.samples: expected an integer of at least 1, got '3'"]),
+        ({}, ["options.samples: missing; set it, since it has no default"]),
+        ({"samples": None}, ["options.samples: missing; set it, since it has no default"]),
         (
             {"samples": 1, "share": 1, "kind": "c"},
             [
-                "options.share: expected a share of at least 0 and less than 1, such as 0.1; got 1",
-                "options.kind: expected one of a, b; got 'c'",
+                "options.share: expected a fraction of at least 0 and less than 1, such as 0.1, got 1",
+                "options.kind: expected one of a, b, got 'c'",
             ],
         ),
-        ({"samples": 1, "shuffled": 1}, ["options.shuffled: expected true or false; got 1"]),
+        ({"samples": 1, "shuffled": 1}, ["options.shuffled: expected true or false, got 1"]),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], problems: list[str]) -> None:
@@ -42,7 +42,7 @@ def test_unknown_options_are_refused_with_the_near_one() -> None:
     [problem] = option_errors(Options, {"samples": 1, "shar": 0.5})
     assert problem.startswith("options.shar: unknown option")
     assert "share" in problem
-    assert [*option_errors(NoOptions, {"share": 1})] == ["options.share: it takes no options; remove it"]
+    assert [*option_errors(NoOptions, {"share": 1})] == ["options.share: this dataset has no options; remove it"]
 
 
 def test_null_is_the_default() -> None:

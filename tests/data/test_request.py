@@ -55,5 +55,5 @@ def test_the_datas_own_mean_is_taken_where_the_recipe_has_none() -> None:
 
 @pytest.mark.parametrize("facts", [{"shape": [3, 8, 8]}, {**FACTS, "pixels": True}])
 def test_only_classes_of_whole_samples_are_mixed(facts: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="no labels of whole samples to mix; leave mixup and cutmix out"):
+    with pytest.raises(UsageError, match="require a class for each sample; remove mixup and cutmix"):
         device_transforms(recipe(mix={"mixup": 0.2}), facts, CPU)

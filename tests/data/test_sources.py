@@ -11,7 +11,7 @@ from lockstep.data.request import SYNTHETIC, DataRequest
 from lockstep.data.sources import open_data, training_samples
 from lockstep.errors import UsageError
 
-OF_FILES = "is only for data sets folder and webdataset"
+OF_FILES = "is only supported by the datasets folder and webdataset"
 
 
 def _open(name: str, root: str = "nowhere", **asked: Any) -> DataSet:
@@ -47,35 +47,35 @@ def test_folder_has_its_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100", "mnist", "fashion_mnist"])
 def test_torchvisions_sets_are_looked_for(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"^data set {name}: not found whole in .*download=true$"):
+    with pytest.raises(UsageError, match=rf"^dataset {name}: missing or incomplete in .*download=true$"):
         _open(name, root=str(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [
-        ("cifar", {}, r"no such data set; did you mean .*'cifar10'.*\?$"),
-        ("zzz", {}, r"no such data set; valid: digits, cifar10, "),
-        ("digits", {"options": {"samples": 3}}, r"options\.samples: it takes no options; remove it$"),
+        ("cifar", {}, r"no such dataset; did you mean .*'cifar10'.*\?$"),
+        ("zzz", {}, r"no such dataset; valid: digits, cifar10, "),
+        ("digits", {"options": {"samples": 3}}, r"options\.samples: this dataset has no options; remove it$"),
         ("synthetic", {"options": {"sample": 3}}, r"options\.sample: unknown option; did you mean 'samples'"),
-        ("synthetic", {"options": {"samples": 0}}, r"options\.samples: expected a whole number of at least 1; got 0$"),
-        ("synthetic", {"options": {"classes": "9"}}, r"options\.classes: expected a whole number .* got '9'$"),
-        ("synthetic", {"options": {"classes": True}}, r"options\.classes: expected a whole number .* got True$"),
-        ("cifar10", {"image_size": 64}, r"image_size: 64 cannot be had, its images are 32x32; remove it$"),
-        ("a:b", {"image_size": 64}, r"image_size: 64 cannot be had, its function decides the size; remove it$"),
+        ("synthetic", {"options": {"samples": 0}}, r"options\.samples: expected an integer of at least 1, got 0$"),
+        ("synthetic", {"options": {"classes": "9"}}, r"options\.classes: expected an integer .*, got '9'$"),
+        ("synthetic", {"options": {"classes": True}}, r"options\.classes: expected an integer .*, got True$"),
+        ("cifar10", {"image_size": 64}, r"image_size: 64 is not supported, since the images are 32x32; remove it$"),
+        ("a:b", {"image_size": 64}, r"image_size: 64 is not supported, since your function sets the size; remove it$"),
         ("mnist", {"resize_size": 64}, rf"resize_size: 64 {OF_FILES}; remove it$"),
         ("cifar10", {"exif": False}, rf"exif: false {OF_FILES}; remove it$"),
         ("digits", {"resized_crop": True}, rf"resized_crop: true {OF_FILES}; remove it$"),
-        ("a:b", {"on_error": "skip"}, rf"on_error: skip {OF_FILES}; catch the error in your own"),
-        ("folder", {"resize_size": 200}, r"resize_size: 200 is less than the image_size 224 .* at least 224$"),
-        ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is no range of shares"),
-        ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is no range of shares"),
-        ("folder", {}, r"there is no folder nowhere;"),
-        ("digits", {"collate": "a:b"}, "collate: a:b is only for data sets of yours and of datasets; remove"),
+        ("a:b", {"on_error": "skip"}, rf"on_error: skip {OF_FILES}; remove it, and catch errors in your dataset"),
+        ("folder", {"resize_size": 200}, r"resize_size: 200 is smaller than image_size=224; use at least 224$"),
+        ("folder", {"resized_crop_scale": (0.5, 0.1)}, r"resized_crop_scale: \[0\.5, 0\.1\] is not a range of"),
+        ("folder", {"resized_crop_scale": (0.0, 1.0)}, r"resized_crop_scale: \[0\.0, 1\.0\] is not a range of"),
+        ("folder", {}, r"nowhere: no such folder;"),
+        ("digits", {"collate": "a:b"}, "collate: a:b is only supported by your own datasets and by datasets; remove"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=rf"^data set {name}: (recipe\.data\.(augment\.)?)?{said}"):
+    with pytest.raises(UsageError, match=rf"^dataset {name}: (recipe\.data\.(augment\.)?)?{said}"):
         _open(name, **changed)
 
 

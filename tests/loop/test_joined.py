@@ -596,7 +596,7 @@ def steps_of_a_loader(run: Any, *_: object) -> None:
     [
         (without_update, "step 1: left without step.update"),
         (optimizer_step, "optimizer.step() is not this loop's to call"),
-        (steps_of_a_loader, "data set DataLoader: no map-style data set"),
+        (steps_of_a_loader, "dataset DataLoader: not a map-style dataset"),
         (saved_within, "run.fingerprint: within step 1"),
         (exchange_before_update, "step 1: torch.distributed.barrier within the step"),
     ],
@@ -643,8 +643,8 @@ def test_a_layer_that_would_exchange_by_itself_is_refused():
 @pytest.mark.parametrize(
     ("layer", "problem"),
     [
-        (nn.Embedding(5, 3, sparse=True), "Sequential: 0 has sparse=True, .* leave sparse out"),
-        (nn.LazyLinear(3), "Sequential: 0.weight gets its shape only from the first inputs"),
+        (nn.Embedding(5, 3, sparse=True), "Sequential: 0 has sparse=True, .* remove sparse"),
+        (nn.LazyLinear(3), "Sequential: 0.weight is lazy and has no shape yet"),
     ],
 )
 def test_a_layer_that_no_strategy_can_train_is_refused_on_one_process_too(layer, problem):
@@ -749,7 +749,7 @@ def test_a_batch_whose_samples_are_columns_is_refused_with_the_line_to_write():
     def columns(items: list[Any]) -> Any:
         return torch.stack([row for row, _ in items], 1), torch.stack([target for _, target in items])
 
-    advice = r"let samples run along dim 0 of each tensor, and write x = x\.transpose\(0, 1\) in the loop"
+    advice = r"put samples along dim 0 of each tensor, and use x = x\.transpose\(0, 1\) in the loop"
     with joined() as run:
         loops.placed(run)
         with pytest.raises(UsageError, match=advice):

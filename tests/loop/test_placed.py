@@ -18,5 +18,5 @@ def test_a_strategy_whose_engine_has_no_phases_is_refused() -> None:
 
 def test_an_engine_that_asks_a_loop_for_its_task_is_told_that_there_is_none() -> None:
     problem = Problem(None, lambda: nn.Linear(2, 1), "model Linear")
-    with pytest.raises(UsageError, match="model Linear: a loop of your own has no task, and the engine of this"):
+    with pytest.raises(UsageError, match="model Linear: this strategy requires a task, which a custom loop does"):
         assert problem.task

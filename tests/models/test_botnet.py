@@ -64,10 +64,10 @@ def test_attention_against_torch(memory_format: torch.memory_format) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"image_size": 100}, "100 is no multiple of 16; the nearest is 96"),
-        ({"image_size": 48, "last_stride": 2}, "48 is no multiple of 32; the nearest is 64"),
+        ({"image_size": 100}, "100 is not a multiple of 16; use 96"),
+        ({"image_size": 48, "last_stride": 2}, "48 is not a multiple of 32; use 64"),
         ({"heads": 3}, "3 heads do not divide 512"),
-        ({"last_stride": 4}, "last_stride is 4; use 1 or 2"),
+        ({"last_stride": 4}, "last_stride must be 1 or 2, got 4"),
     ],
 )
 def test_refuses(arguments: dict[str, int], message: str) -> None:

@@ -37,7 +37,7 @@ def test_the_whole_model_of_the_latest_step_is_read(tmp_path: Path) -> None:
 def test_parts_are_left_to_its_own_program(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     saved(folder, {}, OF_STAGE_3)
-    command = f"python {folder}/zero_to_fp32.py {folder} OUT --tag global_step2 --safe_serialization, and name OUT"
+    command = f"python {folder}/zero_to_fp32.py {folder} OUT --tag global_step2 --safe_serialization, and use OUT"
     with pytest.raises(UsageError, match=re.escape(command)):
         read_tensors(folder)
 
@@ -45,7 +45,7 @@ def test_parts_are_left_to_its_own_program(tmp_path: Path) -> None:
 def test_rounded_weights_are_read_only_where_they_are_named(tmp_path: Path) -> None:
     rounded = {"a.weight": torch.ones(2, dtype=torch.bfloat16)}
     step = saved(tmp_path / "checkpoint", rounded)
-    with pytest.raises(UsageError, match="its weights are of bfloat16, rounded from those that the optimizer's files"):
+    with pytest.raises(UsageError, match="the weights are bfloat16, rounded from the weights in the optimizer files"):
         read_tensors(tmp_path / "checkpoint")
     assert read_tensors(step / MODEL)["a.weight"].dtype == torch.bfloat16
 
@@ -54,5 +54,5 @@ def test_rounded_weights_are_read_only_where_they_are_named(tmp_path: Path) -> N
 def test_a_name_of_a_step_leads_nowhere_else(tmp_path: Path, latest: str) -> None:
     saved(tmp_path / "elsewhere", WEIGHTS)
     saved(tmp_path / "checkpoint", WEIGHTS, latest=latest)
-    with pytest.raises(UsageError, match="no weights in it"):
+    with pytest.raises(UsageError, match="contains no weights"):
         read_tensors(tmp_path / "checkpoint")

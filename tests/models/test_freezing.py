@@ -74,7 +74,7 @@ def test_a_batchnorm_without_parameters_is_frozen_by_its_statistics() -> None:
     ("patterns", "text"),
     [
         (["nrom.*", "head.*"], "recipe.model.freeze: 'nrom.\\*' matches no parameter"),
-        (["*"], "recipe.model.freeze: \\* leaves nothing to train"),
+        (["*"], "recipe.model.freeze: \\* freezes all parameters; freeze fewer"),
     ],
 )
 def test_mistakes_are_refused(patterns: list[str], text: str) -> None:
@@ -94,7 +94,7 @@ def test_frozen_statistics_do_not_move_and_weights_are_trained() -> None:
 
 
 def test_statistics_that_are_not_there_cannot_be_frozen() -> None:
-    with pytest.raises(UsageError, match=r"layer 0 keeps no running statistics .* use local or sync"):
+    with pytest.raises(UsageError, match=r"layer 0 has no running statistics .* use local or sync"):
         freeze_batchnorm(nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)))
     with pytest.raises(UsageError, match="the model has no BatchNorm layer"):
         freeze_batchnorm(nn.Linear(3, 3))

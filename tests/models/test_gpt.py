@@ -97,9 +97,9 @@ def test_rotary_against_complex_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"heads": 3}, "3 heads do not divide a width of 16"),
-        ({"positions": "none"}, "positions is 'none'; use learned or rotary"),
-        ({"positions": "rotary", "heads": 16}, "a head has 1 channels"),
+        ({"heads": 3}, "3 heads do not divide width=16"),
+        ({"positions": "none"}, "positions must be learned or rotary, got 'none'"),
+        ({"positions": "rotary", "heads": 16}, "an even number of channels per head, got 1"),
     ],
 )
 def test_what_cannot_be(options: dict[str, object], said: str) -> None:
@@ -108,7 +108,7 @@ def test_what_cannot_be(options: dict[str, object], said: str) -> None:
 
 
 def test_a_sequence_beyond_the_context() -> None:
-    with pytest.raises(UsageError, match="13 tokens in a sequence, and its context is 12"):
+    with pytest.raises(UsageError, match="a sequence has 13 tokens, but context is 12"):
         small()(torch.zeros(1, 13, dtype=torch.int64))
 
 

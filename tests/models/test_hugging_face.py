@@ -89,17 +89,17 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     model = tiny("llama", TOKENS)
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(UsageError, match="the folder has no weights in safetensors; save them by save_pretrained"):
+    with pytest.raises(UsageError, match=r"the folder has no \.safetensors files; save the weights with save_p"):
         transformers_model(str(tmp_path), options={}, facts=TOKENS, pretrained=True)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "facts", "pretrained", "said"),
     [
-        ("lama", {}, TOKENS, False, "no model type of transformers, and no folder; did you mean 'llama'"),
-        ("gpt2", {"n_emb": 16}, TOKENS, False, "options.n_emb: a gpt2 has no such setting; did you mean 'n_embd'"),
-        ("vit", {}, TOKENS, False, "transformers has no vit for language modelling"),
-        ("llama", {}, TOKENS, True, "it is a type of model, without weights"),
+        ("lama", {}, TOKENS, False, "not a model type of transformers or a folder; did you mean 'llama'"),
+        ("gpt2", {"n_emb": 16}, TOKENS, False, "options.n_emb: gpt2 has no such setting; did you mean 'n_embd'"),
+        ("vit", {}, TOKENS, False, "transformers has no vit for language modeling"),
+        ("llama", {}, TOKENS, True, "a model type has no weights"),
         ("gpt2", {"attn_implementation": "flash_attention_2"}, TOKENS, False, "use sdpa, the default"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_folder_keeps_its_vocabulary_where_the_data_has_a_smaller_one(tmp_path
     assert torch.equal(loaded.get_parameter("lm_head.weight"), saved.lm_head.weight)
     larger = {"vocabulary": 71}
     assert transformers_model(str(tmp_path), options={}, facts=larger).config.vocab_size == 71
-    with pytest.raises(UsageError, match=r"its weights know 70 tokens, and the data has 71; use the model's own tok"):
+    with pytest.raises(UsageError, match=r"the weights have 70 tokens, but the data has 71; set recipe.data.options"):
         transformers_model(str(tmp_path), options={}, facts=larger, pretrained=True)
 
 
@@ -128,10 +128,10 @@ def test_classes_have_their_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"hiden_act": "silu"}, r"config\.json: hiden_act: a llama has no such setting; did you mean 'hidden_act'\?"),
+        ({"hiden_act": "silu"}, r"config\.json: hiden_act: llama has no such setting; did you mean 'hidden_act'\?"),
         ({"hidden_size": "big"}, r"Field 'hidden_size' expected int, got str .*; correct its config\.json or"),
         ({"num_attention_heads": 3}, r"size \(16\) is not a multiple .*; correct its config\.json or"),
-        ({"hidden_act": "swish2"}, r"there is no 'swish2'; correct its config\.json or recipe\.model\.options"),
+        ({"hidden_act": "swish2"}, r"'swish2' not found; correct its config\.json or recipe\.model\.options"),
         ({"model_type": "llamma"}, r"model type `llamma` but Transformers does not recognize"),
     ],
 )

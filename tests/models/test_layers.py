@@ -54,5 +54,5 @@ def one_layer() -> Any:
 
 
 def test_a_model_of_one_layer_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"recipe.optimizer.layer_decay: all that is trained lies in one layer"):
+    with pytest.raises(UsageError, match=r"recipe\.optimizer\.layer_decay: all trainable parameters are in a "):
         layer_scales(one_layer(), 0.75)

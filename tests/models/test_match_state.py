@@ -39,7 +39,7 @@ def test_a_tied_tensor_may_have_one_of_its_names() -> None:
     assert fit(model, tensors, "file").fresh == ()
     assert torch.equal(model.out.weight, tensors["embedding.weight"])
     assert fit(Net(), state(embedding__weight=None), "file").fresh == ()
-    with pytest.raises(UsageError, match=r"out.weight: another value in the file than embedding.weight"):
+    with pytest.raises(UsageError, match=r"out.weight: shares a tensor with embedding.weight in the model, but"):
         fit(Net(), state(out__weight=torch.zeros(5, 4)), "file")
 
 
@@ -49,7 +49,7 @@ def test_what_is_named_stays_as_initialised() -> None:
     found = fit(model, tensors, "file", ["head.*"])
     assert (found.fresh, found.left_over) == (("head.weight", "head.bias"), ("head.bias", "head.weight", "old.head"))
     assert torch.equal(model.head.weight, before)
-    assert str(found).endswith("as initialised: head.weight, head.bias; not used: head.bias, head.weight, old.head")
+    assert str(found).endswith("as initialized: head.weight, head.bias; not used: head.bias, head.weight, old.head")
 
 
 def test_counters_may_be_missing_and_floats_are_converted() -> None:
@@ -69,7 +69,7 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changes() -> None:
     with pytest.raises(UsageError) as error:
         fit(model, tensors, "file")
     lines = str(error.value).splitlines()
-    assert lines[0].startswith("file: does not fit the model; ")
+    assert lines[0].startswith("file: does not match the model; ")
     assert "recipe.model.weights.fresh" in lines[0]
     assert set(lines[1:]) == {
         "  norm.bias: missing in the file; did you mean 'norm.bais'?",

@@ -42,7 +42,7 @@ def test_classes_are_scored_and_options_decide_the_layers() -> None:
 
 
 def test_without_targets_it_is_refused() -> None:
-    with pytest.raises(UsageError, match="model mlp: its data names neither classes nor targets"):
+    with pytest.raises(UsageError, match="model mlp: the data has neither classes nor numeric targets"):
         build_model(name="mlp", facts={"shape": [5]})
 
 

@@ -14,7 +14,7 @@ from torchvision.models import WeightsEnum
 
 from lockstep.errors import UsageError
 from lockstep.models.find import build_model
-from lockstep.models.pretrained import fetching
+from lockstep.models.pretrained import download_lock
 from lockstep.tasks.facts import facts
 
 
@@ -51,7 +51,7 @@ def test_all_weights_for_the_same_classes(weights: dict[str, torch.Tensor]) -> N
 
 
 def test_all_but_the_head_for_other_classes(weights: dict[str, torch.Tensor]) -> None:
-    with pytest.warns(UserWarning, match=r"no pretrained values fit fc\.weight, fc\.bias; they start at random"):
+    with pytest.warns(UserWarning, match=r"no pretrained weights match fc\.weight, fc\.bias, which are initialized"):
         found = _torchvision(10).state_dict()
     assert found["fc.weight"].shape == (10, 1024)
     same = {name for name in weights if torch.equal(found[name], weights[name])}
@@ -63,19 +63,19 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise urllib.error.URLError("no route to host")
 
     monkeypatch.setattr(WeightsEnum, "get_state_dict", get_state_dict)
-    with pytest.raises(UsageError, match=r"could not be fetched: .*no route to host.*pretrained: false"):
+    with pytest.raises(UsageError, match=r"cannot fetch .*: .*no route to host.*pretrained=false"):
         _torchvision(10)
 
 
 def test_a_cause_from_the_network_counts() -> None:
     deep = RuntimeError("deep")
     deep.__cause__ = ConnectionError("cut")
-    with pytest.raises(UsageError, match="could not be fetched: deep"), fetching("m"):
+    with pytest.raises(UsageError, match="cannot fetch the pretrained weights: deep"), download_lock("m"):
         raise deep
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(KeyError), fetching("m"):
+    with pytest.raises(KeyError), download_lock("m"):
         raise KeyError("fc.weight")
 
 
@@ -87,7 +87,7 @@ def test_no_such_weights_are_said_by_timm() -> None:
 
 
 def test_other_processes_wait(tmp_path: Path) -> None:
-    with fetching("m"):
+    with download_lock("m"):
         [lock] = tmp_path.glob("*/pretrained.lock")
         with lock.open("ab") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -55,7 +55,7 @@ def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     torch.save({"state_dict": TENSORS, "config": Runs(trap)}, tmp_path / "model.pth")
     (tmp_path / "model.bin").write_bytes(pickle.dumps(Runs(trap)))
-    with pytest.raises(UsageError, match="holds more than tensors, and could run code"):
+    with pytest.raises(UsageError, match="contains more than tensors, and is not loaded, since it could run code"):
         read_tensors(tmp_path / "model.pth")
     with pytest.raises(UsageError, match=r"model.bin: "):
         read_tensors(tmp_path / "model.bin")
@@ -70,7 +70,7 @@ def test_a_truncated_file_is_told(tmp_path: Path, name: str) -> None:
     else:
         safetensors.torch.save_file(TENSORS, file)
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(UsageError, match=f"{name}: not a whole"):
+    with pytest.raises(UsageError, match=f"{name}: not a complete"):
         read_tensors(file)
 
 
@@ -82,10 +82,10 @@ def test_what_has_no_weights_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     for name, text in {
         "nowhere.safetensors": "not found",
-        "empty": "no weights in it",
-        "model.onnx": "of unknown kind",
-        "list.pt": "no state_dict; it holds list",
-        "dict.pt": "no state_dict; it holds the entries step",
+        "empty": "contains no weights",
+        "model.onnx": "unknown file type",
+        "list.pt": "expected a state_dict, got list",
+        "dict.pt": "expected a state_dict, got the entries step",
         "pipe.safetensors": "not a regular file",
     }.items():
         with pytest.raises(UsageError, match=text):
@@ -95,12 +95,12 @@ def test_what_has_no_weights_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "text"),
     [
-        ({"weight_map": {"a": "../model.safetensors"}}, "all parts must be .safetensors files beside it"),
-        ({"weight_map": {"a": "model.bin"}}, "all parts must be .safetensors files beside it"),
+        ({"weight_map": {"a": "../model.safetensors"}}, "all parts must be .safetensors files next to it"),
+        ({"weight_map": {"a": "model.bin"}}, "all parts must be .safetensors files next to it"),
         ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors: not found"),
-        ({"weight_map": {"b": "model-0.safetensors"}}, "not in the files that it names: b"),
-        ({"weights": {}}, "not an index of weights"),
-        ([1], "not an index of weights"),
+        ({"weight_map": {"b": "model-0.safetensors"}}, "tensors missing in the listed files: b"),
+        ({"weights": {}}, "not a valid index of weights"),
+        ([1], "not a valid index of weights"),
     ],
 )
 def test_an_index_that_leads_nowhere_is_told(tmp_path: Path, index: object, text: str) -> None:
@@ -124,5 +124,5 @@ def test_a_header_that_claims_a_million_tensors_is_refused_at_once(tmp_path: Pat
     entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     text = ("{" + ",".join(entry % number for number in range(400_000)) + "}").encode()
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(UsageError, match=r"not a whole safetensors file: .*its header says it has"):
+    with pytest.raises(UsageError, match=r"not a complete safetensors file: .*its header says it has"):
         read_tensors(tmp_path)

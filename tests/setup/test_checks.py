@@ -100,7 +100,7 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:
     for asked, text in {
         "sync": "no BatchNorm layer that trains",
-        "frozen": "no BatchNorm layer; leave the key",
+        "frozen": "no BatchNorm layer; remove the key",
     }.items():
         with pytest.raises(UsageError, match=text):
             setup(load("digits", [pooled, f"recipe.batchnorm={asked}"]).config.recipe)

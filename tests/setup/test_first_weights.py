@@ -48,7 +48,7 @@ def test_without_any_nothing_is_opened() -> None:
     ("words", "text"),
     [
         (["recipe.model.weights=nowhere"], "nowhere: not found"),
-        (["recipe.model.weights=empty"], "empty: no weights in it"),
+        (["recipe.model.weights=empty"], "empty: contains no weights"),
         (["recipe.model.weights=broken"], "broken"),
         (["recipe.model.weights={fresh: a}"], "recipe.model.weights.path: missing"),
         (["recipe.model.weights={path: file.safetensors, ema: true}"], "weights.ema: file.safetensors is no run"),

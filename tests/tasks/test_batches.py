@@ -29,11 +29,11 @@ def test_labels_come_before_other_names() -> None:
     [
         (
             {"images": X},
-            "a batch has images; call the targets one of labels, targets, target, label, or give the task a method",
+            "batch: no targets among images; name the targets labels, targets, target or label, or add a method",
         ),
-        (X, r"a batch is of type Tensor; expected \(inputs, targets\)"),
-        ((X,), "a batch is of type tuple of 1"),
-        ((X, {"boxes": Y}), "the targets of a batch are a mapping of boxes; expected one tensor"),
+        (X, r"batch: expected \(inputs, targets\), .*, got an object of type Tensor"),
+        ((X,), "got a tuple of 1"),
+        ((X, {"boxes": Y}), "batch: expected a single tensor of targets, got an object of type dict with boxes"),
     ],
 )
 def test_a_batch_without_targets_is_refused(batch: Any, said: str) -> None:
@@ -51,5 +51,5 @@ def test_predictions_are_the_outputs_or_bear_the_name(outputs: Any) -> None:
 
 
 def test_outputs_without_predictions_are_refused_with_what_they_have() -> None:
-    with pytest.raises(UsageError, match=r"net: its output is of type dict.*\(it has boxes\)"):
+    with pytest.raises(UsageError, match=r"net: expected a tensor, .*, got an object of type dict with boxes; return"):
         predictions({"boxes": Y}, "net")

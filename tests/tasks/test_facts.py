@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair, find_class_names, of_targets, skipping, whole_samples
+from lockstep.tasks.facts import check_pair, find_class_names, find_skip_mask, target_facts, whole_samples
 
 INPUTS = torch.zeros(2, 3)
 WHOLE = (INPUTS, torch.tensor([0, 2]))
@@ -38,7 +38,7 @@ def test_names_are_given_or_had_or_counted(given: Any, train: Any, names: list[s
 
 @pytest.mark.parametrize("given", [0, -1, True, "ab", [], 1 << 25, 0.5])
 def test_what_names_nothing_is_refused(given: Any) -> None:
-    with pytest.raises(UsageError, match=r"data: options.classes: expected a number or a list of names, got "):
+    with pytest.raises(UsageError, match=r"data: recipe\.data\.options\.classes: expected the number of"):
         find_class_names("data", given, SimpleNamespace(classes=["a"]))
 
 
@@ -53,7 +53,7 @@ def test_what_names_nothing_is_refused(given: Any) -> None:
     ],
 )
 def test_facts_follow_from_targets(batch: Any, names: list[str], known: dict[str, Any]) -> None:
-    assert of_targets(batch, names) == known
+    assert target_facts(batch, names) == known
 
 
 def test_samples_have_a_class_as_a_whole_or_none() -> None:
@@ -66,12 +66,12 @@ def test_targets_beside_the_classes_are_told_with_their_sample() -> None:
     check_pair("data", WHOLE, [4, 9], ["a", "b", "c"])
     check_pair("data", WHOLE, [4, 9], [])
     check_pair("data", PIXELS, [4, 9], ["a"])
-    with pytest.raises(UsageError, match="data sample 9: its target is 2"):
+    with pytest.raises(UsageError, match="data sample 9: target is 2"):
         check_pair("data", WHOLE, [4, 9], ["a", "b"])
 
 
 def test_only_pairs_with_names_are_skipped_by_their_targets() -> None:
-    skipped = skipping(WHOLE, ["a"])
+    skipped = find_skip_mask(WHOLE, ["a"])
     assert skipped((INPUTS, torch.tensor([-100, 1]))).tolist() == [True, False]
-    assert skipping(WHOLE, []) is None
-    assert skipping({"x": INPUTS}, ["a"]) is None
+    assert find_skip_mask(WHOLE, []) is None
+    assert find_skip_mask({"x": INPUTS}, ["a"]) is None

@@ -89,10 +89,10 @@ def test_half_precision_is_added_in_float32() -> None:
     ("outputs", "batch", "message"),
     [
         (LOGITS[:, :2], IDS, r"floats of shape \[2, 3, vocabulary\]"),
-        (LOGITS[:, :3, :4], IDS, "a target is token 4, and outputs are for tokens 0 to 3"),
-        (LOGITS, {"input_ids": IDS.float()}, "expected whole numbers of shape"),
-        (LOGITS, {"tokens": IDS}, "expected input_ids or labels among them"),
-        (LOGITS, [1, 2, 3], "a batch is of type list; expected tokens"),
+        (LOGITS[:, :3, :4], IDS, "targets: token 4 is out of range, since the model has outputs for tokens 0 to 3"),
+        (LOGITS, {"input_ids": IDS.float()}, "expected integers of shape"),
+        (LOGITS, {"tokens": IDS}, "batch: expected input_ids or labels, got tokens"),
+        (LOGITS, [1, 2, 3], "batch: expected tokens .*, got a list of 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(outputs: Tensor, batch: object, message: str) -> None:
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused(outputs: Tensor, batch: object, message: s
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
-    with pytest.raises(UsageError, match="outputs for 5 tokens, but the data has a vocabulary of 65"):
+    with pytest.raises(UsageError, match="the outputs have 5 logits, but the data has a vocabulary of 65 tokens"):
         Language(vocabulary=65).check(LOGITS[:, :3], IDS)
 
 
@@ -123,9 +123,9 @@ def test_chunks_add_up_to_their_sequences(batch: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "chunks", "message"),
     [
-        (IDS[:, :-1], 3, "sequences of 2 tokens cannot be cut into 3 equal chunks of at least 2; use 1, or sequences"),
-        ({"input_ids": IDS}, 4, "sequences of 4 tokens cannot be cut into 4 equal chunks of at least 2; use 1, 2, or"),
-        ({"input_ids": IDS, "attention_mask": MASK}, 2, "a batch has input_ids, attention_mask, and input_ids alone"),
+        (IDS[:, :-1], 3, "sequences of 2 tokens cannot be split into 3 equal chunks of at least 2; use 1, or"),
+        ({"input_ids": IDS}, 4, "sequences of 4 tokens cannot be split into 4 equal chunks of at least 2; use 1, 2"),
+        ({"input_ids": IDS, "attention_mask": MASK}, 2, "with only input_ids, got input_ids, attention_mask; use"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(batch: Any, chunks: int, message: str) -> None:

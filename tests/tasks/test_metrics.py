@@ -75,10 +75,10 @@ def test_without_metrics_the_task_is_itself(task: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mean", r"absolute of two samples is 1\.25, and one by one they add up to 2\.5; return a sum"),
-        ("nothing", "it returned NoneType; return a mapping of names to sums"),
-        ("vector", r"each has shape \(2,\); return 0-dim sums"),
-        ("reserved", "lr is what each evaluation is written with already; give it another name"),
+        ("mean", r"absolute is 1\.25 for two samples, but adds up to 2\.5 over the single samples; return"),
+        ("nothing", "returned NoneType; return a mapping of names to sums"),
+        ("vector", r"each has shape \(2,\) and torch\.float32; return real 0-dim sums"),
+        ("reserved", "lr is a name that Lockstep uses for evaluations; choose a different name"),
         ("broken", r"KeyError: 'label' \(.*test_metrics\.py:\d+\); mend it there"),
     ],
 )
@@ -89,7 +89,7 @@ def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
 
 def test_a_name_that_is_taken_is_refused(task: Any) -> None:
     found = with_metrics(task, named("taken"))
-    with pytest.raises(UsageError, match="there is a figure top1 already"):
+    with pytest.raises(UsageError, match="a figure top1 already exists"):
         found.figures({**found.sums(OUTPUTS, BATCH), "weight": torch.tensor(4)})
 
 

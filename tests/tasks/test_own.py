@@ -75,22 +75,22 @@ def returning(member: str, value: Any) -> Any:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (object(), "task a:B: it has no loss; add loss"),
-        (Mean(), "two equal samples give a loss of .*that is a mean; return the sum"),
+        (object(), "task a:B: has no method loss; add loss"),
+        (Mean(), "for two equal samples and .* so it is a mean; return the sum"),
         (returning("loss", 1.0), "loss returned float; return the sum"),
         (returning("loss", torch.ones(4)), r"loss returned torch.float32 of shape \[4\]; return the sum"),
-        (returning("loss", torch.tensor(2.0)), "its loss carries no gradient"),
-        (returning("weight", 0.5), "weight returned 0.5 of type float; return a whole number"),
+        (returning("loss", torch.tensor(2.0)), "the loss has no gradient"),
+        (returning("weight", 0.5), "weight returned 0.5 of type float; return an integer"),
         (returning("weight", -1), "weight returned -1"),
         (returning("weight", True), "weight returned True of type bool"),
-        (returning("sums", {"wrong": 1}), "sums gives wrong of type int; give tensors"),
+        (returning("sums", {"wrong": 1}), "sums returned wrong of type int; return tensors"),
         (returning("sums", [1]), "sums returned list; return a mapping"),
         (returning("figures", {"wrong": "many"}), "task a:B: figures: ValueError: could not convert"),
         (
             returning("figures", {"wrong": 1.0, "lr": 1.0}),
-            "figures gives lr, which each step .* another name",
+            "figures returned lr, a name that Lockstep uses .* a different name",
         ),
-        (returning("figures", {"right": 1.0}), "monitor is wrong, but figures gives right"),
+        (returning("figures", {"right": 1.0}), "monitor is wrong, but figures returned right"),
     ],
 )
 def test_what_is_wrong_is_told(task: Any, message: str) -> None:
@@ -99,7 +99,7 @@ def test_what_is_wrong_is_told(task: Any, message: str) -> None:
 
 
 def test_inputs_of_another_kind_are_refused() -> None:
-    with pytest.raises(UsageError, match="inputs returned int; return a tuple"):
+    with pytest.raises(UsageError, match="inputs returned int; return the arguments"):
         OwnTask("task a:B", returning("inputs", 3)).inputs(BATCH)
 
 

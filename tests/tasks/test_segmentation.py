@@ -53,9 +53,9 @@ def test_nothing_to_count_is_legal() -> None:
 @pytest.mark.parametrize(
     ("outputs", "targets", "message"),
     [
-        (OUTPUTS[..., :1], TARGETS, r"shape \[2, 3, 2, 1\], but targets ask for floats of \[2, 3, 2, 2\]"),
-        (OUTPUTS, TARGETS.float(), "let the data give whole numbers of shape"),
-        (OUTPUTS, torch.full_like(TARGETS, 3), "a pixel's target is 3; use 0 to 2, or 255"),
+        (OUTPUTS[..., :1], TARGETS, r"expected floats of shape \[2, 3, 2, 2\], got .* of shape \[2, 3, 2, 1\]"),
+        (OUTPUTS, TARGETS.float(), "targets: expected integers of shape"),
+        (OUTPUTS, torch.full_like(TARGETS, 3), "a pixel has the class 3; use 0 to 2, or 255"),
     ],
 )
 def test_what_does_not_fit_is_refused(outputs: torch.Tensor, targets: torch.Tensor, message: str) -> None:
@@ -65,5 +65,5 @@ def test_what_does_not_fit_is_refused(outputs: torch.Tensor, targets: torch.Tens
 
 def test_options() -> None:
     assert segmentation("model", CLASSES, ignore=0).ignore == 0
-    with pytest.raises(UsageError, match=r"recipe\.task\.auxiliary: -1"):
+    with pytest.raises(UsageError, match=r"recipe\.task\.auxiliary: must not be negative, got -1"):
         segmentation("model", CLASSES, auxiliary=-1.0)

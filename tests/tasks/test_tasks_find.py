@@ -38,10 +38,10 @@ class Mine:
     ("facts", "example", "kind", "said"),
     [
         (CLASSES, WHOLE, Classification, "task classification: the data has 2 classes"),
-        ({**CLASSES, "pixels": True}, WHOLE, Segmentation, "task segmentation: the data has a class for each pixel"),
-        ({"vocabulary": 65}, WHOLE[1][None], Language, "task language: the data has a vocabulary of 65"),
-        ({"outputs": 1}, FLOATS, Regression, "task regression: the targets are amounts"),
-        ({}, FLOATS, Regression, "task regression: the targets are amounts"),
+        ({**CLASSES, "pixels": True}, WHOLE, Segmentation, "task segmentation: the data has 2 classes, and each"),
+        ({"vocabulary": 65}, WHOLE[1][None], Language, "task language: the data has a vocabulary of 65 tokens"),
+        ({"outputs": 1}, FLOATS, Regression, "task regression: the targets are floats"),
+        ({}, FLOATS, Regression, "task regression: the targets are floats"),
     ],
 )
 def test_auto_follows_from_the_data_and_says_so(facts: Any, example: Any, kind: type, said: str) -> None:
@@ -69,19 +69,19 @@ def test_the_users_own_gets_options_and_facts() -> None:
 @pytest.mark.parametrize(
     ("recipe", "facts", "message"),
     [
-        (recipe(), {}, "recipe.task: auto, but the data has neither classes nor a vocabulary"),
-        (recipe("regresion"), {}, "no task regresion; did you mean 'regression'"),
-        (recipe("classification"), {}, "classification needs data with classes"),
+        (recipe(), {}, "recipe.task: auto requires data with classes, a vocabulary or float targets"),
+        (recipe("regresion"), {}, "no such task regresion; did you mean 'regression'"),
+        (recipe("classification"), {}, "classification requires data with classes"),
         (
             recipe("regression", los="mse"),
             {},
             r"recipe.task.los: task regression has no such option; did you mean",
         ),
         (recipe("regression", delta="x"), {}, "recipe.task.delta: input should be a valid number"),
-        (recipe("regression", loss="a:b"), {}, "recipe.loss: it is that of classification, and the task is regression"),
-        (recipe(loss="mse"), CLASSES, r"mse is one of regression; set recipe\.task={name: regression, loss: mse}"),
-        (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
-        (recipe("classification", weights=[1, -1]), CLASSES, "none may be negative"),
+        (recipe("regression", loss="a:b"), {}, "recipe.loss: only supported by classification, but the task is"),
+        (recipe(loss="mse"), CLASSES, r"mse is a loss for regression; set recipe\.task={name: regression, loss: mse}"),
+        (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 weights for 2 classes"),
+        (recipe("classification", weights=[1, -1]), CLASSES, "must be finite and not negative, got "),
         (recipe("nowhere.to:Be"), {}, "there is no module nowhere"),
         (recipe(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
         (recipe(f"{__name__}:Mine", scal=1), CLASSES, "has no such option; did you mean 'scale'"),

@@ -72,28 +72,28 @@ class Request(NamedTuple):
 class DeviceTransforms(Protocol):
     """Transforms of a fetched batch, which run on its device before the model sees the batch."""
 
-    def prepare(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, batch: Batch, request: Request) -> Batch:
         """Return the tensors to copy to the device for a fetched training batch."""
 
-    def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
+    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
         """Transform micro-batch `index` of update `step`, once the prepared tensors are on the device."""
 
-    def for_evaluation(self, arrived: Batch) -> Batch:
-        """Transform an evaluation batch. `arrived` is the fetched batch on the device."""
+    def for_evaluation(self, batch: Batch) -> Batch:
+        """Transform an evaluation batch. `batch` is the fetched batch on the device."""
 
 
 @final
 class NoTransforms:
     """A no-op."""
 
-    def prepare(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, batch: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""
-        return fetched
+        return batch
 
-    def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
+    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
         """See DeviceTransforms."""
-        return arrived
+        return batch
 
-    def for_evaluation(self, arrived: Batch) -> Batch:
+    def for_evaluation(self, batch: Batch) -> Batch:
         """See DeviceTransforms."""
-        return arrived
+        return batch

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch, like, map_tensors, map_with_paths, tensors_of, with_paths
-from lockstep.data.images.leaves import tensor, usable
+from lockstep.data.images.leaves import check_tensor, tensor
 from lockstep.errors import UsageError
 
 
@@ -19,38 +19,43 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
     A leaf is a value that data/images/leaves.py accepts, or a list of numbers. `numbers` are the indices of the samples
     in the dataset `label`. Raises UsageError with the indices of the samples that differ.
     """
-    trees = [_tensors(f"{label} sample {number}", each) for number, each in zip(numbers, samples, strict=True)]
-    leaves = [dict(with_paths(each)) for each in trees]
+    trees = [_tensors(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)]
+    leaves = [dict(with_paths(tree)) for tree in trees]
     if not leaves[0]:
-        found = type_name(samples[0])
-        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {found}")
-    for number, each in zip(numbers, leaves, strict=True):
-        if each.keys() != leaves[0].keys():
+        description = type_name(samples[0])
+        raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {description}")
+    for number, sample_leaves in zip(numbers, leaves, strict=True):
+        if sample_leaves.keys() != leaves[0].keys():
             raise UsageError(
-                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, and sample {number} "
-                f"{_leaf_names(each)}; give all samples one structure, or name a function in recipe.data.collate"
+                f"{label}: sample {numbers[0]} has {_leaf_names(leaves[0])}, but sample {number} has "
+                f"{_leaf_names(sample_leaves)}; return the same structure for all samples, or set recipe.data.collate "
+                f"to a function"
             )
-    batch = [_stack(label, _name(path, trees[0]), [each[path] for each in leaves], numbers) for path in leaves[0]]
+    batch = [
+        _stack(label, _name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
+        for path in leaves[0]
+    ]
     return like(trees[0], batch)
 
 
-def check_batch(label: str, answer: Any, samples: int) -> Batch:
+def check_batch(label: str, result: Any, samples: int) -> Batch:
     """Return the batch that user code made of `samples` samples. Converts other mappings to dicts.
 
     Raises UsageError if a leaf is not a tensor or doesn't have the samples along dim 0.
     """
-    batch = _plain(answer)
+    batch = _plain(result)
     if not tensors_of(batch):
-        raise UsageError(f"{label}: expected tensors, or tuples, lists and dicts of them, got {type_name(answer)}")
+        raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {type_name(result)}")
     for path, leaf in with_paths(batch):
-        where = f"{label}: batch{path}"
+        leaf_label = f"{label}: batch{path}"
         if not isinstance(leaf, Tensor):
-            raise UsageError(f"{where} is {type_name(leaf)}; make a tensor of it, or leave it out")
+            raise UsageError(f"{leaf_label} is {type_name(leaf)}; convert it to a tensor, or remove it")
         if leaf.ndim == 0 or len(leaf) != samples:
             raise UsageError(
-                f"{where} has shape {list(leaf.shape)} for {samples} samples; samples run along dim 0 of each tensor"
+                f"{leaf_label} has shape {list(leaf.shape)} for {samples} samples; put samples along dim 0 of each "
+                f"tensor"
             )
-    return map_tensors(usable, batch)
+    return map_tensors(check_tensor, batch)
 
 
 def _tensors(label: str, sample: Any) -> Batch:
@@ -58,46 +63,51 @@ def _tensors(label: str, sample: Any) -> Batch:
 
     def leaf(path: str, value: Any) -> Tensor:
         try:
-            found = tensor(value)
+            leaf_tensor = tensor(value)
         except TypeError as error:
-            where = _name(path, sample)
-            raise UsageError(f"{label}: its {where} is {error}, or name a function in recipe.data.collate") from error
-        is_scalar_count = found.ndim == 0 and not found.is_floating_point() and found.dtype != torch.bool
-        return found.long() if is_scalar_count else found  # a scalar target may have any integer dtype
+            leaf_name = _name(path, sample)
+            advice = "convert it, or set recipe.data.collate to a function"
+            raise UsageError(f"{label}: {leaf_name}: {error}; {advice}") from error
+        is_scalar_count = (
+            leaf_tensor.ndim == 0 and not leaf_tensor.is_floating_point() and leaf_tensor.dtype != torch.bool
+        )
+        return leaf_tensor.long() if is_scalar_count else leaf_tensor  # a scalar target may have any integer dtype
 
     return map_with_paths(leaf, _plain(sample))
 
 
-def _stack(label: str, what: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
-    kinds = {(each.shape, each.dtype): number for each, number in zip(tensors, numbers, strict=True)}
-    if len(kinds) > 1:
-        found = ", ".join(f"{list(shape)} of {dtype} (sample {number})" for (shape, dtype), number in kinds.items())
+def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
+    sample_numbers = {(leaf.shape, leaf.dtype): number for leaf, number in zip(tensors, numbers, strict=True)}
+    if len(sample_numbers) > 1:
+        description = ", ".join(
+            f"{list(shape)} and {dtype} (sample {number})" for (shape, dtype), number in sample_numbers.items()
+        )
         raise UsageError(
-            f"{label}: {what}s differ: {found}; give all samples one shape and dtype, or name a function that pads "
-            f"them in recipe.data.collate"
+            f"{label}: {leaf_name}: samples differ in shape or dtype: {description}; return the same shape and dtype "
+            f"for all samples, or set recipe.data.collate to a function that pads them"
         )
     return torch.stack(tensors)
 
 
-def _plain(value: Any, inner: bool = False) -> Any:
+def _plain(value: Any, is_nested: bool = False) -> Any:
     """Return the value as dicts, lists and tuples.
 
     Lists of numbers inside the structure become arrays, which are leaves.
     """
     if isinstance(value, Mapping):
-        return {key: _plain(each, True) for key, each in value.items()}
-    if isinstance(value, list) and inner and _is_array(value):
+        return {key: _plain(item, True) for key, item in value.items()}
+    if isinstance(value, list) and is_nested and _is_array(value):
         return np.array(value)
     if type(value) in (list, tuple):
-        return type(value)(_plain(each, True) for each in value)
+        return type(value)(_plain(item, True) for item in value)
     return value
 
 
 def _is_array(values: list[Any]) -> bool:
     """Return whether a list contains only numbers, or only lists of numbers of the same length."""
-    if all(isinstance(each, list) for each in values):
-        return len({len(each) for each in values}) == 1 and all(map(_is_array, values))
-    return all(isinstance(each, int | float) for each in values)
+    if all(isinstance(item, list) for item in values):
+        return len({len(item) for item in values}) == 1 and all(map(_is_array, values))
+    return all(isinstance(item, int | float) for item in values)
 
 
 def _name(path: str, sample: Any) -> str:
@@ -107,4 +117,4 @@ def _name(path: str, sample: Any) -> str:
 
 
 def _leaf_names(leaves: Mapping[str, Any]) -> str:
-    return ", ".join(path or "one value" for path in leaves) or "nothing"
+    return ", ".join(path or "a single value" for path in leaves) or "no values"

@@ -42,11 +42,11 @@ class Copies:
         pinned = [tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in tensors_of(batch)]
         with torch.cuda.stream(self._stream):
             copies = [tensor.to(self._device, non_blocking=True) for tensor in pinned]
-            done = self._stream.record_event()
+            copy_event = self._stream.record_event()
 
         def wait() -> Batch:
             computing = torch.cuda.current_stream(self._device)
-            computing.wait_event(done)
+            computing.wait_event(copy_event)
             for copy in copies:
                 copy.record_stream(computing)
             return like(batch, copies)
@@ -59,13 +59,13 @@ def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
 
     If making an item fails, the items before it are yielded first.
     """
-    made: list[T] = []
+    buffer: list[T] = []
     try:
         for item in items:
-            made.append(item)
-            if len(made) > count:
-                yield made.pop(0)
+            buffer.append(item)
+            if len(buffer) > count:
+                yield buffer.pop(0)
     except Exception:
-        yield from made
+        yield from buffer
         raise
-    yield from made
+    yield from buffer

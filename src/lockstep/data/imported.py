@@ -17,7 +17,7 @@ from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
 from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
 from lockstep.errors import UsageError, error_as
-from lockstep.tasks.facts import NAMES, find_class_names, of_targets, skipping
+from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, target_facts
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
@@ -29,13 +29,13 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     and is only passed to the function if the function accepts it. Raises UsageError if the result is invalid or the
     options don't fit.
     """
-    label = f"data set {path}"
-    made = _call(label, import_object(path, "data set"), options)
+    label = f"dataset {path}"
+    result = _call(label, import_object(path, "dataset"), options)
     function = collate_of(collate)
     with OwnCode(label):
-        if isinstance(made, DataSet):
-            return _whole(label, made)
-        train, validation = _pair(label, made)
+        if isinstance(result, DataSet):
+            return _wrap_splits(label, result)
+        train, validation = _pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
 
 
@@ -45,12 +45,12 @@ def collate_of(path: str | None) -> Collate | None:
     return collate
 
 
-def wrap_map_style(label: str, train: Any, validation: Any, given: Any, collate: Collate | None) -> DataSet:
+def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
     """Return map-style datasets as a DataSet, with facts from the first sample and from the training set.
 
-    `given` are the class names. If it is None, they are taken from the training set (tasks/facts.py).
+    If `class_names` is None, they are taken from the training set (tasks/facts.py).
     """
-    names = find_class_names(label, given, train)
+    names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)
     split = ImportedSplit(f"{label}: training", train, names, collate)
     batch = split.fetch(np.array([0]), None)
@@ -60,7 +60,7 @@ def wrap_map_style(label: str, train: Any, validation: Any, given: Any, collate:
         if validation is None
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
         facts=_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
-        skipped=skipping(batch, names),
+        skipped=find_skip_mask(batch, names),
     )
 
 
@@ -73,19 +73,19 @@ def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
             # The model sees bytes as values in [0, 1], as ToTensor returns them. Floats are passed unchanged.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
-    return facts | of_targets(batch, names)
+    return facts | target_facts(batch, names)
 
 
 def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
-    unfit, advice = f"{label}: its facts are not ready for JSON", "; use plain numbers, text and lists"
-    with error_as(UsageError, (TypeError, ValueError), unfit, advice):
+    problem, advice = f"{label}: facts cannot be saved as JSON", "; use plain numbers, strings, lists and dicts"
+    with error_as(UsageError, (TypeError, ValueError), problem, advice):
         json.dumps(facts)
     return facts
 
 
 def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
-        raise UsageError(f"{label}: it is of type {type(function).__name__}; name a function")
+        raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
     with OwnCode(label):
         return function(**_fitting_options(label, function, options))
 
@@ -94,38 +94,43 @@ def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[
     """Return the options to pass to the function. Raises UsageError if they don't match its parameters."""
     signature = inspect.signature(function)
     parameters = signature.parameters
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    taken = {name: each for name, each in options.items() if name != NAMES or name in parameters or open_ended}
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in options.items() if name != NAMES or name in parameters or accepts_any}
     try:
-        signature.bind(**taken)
+        signature.bind(**arguments)
     except TypeError as error:
         raise UsageError(
-            f"{label}: {error}; it takes {signature}, and recipe.data.options gives {', '.join(taken) or 'nothing'}"
+            f"{label}: {error} (recipe.data.options sets {', '.join(arguments) or 'nothing'}); set the options to "
+            f"match the signature {signature}"
         ) from None
-    return taken
+    return arguments
 
 
-def _pair(label: str, made: Any) -> tuple[Any, Any]:
-    if not isinstance(made, tuple | list) or len(made) != 2:
-        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(made)}")
-    for name, dataset in zip(("training", "validation"), made, strict=True):
+def _pair(label: str, result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
+    for name, dataset in zip(("training", "validation"), result, strict=True):
         if dataset is None and name == "validation":
             continue
         if not is_map_style(dataset):
             raise UsageError(
-                f"{label}: its {name} part is {type_name(dataset)}; expected a map-style data set, with a length and "
-                f"items by number{', or None for no validation' if name == 'validation' else ''}"
+                f"{label}: {name} part: expected a map-style dataset with a length and integer indexing"
+                f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
             )
         if not len(dataset):
-            raise UsageError(f"{label}: its {name} part has no samples")
-    return made[0], made[1]
+            raise UsageError(f"{label}: the {name} part has no samples; return {_non_empty(name == 'validation')}")
+    return result[0], result[1]
 
 
-def _whole(label: str, made: DataSet) -> DataSet:
+def _non_empty(is_validation: bool) -> str:
+    return f"at least one sample{', or None for no validation' if is_validation else ''}"
+
+
+def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
     """Return the user's DataSet, with checks around its splits and facts."""
-    train = OwnSplit(f"{label}: training", made.train)
-    validation = None if made.validation is None else OwnSplit(f"{label}: validation", made.validation)
+    train = OwnSplit(f"{label}: training", dataset.train)
+    validation = None if dataset.validation is None else OwnSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
-            raise UsageError(f"{label}: its split {part} has no samples")
-    return replace(made, train=train, validation=validation, facts=_json(label, dict(made.facts)))
+            raise UsageError(f"{label}: the split {part} has no samples; return {_non_empty(part == 'validation')}")
+    return replace(dataset, train=train, validation=validation, facts=_json(label, dict(dataset.facts)))

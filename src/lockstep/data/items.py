@@ -32,15 +32,15 @@ class Items:
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
-        self._label = label or f"data set {type(dataset).__name__}"
+        self._label = label or f"dataset {type(dataset).__name__}"
         if not is_map_style(dataset):
-            advice = "loader.dataset" if isinstance(dataset, DataLoader) else "one, such as a list of the items"
-            raise UsageError(f"{self._label}: no map-style data set, with a length and items by number; give {advice}")
+            advice = "pass loader.dataset" if isinstance(dataset, DataLoader) else "pass one, such as a list of items"
+            raise UsageError(f"{self._label}: not a map-style dataset with a length and integer indexing; {advice}")
         self._dataset = dataset
         self._collate = collate or default_collate
         self._length = _length(self._label, dataset)
         if not self._length:
-            raise UsageError(f"{self._label}: it has no samples")
+            raise UsageError(f"{self._label}: has no samples; pass a dataset with at least one sample")
         self._tensors = dataset.tensors if type(dataset) is TensorDataset and collate is None else None
         self.in_memory: bool = self._tensors is not None
 
@@ -50,9 +50,9 @@ class Items:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         if self._tensors is not None:
-            chosen = torch.from_numpy(indices)
-            return [tensor.index_select(0, chosen) for tensor in self._tensors]
-        items = [_item(f"{self._label}: sample {each}", self._dataset, each, draw) for each in indices.tolist()]
+            positions = torch.from_numpy(indices)
+            return [tensor.index_select(0, positions) for tensor in self._tensors]
+        items = [_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()]
         with OwnCode(f"{self._label}: collate"):
             batch = self._collate(items)
         _check_batch(self._label, batch, len(items))
@@ -83,18 +83,20 @@ class ImportedSplit:
         if not len(indices):  # an empty batch still has the structure of a batch
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
-        samples = [_item(f"{self._label} sample {each}", self.dataset, each, draw) for each in numbers]
+        samples = [_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
         batch = _pair(
-            stack_samples(self._label, samples, numbers) if self._collate is None else self._own(samples, numbers, draw)
+            stack_samples(self._label, samples, numbers)
+            if self._collate is None
+            else self._call_collate(samples, numbers, draw)
         )
         check_pair(self._label, batch, numbers, self._names)
         return batch
 
-    def _own(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
+    def _call_collate(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # collate may draw, such as a mask
-        more = ", ..." if len(numbers) > 4 else ""
-        label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{more}"
+        ellipsis = ", ..." if len(numbers) > 4 else ""
+        label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{ellipsis}"
         with OwnCode(label):
             return check_batch(label, self._collate(samples), len(samples))
 
@@ -152,7 +154,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def _length(label: str, dataset: Any) -> int:
-    with OwnCode(f"{label}: its length"):
+    with OwnCode(f"{label}: length"):
         return len(dataset)
 
 
@@ -165,13 +167,13 @@ def _item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
 def _check_batch(label: str, batch: Batch, samples: int) -> None:
     tensors: Sequence[torch.Tensor] = tensors_of(batch)
     if not tensors:
-        raise UsageError(f"{label}: collate gave a {type(batch).__name__} without a tensor; give tensors")
-    wrong = next((each for each in tensors if not each.ndim or len(each) != samples), None)
-    if wrong is not None:
-        second = wrong.ndim > 1 and wrong.shape[1] == samples
+        raise UsageError(f"{label}: collate returned a {type(batch).__name__} without tensors; return tensors")
+    mismatch = next((tensor for tensor in tensors if not tensor.ndim or len(tensor) != samples), None)
+    if mismatch is not None:
+        is_second_dim = mismatch.ndim > 1 and mismatch.shape[1] == samples
         raise UsageError(
-            f"{label}: collate gave a tensor of shape {list(wrong.shape)} for {samples} samples; let samples run along "
-            f"dim 0 of each tensor{', and write x = x.transpose(0, 1) in the loop' if second else ''}"
+            f"{label}: collate returned a tensor of shape {list(mismatch.shape)} for {samples} samples; put samples "
+            f"along dim 0 of each tensor{', and use x = x.transpose(0, 1) in the loop' if is_second_dim else ''}"
         )
 
 

@@ -34,15 +34,15 @@ from lockstep.tasks.base import MicroBatch
 
 ALONE: Final = DataRank()
 _BLOCK: Final = 64, 8192  # the maximum number of updates, and of samples over all ranks, to plan at once
-_ROOM: Final = "make some (docker run --shm-size), or set placement.workers=0"
+_SHM_ADVICE: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
 _DEATH_S: Final = 0.5  # how long to wait until a process with a broken connection has exited
 
 
-class _Planned(NamedTuple):
+class _StepPlan(NamedTuple):
     """The requests of an update. Loader processes fetch them some updates ahead."""
 
     step: Step
-    requests: "list[tuple[_Cut, Request]]"
+    requests: "list[tuple[_Span, Request]]"
 
 
 class Weigh(NamedTuple):
@@ -56,7 +56,7 @@ class Weigh(NamedTuple):
     over_ranks: Callable[[int], int]
 
 
-class _Cut(NamedTuple):
+class _Span(NamedTuple):
     """A micro-batch of a step: its index and its positions in the step."""
 
     number: int
@@ -64,10 +64,10 @@ class _Cut(NamedTuple):
     dummy: bool  # doesn't count as this rank's own
 
 
-class _Sent(NamedTuple):
+class _Transfer(NamedTuple):
     """A batch that is being copied to the device, with its weight and the indices of its unreadable samples."""
 
-    cut: _Cut
+    span: _Span
     skipped: list[int]
     weight: int
     arrival: Arrival
@@ -99,30 +99,30 @@ class Loader:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = Copies(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
-        self._share = cache(self._share_of)
+        self._rank_spans = cache(self._compute_rank_spans)
         # Keeps the orders of the last two epochs, since loader processes can be one epoch ahead.
         self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
         """Yield each update from number `first` to the last, with this rank's micro-batches: one per round."""
-        requests = (request for planned in self._plans_from(first) for _, request in planned.requests)
-        with _fetching(self.data.train, requests, self.workers, self.device) as fetch:
+        requests = (request for plan in self._plans_from(first) for _, request in plan.requests)
+        with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
-                (planned.step, [self._send(cut, request, fetch(request)) for cut, request in planned.requests])
-                for planned in self._plans_from(first)
+                (plan.step, [self._send(span, request, fetch(request)) for span, request in plan.requests])
+                for plan in self._plans_from(first)
             )
-            for step, sent in prefetch(copied, self._copies.steps_ahead):
-                yield self._with_weight(step, sent), [self._microbatch(step, each) for each in sent]
+            for step, transfers in prefetch(copied, self._copies.steps_ahead):
+                yield self._with_weight(step, transfers), [self._microbatch(step, transfer) for transfer in transfers]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch any micro-batch of `step` as a dummy, in this process."""
-        [(cut, request)] = self._plan([(step, [self._cut(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._send(cut, request, self.data.train.fetch(*request)))
+        [(span, request)] = self._plan([(step, [self._span(step.samples, index, dummy=True)])])[0].requests
+        return self._microbatch(step, self._send(span, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
-        cuts = [self._cut(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
-        return [request.indices.tolist() for _, request in self._plan([(step, cuts)])[0].requests]
+        spans = [self._span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
+        return [request.indices.tolist() for _, request in self._plan([(step, spans)])[0].requests]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
         """Yield this rank's batches as (number, batch, weight).
@@ -138,87 +138,89 @@ class Loader:
         numbers = self.data_rank.turns(self.validation_batches(batch))
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
-        with _fetching(split, requests, self.workers, self.device) as fetch:
+        with _open_fetcher(split, requests, self.workers, self.device) as fetch:
             copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
-            sent = prefetch(copied, self._copies.steps_ahead)
-            for number, (weight, arrival) in zip(numbers, sent, strict=True):
+            transfers = prefetch(copied, self._copies.steps_ahead)
+            for number, (weight, arrival) in zip(numbers, transfers, strict=True):
                 yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
 
     def validation_batches(self, batch: int) -> int:
         """Return the number of validation batches of all ranks together."""
         return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
-    def _plans_from(self, first: int) -> Iterator[_Planned]:
+    def _plans_from(self, first: int) -> Iterator[_StepPlan]:
         """Yield the plans of the updates from `first` to the last.
 
         Plans several updates at once, which is several times faster. The updates of a block are all of the same epoch,
         so the order of an epoch is computed once, and only when needed.
         """
         while first < self.steps.total:
-            left = self.steps.per_epoch - first % self.steps.per_epoch
-            count = min(left, _BLOCK[0], max(1, _BLOCK[1] // self.steps.batch))
+            remaining = self.steps.per_epoch - first % self.steps.per_epoch
+            count = min(remaining, _BLOCK[0], max(1, _BLOCK[1] // self.steps.batch))
             block = range(first, min(first + count, self.steps.total))
-            yield from self._plan([self._own(self.steps[number]) for number in block])
+            yield from self._plan([self._step_spans(self.steps[number]) for number in block])
             first = block.stop
 
-    def _own(self, step: Step) -> tuple[Step, list[_Cut]]:
-        share, extra = self._share(step.samples), self.extra and self.extra(step)
-        return step, share if extra is None else [self._cut(step.samples, extra, dummy=True), *share]
+    def _step_spans(self, step: Step) -> tuple[Step, list[_Span]]:
+        share, extra = self._rank_spans(step.samples), self.extra and self.extra(step)
+        return step, share if extra is None else [self._span(step.samples, extra, dummy=True), *share]
 
-    def _plan(self, block: Sequence[tuple[Step, Sequence[_Cut]]]) -> list[_Planned]:
+    def _plan(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
         """Return the samples of these micro-batches.
 
         All steps must be of the same epoch, so that one lookup finds all samples.
         """
         epoch = block[0][0].epoch
         draw = random.key(random.AUGMENT, self.seed, epoch)
-        places = [(step.first + cut.positions.start, len(cut.positions)) for step, cuts in block for cut in cuts]
-        taken = np.concatenate([np.arange(first, first + count) for first, count in places] or [np.arange(0)])
-        samples = self._order(epoch)(taken)
-        ends = accumulate((count for _, count in places), initial=0)
+        ranges = [(step.first + span.positions.start, len(span.positions)) for step, spans in block for span in spans]
+        positions = np.concatenate([np.arange(first, first + count) for first, count in ranges] or [np.arange(0)])
+        samples = self._order(epoch)(positions)
+        ends = accumulate((count for _, count in ranges), initial=0)
         parts = iter([Request(samples[start:end], draw) for start, end in pairwise(ends)])
-        return [_Planned(step, [(cut, next(parts)) for cut in cuts]) for step, cuts in block]
+        return [_StepPlan(step, [(span, next(parts)) for span in spans]) for step, spans in block]
 
-    def _share_of(self, samples: int) -> list[_Cut]:
+    def _compute_rank_spans(self, samples: int) -> list[_Span]:
         """Return this rank's micro-batches of a step with `samples` samples."""
         indices = self.data_rank.indices(min(self.microbatches, samples))
-        return [self._cut(samples, index, dummy) for index, dummy in indices]
+        return [self._span(samples, index, dummy) for index, dummy in indices]
 
-    def _cut(self, samples: int, index: int, dummy: bool) -> _Cut:
-        return _Cut(index, part(samples, min(self.microbatches, samples), index), dummy)
+    def _span(self, samples: int, index: int, dummy: bool) -> _Span:
+        return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
 
-    def _send(self, cut: _Cut, request: Request, fetched: Batch) -> _Sent:
-        skipped = [] if cut.dummy or self._skipped is None else self._unread(request, fetched)
-        arrival = self._copies.start(self.transforms.prepare(fetched, request))
-        return _Sent(cut, skipped, self._weight(request, fetched), arrival)
+    def _send(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
+        skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
+        arrival = self._copies.start(self.transforms.prepare(batch, request))
+        return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
-    def _send_for_evaluation(self, request: Request, fetched: Batch) -> tuple[int, Arrival]:
-        self.unreadable[1].update(self._unread(request, fetched))
-        return self._weight(request, fetched), self._copies.start(fetched)
+    def _send_for_evaluation(self, request: Request, batch: Batch) -> tuple[int, Arrival]:
+        self.unreadable[1].update(self._unreadable_samples(request, batch))
+        return self._weight(request, batch), self._copies.start(batch)
 
-    def _unread(self, request: Request, fetched: Batch) -> list[int]:
-        numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(fetched).numpy()].tolist()
+    def _unreadable_samples(self, request: Request, batch: Batch) -> list[int]:
+        numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(batch).numpy()].tolist()
         return numbers
 
-    def _weight(self, request: Request, fetched: Batch) -> int:
-        return len(request.indices) if self.weigh is None else self.weigh.weight(fetched)
+    def _weight(self, request: Request, batch: Batch) -> int:
+        return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
 
-    def _with_weight(self, step: Step, sent: Sequence[_Sent]) -> Step:
+    def _with_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
         """Return the step with its weight over all ranks. All ranks communicate here, before any of them computes."""
         if self.weigh is None:
             return step
-        own = sum(each.weight for each in sent if self.data_rank.primary and not each.cut.dummy)
-        return step._replace(counted=self.weigh.over_ranks(own))
+        local_weight = sum(
+            transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy
+        )
+        return step._replace(counted=self.weigh.over_ranks(local_weight))
 
-    def _microbatch(self, step: Step, sent: _Sent) -> MicroBatch:
-        self.unreadable[0].update(sent.skipped)
-        number, positions, dummy = sent.cut
-        batch = self.transforms.for_training(sent.arrival(), step.number, number)
-        return MicroBatch(number, batch, len(positions), sent.weight, dummy)
+    def _microbatch(self, step: Step, transfer: _Transfer) -> MicroBatch:
+        self.unreadable[0].update(transfer.skipped)
+        number, positions, dummy = transfer.span
+        batch = self.transforms.for_training(transfer.arrival(), step.number, number)
+        return MicroBatch(number, batch, len(positions), transfer.weight, dummy)
 
 
 @contextmanager
-def _fetching(
+def _open_fetcher(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
     """Yield a function that answers the requests, which must be made in order.
@@ -228,12 +230,12 @@ def _fetching(
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
-    advice = f"; they need room in /dev/shm that can be written; {_ROOM}"
+    advice = f"; make sure that /dev/shm is writable, {_SHM_ADVICE}"
     # Checked first, because a half-constructed iterator of torch fails with its own error.
-    with os_error_as(PreflightError, "placement.workers: loader processes cannot be started", advice):
+    with os_error_as(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
-        _Fetches(split),
+        _RequestDataset(split),
         batch_size=None,
         sampler=requests,
         num_workers=workers,
@@ -255,21 +257,21 @@ def _next_answer(answers: Any) -> Any:
     try:
         return next(answers)
     except (EOFError, OSError, RuntimeError) as error:  # raised by a connection to a dead process, and by torch
-        workers, until = answers._workers, time.monotonic() + _DEATH_S
-        dead: list[int] = []
-        while not dead and time.monotonic() < until:
+        workers, deadline = answers._workers, time.monotonic() + _DEATH_S
+        dead_workers: list[int] = []
+        while not dead_workers and time.monotonic() < deadline:
             with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD, which may run only now
                 time.sleep(0.01)
-                dead = [number for number, process in enumerate(workers) if process.exitcode is not None]
-        if not dead:
+                dead_workers = [number for number, process in enumerate(workers) if process.exitcode is not None]
+        if not dead_workers:
             raise
-        number = dead[0]
+        number = dead_workers[0]
         name = f"{number} of {len(workers)} (pid {workers[number].pid})"
         raise died(name, workers[number].exitcode) from error
 
 
 @final
-class _Fetches(Dataset[Any]):
+class _RequestDataset(Dataset[Any]):
     """A dataset that is indexed by requests.
 
     Returns the user's errors as values, because torch would bury their message.
@@ -280,15 +282,15 @@ class _Fetches(Dataset[Any]):
 
     def __getitem__(self, request: Request) -> Batch:
         try:
-            fetched = self._split.fetch(*request)
+            batch = self._split.fetch(*request)
         except LockstepError as error:
             return UsageError(str(error)) if isinstance(error, UsageError) else DataError(str(error))
         try:
             # Share the memory here, before torch sends the batch. Torch does it in a thread, where an error is lost,
             # and the trainer would wait for the batch forever.
-            return map_tensors(Tensor.share_memory_, fetched)
+            return map_tensors(Tensor.share_memory_, batch)
         except RuntimeError as error:
-            return DataError(f"placement.workers: a batch finds no room in /dev/shm: {error}; {_ROOM}")
+            return DataError(f"placement.workers: a batch does not fit in /dev/shm: {error}; {_SHM_ADVICE}")
 
 
 def _unwrap_answer(answer: Any) -> Batch:

@@ -30,7 +30,7 @@ class _Source:
     name: Text
     root: Text | None = None
     options: dict[str, Any] | None = None
-    weight: Annotated[float, Field(gt=0, le=1e12, description="a number above 0, at most 1e12")] = 1.0
+    weight: Annotated[float, Field(gt=0, le=1e12, description="a number greater than 0 and at most 1e12")] = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,44 +42,47 @@ class Options:
     - `samples`: The number of samples in an epoch. Defaults to the number of samples of all sources together.
     """
 
-    of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to data sets")]
+    of: Annotated[dict[str, dict[str, Any]], Field(min_length=1, description="a mapping of names to datasets")]
     samples: Count | None = None
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the mixture. Raises UsageError if the sources differ in their facts or in the dtypes of a sample."""
-    wrong = [
-        f"recipe.data.options.of.{label}{each.removeprefix('options')}"
-        for label, given in options.of.items()
-        for each in option_errors(_Source, given)
+    errors = [
+        f"recipe.data.options.of.{label}{error.removeprefix('options')}"
+        for label, settings in options.of.items()
+        for error in option_errors(_Source, settings)
     ]
-    if wrong:
-        raise UsageError("\n".join(f"data set mixture: {each}" for each in wrong))
-    sources = {label: build_options(_Source, given) for label, given in options.of.items()}
-    opened = {label: _open(request, label, each) for label, each in sources.items()}
-    _check_alike({label: (each.facts, _kind(each.train)) for label, each in opened.items()})
-    trained = [each.train for each in opened.values()]
-    weights = [each.weight for each in sources.values()]
-    counts = shares(options.samples or sum(map(len, trained)), weights)
+    if errors:
+        raise UsageError("\n".join(f"dataset mixture: {error}" for error in errors))
+    sources = {label: build_options(_Source, settings) for label, settings in options.of.items()}
+    datasets = {label: _open(request, label, source) for label, source in sources.items()}
+    _check_alike({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
+    train_splits = [dataset.train for dataset in datasets.values()]
+    weights = [source.weight for source in sources.values()]
+    counts = shares(options.samples or sum(map(len, train_splits)), weights)
     if 0 in counts:
+        label = [*datasets][counts.index(0)]
         raise UsageError(
-            f"data set mixture: {[*opened][counts.index(0)]} has no sample in an epoch of {sum(counts):,}; give it "
-            f"more weight, or more options.samples"
+            f"dataset mixture: {label} has no samples in an epoch of {sum(counts):,} samples; increase "
+            f"recipe.data.options.of.{label}.weight or recipe.data.options.samples"
         )
-    train = Mixture(trained, counts)
-    validated = [each.validation for each in opened.values() if each.validation is not None]
+    train = Mixture(train_splits, counts)
+    validation_splits = [dataset.validation for dataset in datasets.values() if dataset.validation is not None]
 
     def name(number: int) -> str:
-        return f"of {[*opened][train.source(number)]}"
+        return f"of {[*datasets][train.source(number)]}"
 
     return DataSet(
         train=train,
-        validation=Mixture(validated, [len(each) for each in validated]) if validated else None,
-        facts=next(iter(opened.values())).facts,
-        skipped=next((each.skipped for each in opened.values() if each.skipped is not None), None),
+        validation=Mixture(validation_splits, [len(split) for split in validation_splits])
+        if validation_splits
+        else None,
+        facts=next(iter(datasets.values())).facts,
+        skipped=next((dataset.skipped for dataset in datasets.values() if dataset.skipped is not None), None),
         name=name,
-        warnings=tuple(line for each in opened.values() for line in each.warnings),
-        question=next((each.question for each in opened.values() if each.question), ""),
+        warnings=tuple(line for dataset in datasets.values() for line in dataset.warnings),
+        question=next((dataset.question for dataset in datasets.values() if dataset.question), ""),
     )
 
 
@@ -100,7 +103,7 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
-        self.in_memory = all(each.in_memory for each in sources)
+        self.in_memory = all(source.in_memory for source in sources)
         self.sources = sources
         self._ends = np.cumsum(counts)
 
@@ -113,68 +116,72 @@ class Mixture:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        fetched, places = zip(*self._fetched(indices, draw), strict=True)
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
-        columns = [dict(with_paths(each)) for each in fetched]
-        unfit = "data set mixture: samples of its sources do not fit in one batch"
-        with error_as(UsageError, (RuntimeError, KeyError, TypeError), unfit):
-            return map_with_paths(lambda path, _: torch.cat([each[path] for each in columns])[order], fetched[0])
+        batches, positions = zip(*self._fetch_sources(indices, draw), strict=True)
+        order = torch.from_numpy(np.argsort(np.concatenate(positions)))
+        columns = [dict(with_paths(batch)) for batch in batches]
+        problem = "dataset mixture: cannot combine samples of its sources in one batch"
+        advice = "; use sources whose samples have the same structure and shapes"
+        with error_as(UsageError, (RuntimeError, KeyError, TypeError), problem, advice):
+            return map_with_paths(lambda path, _: torch.cat([column[path] for column in columns])[order], batches[0])
 
-    def _fetched(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
+    def _fetch_sources(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
         """Yield the samples of each source, and of each pass over the source, with their positions in the batch."""
-        which = np.searchsorted(self._ends, indices, side="right")
-        within = indices - np.concatenate([[0], self._ends])[which]
-        turns = within // np.array([*map(len, self.sources)])[which]
-        for number, turn in sorted({*zip(which.tolist(), turns.tolist(), strict=True)}):
-            [places] = np.nonzero((which == number) & (turns == turn))
+        numbers = np.searchsorted(self._ends, indices, side="right")
+        offsets = indices - np.concatenate([[0], self._ends])[numbers]
+        rounds = offsets // np.array([*map(len, self.sources)])[numbers]
+        for number, round_number in sorted({*zip(numbers.tolist(), rounds.tolist(), strict=True)}):
+            [positions] = np.nonzero((numbers == number) & (rounds == round_number))
             source = self.sources[number]
-            rows = within[places] - turn * len(source)
+            rows = offsets[positions] - round_number * len(source)
             if draw is None:
-                yield source.fetch(rows, None), places
+                yield source.fetch(rows, None), positions
                 continue
             key = random.extend_key(draw, number)
-            yield source.fetch(shuffle(key, turn, len(source))(rows), random.extend_key(key, turn)), places
+            yield (
+                source.fetch(shuffle(key, round_number, len(source))(rows), random.extend_key(key, round_number)),
+                positions,
+            )
 
 
 def parts(split: Split) -> Iterator[Split]:
     """Yield the sources of a mixture, including those of nested mixtures. Yields any other split itself."""
     if isinstance(split, Mixture):
-        for each in split.sources:
-            yield from parts(each)
+        for source in split.sources:
+            yield from parts(source)
     else:
         yield split
 
 
-def _kind(split: Split) -> dict[str, str]:
+def _leaf_dtypes(split: Split) -> dict[str, str]:
     """Return the dtype of each tensor of a sample by its path. For other leaves, the type."""
     leaves = with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 
 
-def _check_alike(found: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
-    (first, (facts, kind)), *others = found.items()
-    for label, (own_facts, own_kind) in others:
-        differing = sorted(key for key in {**facts, **own_facts} if facts.get(key) != own_facts.get(key))
-        if not differing and kind != own_kind:
-            differing = [f"what a sample is, {own_kind} and {kind}"]
-        if differing:
+def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+    (first_label, (facts, dtypes)), *rest = descriptions.items()
+    for label, (other_facts, other_dtypes) in rest:
+        differences = sorted(key for key in {**facts, **other_facts} if facts.get(key) != other_facts.get(key))
+        if not differences and dtypes != other_dtypes:
+            differences = [f"the dtypes of a sample, {other_dtypes} and {dtypes}"]
+        if differences:
             raise UsageError(
-                f"data set mixture: {label} and {first} differ in {', '.join(differing)}; a model takes one kind of "
-                f"data: sources can be mixed that agree in this"
+                f"dataset mixture: {label} and {first_label} differ in {', '.join(differences)}; convert one of them, "
+                f"or use only sources that agree in this"
             )
 
 
 def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
     root = request.root if source.root is None else source.root
-    asked = DataRequest(source.name, root, request.download, options=source.options or {})
-    if asked.cuts:
+    source_request = DataRequest(source.name, root, request.download, options=source.options or {})
+    if source_request.crops_images:
         raise UsageError(
-            f"data set mixture: {source.name} is cut to size as the recipe says, and sources of a mixture are not; "
-            f"make one data set of them"
+            f"dataset mixture: recipe.data.options.of.{label}: {source.name} is not supported, since a mixture does "
+            f"not crop or resize images; combine the images in one dataset {source.name}"
         )
-    where = f"data set mixture: recipe.data.options.of.{label}"
-    with error_as(UsageError, UsageError, where):
-        opened = open_source(asked)
-    if not len(opened.train):
-        raise UsageError(f"{where}: no sample to train on; remove it")
-    return opened
+    label_prefix = f"dataset mixture: recipe.data.options.of.{label}"
+    with error_as(UsageError, UsageError, label_prefix):
+        dataset = open_source(source_request)
+    if not len(dataset.train):
+        raise UsageError(f"{label_prefix}: has no training samples; remove it")
+    return dataset

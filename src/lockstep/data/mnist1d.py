@@ -15,12 +15,12 @@ Options = NoOptions
 
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return the package's default dataset: 4,000 training and 1,000 validation signals, float32 of shape [40]."""
-    package = import_extra("mnist1d.data", "mnist1d", "data set mnist1d")
+    package = import_extra("mnist1d.data", "mnist1d", "dataset mnist1d")
     with generators_kept():
-        made = package.make_dataset(package.get_dataset_args())
+        arrays = package.make_dataset(package.get_dataset_args())
     # As float32, they have the bits of the published file. The last bits of the doubles depend on the machine.
     train, validation = (
-        TensorSplit(torch.from_numpy(made[f"x{part}"]).float(), torch.from_numpy(made[f"y{part}"]).long())
+        TensorSplit(torch.from_numpy(arrays[f"x{part}"]).float(), torch.from_numpy(arrays[f"y{part}"]).long())
         for part in ("", "_test")
     )
     return DataSet(train, validation, facts([str(digit) for digit in range(10)], [40]))

@@ -14,9 +14,9 @@ T = TypeVar("T")
 _MOST: Final = 10**12
 _STRICT: Final = ConfigDict(strict=True)
 
-Count = Annotated[int, Field(ge=1, le=_MOST, description="a whole number of at least 1")]
-Share = Annotated[float, Field(ge=0, lt=1, description="a share of at least 0 and less than 1, such as 0.1")]
-Text = Annotated[str, Field(max_length=4000, description="text")]
+Count = Annotated[int, Field(ge=1, le=_MOST, description="an integer of at least 1")]
+Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
+Text = Annotated[str, Field(max_length=4000, description="a string")]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
 
 
@@ -25,32 +25,32 @@ class NoOptions:
     """The options of a source that has none."""
 
 
-def option_errors(kind: type, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the errors in the options `given` for the dataclass `kind`, one message per option."""
-    valid = {field.name: field for field in fields(kind)}
-    for name, value in given.items():
+def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the errors in the options `values` for the dataclass `options_class`, one message per option."""
+    valid = {field.name: field for field in fields(options_class)}
+    for name, value in values.items():
         if not valid:
-            yield f"options.{name}: it takes no options; remove it"
+            yield f"options.{name}: this dataset has no options; remove it"
         elif name not in valid:
             yield f"options.{name}: unknown option{choices(name, valid)}"
-        elif value is not None and (wrong := _wrong(kind, name, value)):
-            yield f"options.{name}: {wrong}; got {value!r}"
+        elif value is not None and (expectation := _expectation(options_class, name, value)):
+            yield f"options.{name}: {expectation}, got {value!r}"
     for name, field in valid.items():
-        if field.default is MISSING and given.get(name) is None:
-            yield f"options.{name}: missing; it has no default"
+        if field.default is MISSING and values.get(name) is None:
+            yield f"options.{name}: missing; set it, since it has no default"
 
 
-def build_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """Return the options as a `kind`.
+def build_options(options_class: type[T], values: Mapping[str, Any]) -> T:
+    """Return the options as an `options_class`.
 
     `option_errors` must have found no errors. Options that are null get their defaults.
     """
-    return kind(**{name: value for name, value in given.items() if value is not None})
+    return options_class(**{name: value for name, value in values.items() if value is not None})
 
 
-def _wrong(kind: type, name: str, value: Any) -> str:
+def _expectation(options_class: type, name: str, value: Any) -> str:
     """Return the expected value of an option, or "" if `value` is valid."""
-    annotation = get_type_hints(kind, include_extras=True)[name]
+    annotation = get_type_hints(options_class, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:
@@ -64,6 +64,6 @@ def _description(annotation: Any) -> str:
         return "true or false"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
-    if descriptions := [each.description for each in get_args(annotation) if isinstance(each, FieldInfo)]:
+    if descriptions := [argument.description for argument in get_args(annotation) if isinstance(argument, FieldInfo)]:
         return str(descriptions[0])
     return " or ".join(filter(None, map(_description, get_args(annotation))))

@@ -30,49 +30,49 @@ class DataRequest:
     exif: bool = True
 
     @property
-    def cuts(self) -> bool:
+    def crops_images(self) -> bool:
         """Whether the samples are crops of images of any size."""
         return self.name in _OF_FILES
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
     """Return the request of a recipe's section `data`, passed as plain values. Missing keys get their defaults."""
-    given = {each.name: data[each.name] for each in fields(DataRequest) if each.name in data}
+    values = {key.name: data[key.name] for key in fields(DataRequest) if key.name in data}
     low, high = data["augment"]["resized_crop_scale"]
-    return DataRequest(**given, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
+    return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
 def misfits(request: DataRequest) -> Iterator[str]:
     """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
-    if request.cuts:
+    if request.crops_images:
         yield from _contradictions(request)
         return
     name, only = request.name, " and ".join(_OF_FILES)
     if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
-        yield f"image_size: {request.image_size} cannot be had, {_size(name)}; remove it"
+        yield f"image_size: {request.image_size} is not supported, since {_size(name)}; remove it"
     if request.resize_size is not None:
-        yield f"resize_size: {request.resize_size} is only for data sets {only}; remove it"
+        yield f"resize_size: {request.resize_size} is only supported by the datasets {only}; remove it"
     if request.resized_crop:
-        yield f"augment.resized_crop: true is only for data sets {only}; remove it"
+        yield f"augment.resized_crop: true is only supported by the datasets {only}; remove it"
     if not request.exif:
-        yield f"exif: false is only for data sets {only}; remove it"
+        yield f"exif: false is only supported by the datasets {only}; remove it"
     if request.on_error == "skip" and (":" in name or name == "mixture"):
-        yield f"on_error: skip is only for data sets {only}; catch the error in your own data set"
+        yield f"on_error: skip is only supported by the datasets {only}; remove it, and catch errors in your dataset"
 
 
 def _size(name: str) -> str:
     if ":" in name:
-        return "its function decides the size"
+        return "your function sets the size"
     native = NATIVE_SIZE.get(name)
-    return f"its images are {native}x{native}" if native else "it has no images"
+    return f"the images are {native}x{native}" if native else "the dataset has no images"
 
 
 def _contradictions(request: DataRequest) -> Iterator[str]:
     size, scale = request.image_size or FILES_SIZE, request.resized_crop_scale
     if request.resize_size is not None and request.resize_size < size:
-        yield f"resize_size: {request.resize_size} is less than the image_size {size} to be cut; use at least {size}"
+        yield f"resize_size: {request.resize_size} is smaller than image_size={size}; use at least {size}"
     if not 0 < scale[0] <= scale[1] <= 1:
         yield (
-            f"augment.resized_crop_scale: {list(scale)} is no range of shares of the area; "
-            f"use 0 < smallest <= largest <= 1, such as [0.08, 1.0]"
+            f"augment.resized_crop_scale: {list(scale)} is not a range of area fractions; "
+            f"set [min, max] with 0 < min <= max <= 1, such as [0.08, 1.0]"
         )

@@ -18,7 +18,7 @@ def in_share(name: str, share: float) -> bool:
 
     Adding or removing samples doesn't move any other sample.
     """
-    return _place(name) < share * 2**64
+    return _name_hash(name) < share * 2**64
 
 
 def take_share(names: Sequence[str], share: float) -> list[str]:
@@ -28,7 +28,7 @@ def take_share(names: Sequence[str], share: float) -> list[str]:
     later only move as many names as necessary to keep the share.
     """
     count = min(max(round(share * len(names)), 1), len(names) - 1) if share else 0
-    return sorted(names, key=_place)[:count]
+    return sorted(names, key=_name_hash)[:count]
 
 
 def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
@@ -36,6 +36,6 @@ def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
     return random.uniform(_KEY, np.arange(rows), 1)[:, 0] < share
 
 
-def _place(name: str) -> int:
+def _name_hash(name: str) -> int:
     """Return the hash of a name, an integer of at least 0 and less than 2**64, by which names are ordered."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from lockstep.data.base import DataSet
 
 
-class Known(NamedTuple):
+class SourceInfo(NamedTuple):
     """The module of a dataset below lockstep.data, and the number of its training samples if the number is fixed."""
 
     module: str
     training_samples: int | None = None
 
 
-SOURCES: Final[Mapping[str, Known]] = {
-    "digits": Known("images.digits", 1437),
-    "cifar10": Known("images.torchvision_sets", 50_000),
-    "cifar100": Known("images.torchvision_sets", 50_000),
-    "mnist": Known("images.torchvision_sets", 60_000),
-    "fashion_mnist": Known("images.torchvision_sets", 60_000),
-    "folder": Known("images.folder"),
-    "synthetic": Known("images.synthetic"),
-    "text": Known("text.files"),
-    "shakespeare": Known("text.shakespeare"),
-    "tokens": Known("text.tokens"),
-    "table": Known("tables.table"),
-    "datasets": Known("tables.datasets_on_disk"),
-    "webdataset": Known("images.webdataset"),
-    "mnist1d": Known("mnist1d", 4000),
-    "mixture": Known("mixture"),
+SOURCES: Final[Mapping[str, SourceInfo]] = {
+    "digits": SourceInfo("images.digits", 1437),
+    "cifar10": SourceInfo("images.torchvision_sets", 50_000),
+    "cifar100": SourceInfo("images.torchvision_sets", 50_000),
+    "mnist": SourceInfo("images.torchvision_sets", 60_000),
+    "fashion_mnist": SourceInfo("images.torchvision_sets", 60_000),
+    "folder": SourceInfo("images.folder"),
+    "synthetic": SourceInfo("images.synthetic"),
+    "text": SourceInfo("text.files"),
+    "shakespeare": SourceInfo("text.shakespeare"),
+    "tokens": SourceInfo("text.tokens"),
+    "table": SourceInfo("tables.table"),
+    "datasets": SourceInfo("tables.datasets_on_disk"),
+    "webdataset": SourceInfo("images.webdataset"),
+    "mnist1d": SourceInfo("mnist1d", 4000),
+    "mixture": SourceInfo("mixture"),
 }
 _COLLATING: Final = "datasets"
 _OWN: Final = "package.module:function"
@@ -71,7 +71,7 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
             with suppress(UsageError):
                 return len(scan(root, *shares).train)
         return None
-    return None if ":" in name else _known(name).training_samples
+    return None if ":" in name else _source_info(name).training_samples
 
 
 def open_data(request: DataRequest) -> DataSet:
@@ -79,24 +79,24 @@ def open_data(request: DataRequest) -> DataSet:
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 
-        _refuse(request.name, list(misfits(request)))
+        _raise_problems(request.name, list(misfits(request)))
         return import_dataset(request.name, request.options, request.collate)
 
     from lockstep.data.options import build_options, option_errors
 
-    source = cast(Source, import_module(f"lockstep.data.{_known(request.name).module}"))
-    strange = [f"collate: {request.collate} is only for data sets of yours and of {_COLLATING}; remove it"]
-    collate = strange if request.collate and request.name != _COLLATING else []
-    _refuse(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
+    source = cast(Source, import_module(f"lockstep.data.{_source_info(request.name).module}"))
+    problems = [f"collate: {request.collate} is only supported by your own datasets and by {_COLLATING}; remove it"]
+    collate = problems if request.collate and request.name != _COLLATING else []
+    _raise_problems(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
     return source.open_data(request, build_options(source.Options, request.options))
 
 
-def _known(name: str) -> Known:
+def _source_info(name: str) -> SourceInfo:
     if name not in SOURCES:
-        raise UsageError(f"data set {name}: no such data set{choices(name, (*SOURCES, _OWN))}")
+        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _OWN))}")
     return SOURCES[name]
 
 
-def _refuse(name: str, found: list[str]) -> None:
-    if found:
-        raise UsageError("\n".join(f"data set {name}: recipe.data.{each}" for each in found))
+def _raise_problems(name: str, problems: list[str]) -> None:
+    if problems:
+        raise UsageError("\n".join(f"dataset {name}: recipe.data.{problem}" for problem in problems))

@@ -110,7 +110,7 @@ class SavedModel:
     def cut(self) -> CropSettings | None:
         """The crop of an evaluation, or None if the samples aren't cropped from images of any size."""
         asked = request_of(values(self.recipe.data))
-        return crop_settings(asked) if asked.cuts else None
+        return crop_settings(asked) if asked.crops_images else None
 
     @property
     def tokenizer_by(self) -> str | None:

@@ -52,7 +52,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
     if lora.train:
         for name in select(f"{_KEY}.train", lora.train, list(parameters)):
             parameters[name].requires_grad_(True)
-    layers = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     for layer in layers:
         if not any(parameter.requires_grad for parameter in layer.parameters()):
             keep_in_evaluation(layer)
@@ -60,15 +60,15 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 def merge_adapters(model: nn.Module) -> bool:
     """Merge the adapters into the weights of their layers and remove them. Returns whether there were any."""
-    places = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
-    places += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
-    for place in places:
-        name = place.rpartition(".lora_")[0]
+    paths = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
+    paths += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
+    for path in paths:
+        name = path.rpartition(".lora_")[0]
         layer: Any = model.get_submodule(name)
         layer.merge(safe_merge=True)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
-    return bool(places)
+        parent, _, child_name = name.rpartition(".")
+        setattr(model.get_submodule(parent), child_name, layer.get_base_layer())
+    return bool(paths)
 
 
 def has_adapters(names: Iterable[str]) -> bool:
@@ -92,9 +92,9 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
     """Return the adapters and the fully trained modules of a model's state, with the names that peft's files use."""
-    adapters = {name.replace(f".{_ADAPTER}.", "."): each for name, each in tensors.items() if has_adapters([name])}
-    fully_trained = {name: each for name, each in tensors.items() if name.rpartition(".")[0] in modules_to_save}
-    return {f"base_model.model.{name}": each for name, each in {**adapters, **fully_trained}.items()}
+    adapters = {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])}
+    fully_trained = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules_to_save}
+    return {f"base_model.model.{name}": tensor for name, tensor in {**adapters, **fully_trained}.items()}
 
 
 def _peft() -> Any:

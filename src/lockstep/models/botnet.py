@@ -37,23 +37,23 @@ def botnet50(
         # torchvision only offers a stride of 1 by dilation. The dilated convolutions are the ones that are replaced.
         replace_stride_with_dilation=[False, False, last_stride == 1],
     )
-    first, *others = network.get_submodule("layer4").children()
-    _attend(first, size, heads, last_stride)
-    for block in others:
+    first_block, *later_blocks = network.get_submodule("layer4").children()
+    _attend(first_block, size, heads, last_stride)
+    for block in later_blocks:
         _attend(block, size // last_stride, heads, stride=1)
     return network
 
 
 def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> int:
     if last_stride not in (1, 2):
-        raise UsageError(f"model botnet50: last_stride is {last_stride}; use 1 or 2")
+        raise UsageError(f"model botnet50: last_stride must be 1 or 2, got {last_stride}")
     if heads < 1 or _CHANNELS % heads:
         raise UsageError(f"model botnet50: {heads} heads do not divide {_CHANNELS} channels; use a power of two")
     pixels = 16 * last_stride
     if image_size < pixels or image_size % pixels:
         nearest = max(pixels, round(image_size / pixels) * pixels)
         raise UsageError(
-            f"model botnet50: image_size {image_size} is no multiple of {pixels}; the nearest is {nearest}"
+            f"model botnet50: image_size {image_size} is not a multiple of {pixels}; use {nearest}, the nearest"
         )
     return image_size // 16
 
@@ -83,13 +83,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         n, channels, height, width = x.shape
         # Queries, keys and values have shape [N, K, P, D].
-        split = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
-        queries, keys, values = split.transpose(-2, -1).unbind(1)
+        projections = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
+        queries, keys, values = projections.transpose(-2, -1).unbind(1)
         queries = queries * self.scale
         # Doesn't use a fused kernel, since not every fused kernel has a deterministic backward for a learned bias.
         logits = queries @ keys.transpose(-2, -1) + self.position(queries)
-        attended: Tensor = logits.softmax(dim=-1) @ values
-        return attended.transpose(-2, -1).reshape(n, channels, height, width)
+        output: Tensor = logits.softmax(dim=-1) @ values
+        return output.transpose(-2, -1).reshape(n, channels, height, width)
 
 
 @final
@@ -111,13 +111,13 @@ class RelativePosition(nn.Module):
         """Return the summand of the logits, [N, K, P queries, P keys], for scaled queries [N, K, P, D]."""
         q = queries.view(*queries.shape[:2], self.height, self.width, -1)
         # [N, K, height, width, height of the key] and [N, K, height, width, width of the key]
-        rows = _by_key(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
-        columns = _by_key(q @ self.columns.T)
-        both = rows.unsqueeze(-1) + columns.unsqueeze(-2)
-        return both.flatten(4).flatten(2, 3)
+        rows = _align_to_keys(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
+        columns = _align_to_keys(q @ self.columns.T)
+        logits = rows.unsqueeze(-1) + columns.unsqueeze(-2)
+        return logits.flatten(4).flatten(2, 3)
 
 
-def _by_key(logits: Tensor) -> Tensor:
+def _align_to_keys(logits: Tensor) -> Tensor:
     """Convert [..., L queries, 2L - 1 differences] to [..., L queries, L keys].
 
     Key k of query q has the difference k - q + L - 1. With a zero appended, each row has length 2L. If these rows are

@@ -31,8 +31,8 @@ class Form(NamedTuple):
 
     def as_average(self) -> "Form":
         """Return the form of a running average of such tensors (parallel/ema.py)."""
-        wide = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
-        return Form(self.shape, wide)
+        dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
+        return Form(self.shape, dtype)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
         """Return the form of a parameter that is trained in `dtype`, if that is set (parallel/weights.py)."""
@@ -83,15 +83,15 @@ def check_model(
     # because the weight has no values.
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
         try:
-            evaluated, trained, summary = trial("meta")
+            evaluation_outputs, training_outputs, summary = trial("meta")
         except Exception:  # a model may need values to be built or to run; the CPU reports any real error
-            evaluated, trained, summary = trial("cpu")
-    check(evaluated, length(evaluation))
-    check(trained, length(training))
-    if not any(tensor.requires_grad for tensor in tensors_of(trained)):
+            evaluation_outputs, training_outputs, summary = trial("cpu")
+    check(evaluation_outputs, length(evaluation))
+    check(training_outputs, length(training))
+    if not any(tensor.requires_grad for tensor in tensors_of(training_outputs)):
         raise UsageError(
-            f"model {name}: its outputs carry no gradient while training, so nothing would be learned; let forward "
-            f"compute them from the parameters by torch's functions, without detach(), no_grad() and .data"
+            f"model {name}: the outputs have no gradient in training mode; compute them from the parameters with torch "
+            f"functions in forward, without detach(), no_grad() or .data"
         )
     return summary
 
@@ -120,14 +120,20 @@ def check_dtype(
         try:
             with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
                 call(
-                    model, map_tensors(lambda of: of.to("meta", dtype if of.is_floating_point() else of.dtype), inputs)
+                    model,
+                    map_tensors(
+                        lambda tensor: tensor.to("meta", dtype if tensor.is_floating_point() else tensor.dtype), inputs
+                    ),
                 )
         except RuntimeError as error:
             if "dtype" in str(error):
+                advice = (
+                    "convert tensors that forward creates, and buffers, to the dtype of the input, or set "
+                    "recipe.precision=bf16, which converts them"
+                )
                 raise UsageError(
-                    f"model {name}: recipe.precision: with weights in {dtype} its forward mixes dtypes: "
-                    f"{describe_error(error)}; convert what is made there, such as a buffer, to the dtype of the "
-                    f"input, or use precision bf16, under which torch converts"
+                    f"model {name}: recipe.precision: forward mixes dtypes with weights in {dtype}: "
+                    f"{describe_error(error, advice)}"
                 ) from error
 
 
@@ -140,7 +146,7 @@ class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        dtypes = sorted({str(each.dtype) for each in args if isinstance(each, Tensor)})
+        dtypes = sorted({str(argument.dtype) for argument in args if isinstance(argument, Tensor)})
         if name in _PRODUCTS and len(dtypes) > 1:
             raise RuntimeError(f"{name} of {' and '.join(dtypes)}, which must have the same dtype")
         return func(*args, **(kwargs or {}))
@@ -150,8 +156,8 @@ def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
     for path, parameter in model.named_parameters():
         if parameter.dtype != torch.float32:
             raise UsageError(
-                f"model {name}: {path} is of {parameter.dtype}, and recipe.precision asks for copies of float32 in "
-                f"{dtype}; let the model have float32, or use precision fp32 or bf16"
+                f"model {name}: {path} has {parameter.dtype}, but recipe.precision requires float32 parameters, which "
+                f"it copies to {dtype}; convert the model to float32, or set recipe.precision to fp32 or bf16"
             )
 
 
@@ -160,9 +166,12 @@ def check_weights(name: str, model: nn.Module) -> None:
     check_layers(name, model)
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
-            raise UsageError(f"model {name}: {path} is of {parameter.dtype}; train its real and imaginary parts")
+            raise UsageError(
+                f"model {name}: {path} has {parameter.dtype}, which is not supported; use one parameter for the real "
+                f"part and one for the imaginary part"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UsageError(f"model {name}: it has no parameter that is trained (requires_grad), so there is no run")
+        raise UsageError(f"model {name}: no parameter requires a gradient; set requires_grad=True on some")
 
 
 def check_layers(name: str, model: nn.Module) -> None:
@@ -175,31 +184,33 @@ def check_layers(name: str, model: nn.Module) -> None:
     for path, tensor in tensors:
         if is_lazy(tensor):
             raise UsageError(
-                f"model {name}: {path} gets its shape only from the first inputs, when training has begun; use layers "
-                f"with all sizes given, or run it once on inputs like the data's before it is returned"
+                f"model {name}: {path} is lazy and has no shape yet; use layers with explicit sizes, or call the model "
+                f"once on inputs like those of the dataset before you return it"
             )
         if tensor.is_quantized or tensor.layout != torch.strided:
-            raise UsageError(f"model {name}: {path} is of {tensor.dtype}, {tensor.layout}; use dense tensors")
+            raise UsageError(
+                f"model {name}: {path} has {tensor.dtype} and {tensor.layout}; use dense tensors without quantization"
+            )
     for path, parameter in model.named_parameters():
         if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
-            raise UsageError(f"model {name}: elements of {path} share memory, as expand() makes them; clone it")
+            raise UsageError(f"model {name}: elements of {path} share memory (expand() does this); call .clone() on it")
     if path := hooked_parameter(model):
         raise UsageError(
-            f"model {name}: {path} has a hook of its gradient, which strategies keep in other tensors; take it away, "
-            f"compute in the model what changes gradients, and log step.norm"
+            f"model {name}: {path} has a gradient hook, but strategies keep gradients in other tensors; remove the "
+            f"hook, change gradients within the model, and log step.norm"
         )
     for path, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
         if layer.max_norm is not None:
             raise UsageError(
-                f"model {name}: {path} has max_norm={layer.max_norm:g}, by which each forward changes the weights: a "
-                f"micro-batch would see what those before it on the same process have left; leave max_norm out"
+                f"model {name}: {path} has max_norm={layer.max_norm:g}, which changes the weights in each forward, so "
+                f"a micro-batch would depend on the micro-batches before it on the same process; remove max_norm"
             )
         if layer.sparse:
             raise UsageError(
-                f"model {name}: {path} has sparse=True, and sparse gradients cannot be added in the one order that "
-                f"gives the same bits everywhere; leave sparse out"
+                f"model {name}: {path} has sparse=True, but sparse gradients cannot be added in a fixed order; remove "
+                f"sparse"
             )
 
 
@@ -224,28 +235,30 @@ def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluated = _outputs(model, name, map_tensors(lambda each: each.to(device), evaluation))
+            evaluation_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            trained = _outputs(model, name, map_tensors(lambda each: each.to(device), training))
-        flops = backward_flops(counter, trained) if device == "meta" else None
+            training_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), training))
+        flops = backward_flops(counter, training_outputs) if device == "meta" else None
     parameters = list(model.parameters())
-    normalising = {
-        name: each
-        for name, each in model.named_modules()
-        if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.training
+    batchnorm_layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training
     }
     summary = Summary(
         parameters=sum(parameter.numel() for parameter in parameters),
-        tensors={name: _form(each) for name, each in model.state_dict().items() if isinstance(each, Tensor)},
-        trained={name: _form(each) for name, each in model.named_parameters() if each.requires_grad},
-        batchnorm=bool(normalising),
-        synchronised=next((name for name, each in normalising.items() if isinstance(each, nn.SyncBatchNorm)), ""),
+        tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
+        trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
+        batchnorm=bool(batchnorm_layers),
+        synchronised=next(
+            (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
+        ),
         buffers=frozenset(name for name, _ in model.named_buffers()),
         flops=None if flops is None else round(flops / length(training)),
     )
-    return evaluated, trained, summary
+    return evaluation_outputs, training_outputs, summary
 
 
 def _form(tensor: Tensor) -> Form:
@@ -258,18 +271,18 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # third-party models may raise anything, and may even exit
-        fitting = "an image size" if any(each.ndim == 4 for each in tensors_of(inputs)) else "data"
-        advice = f"choose a model and {fitting} that fit each other"
+        subject = "image size" if any(tensor.ndim == 4 for tensor in tensors_of(inputs)) else "data"
+        advice = f"use a model that supports this {subject}"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
-            advice = f"the model is called with one argument, a {type(inputs[0]).__name__}: let its forward take that"
+            advice = f"let forward accept a single argument of type {type(inputs[0]).__name__}"
         message = describe_error(error, "" if place(error) else advice)
         if "Expected more than 1 value per channel" in message:
             raise UsageError(
-                f"model {name}: the smallest micro-batch has {length(inputs)} sample, too few for BatchNorm; "
-                f"choose batch and microbatches so that every micro-batch, the last step's of an epoch too, "
-                f"has at least 2 samples, or set recipe.last_batch=drop"
+                f"model {name}: the smallest micro-batch has {length(inputs)} sample, but BatchNorm requires at least "
+                f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
+                f"in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
-        raise OwnCodeError(f"model {name}: it cannot take inputs of {_forms(inputs)}: {message}") from error
+        raise OwnCodeError(f"model {name}: forward failed with inputs of {_forms(inputs)}: {message}") from error
 
 
 def _forms(inputs: Inputs) -> str:

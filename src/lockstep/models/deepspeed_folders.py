@@ -16,10 +16,10 @@ from torch import Tensor
 from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
-_LATEST: Final = "latest"  # contains the name of a step's folder
+_LATEST_FILE: Final = "latest"  # contains the name of a step's folder
 _LONGEST: Final = 256  # the maximum size of this file in bytes
-_MODEL: Final = "mp_rank_00_model_states.pt"
-_OF_STAGE_3: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+_MODEL_FILE: Final = "mp_rank_00_model_states.pt"
+_STAGE_3_FILE: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def model_file(folder: Path) -> Path | None:
@@ -29,27 +29,27 @@ def model_file(folder: Path) -> Path | None:
     over the files of all ranks.
     """
     step = _step(folder)
-    if (step / _OF_STAGE_3).is_file():
-        raise UsageError(f"{step}: of ZeRO's stage 3: each rank's file has a part of the weights; {_advice(step)}")
-    if (step / _MODEL).is_file():
-        return step / _MODEL
+    if (step / _STAGE_3_FILE).is_file():
+        raise UsageError(f"{step}: ZeRO stage 3 shards the weights over the files of all ranks; {_advice(step)}")
+    if (step / _MODEL_FILE).is_file():
+        return step / _MODEL_FILE
     return None
 
 
 def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Raise UsageError if the weights are 16-bit copies, rounded from the weights in the optimizer's files."""
-    narrow = [each.dtype for each in tensors.values() if each.dtype in (torch.float16, torch.bfloat16)]
-    if narrow:
-        kind = str(narrow[0]).removeprefix("torch.")
+    dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype in (torch.float16, torch.bfloat16)]
+    if dtypes:
+        dtype = str(dtypes[0]).removeprefix("torch.")
         raise UsageError(
-            f"{file.parent}: its weights are of {kind}, rounded from those that the optimizer's files have; "
-            f"{_advice(file.parent)}, or name {file.name} itself to begin from the rounded ones"
+            f"{file.parent}: the weights are {dtype}, rounded from the weights in the optimizer files; "
+            f"{_advice(file.parent)}, or use {file.name} to start from the rounded weights"
         )
 
 
 def _step(folder: Path) -> Path:
     try:
-        name = plainfile.content(folder / _LATEST, _LONGEST).decode().strip()
+        name = plainfile.content(folder / _LATEST_FILE, _LONGEST).decode().strip()
     except (OSError, ValueError):
         return folder
     return folder / name if Path(name).name == name else folder
@@ -57,6 +57,6 @@ def _step(folder: Path) -> Path:
 
 def _advice(step: Path) -> str:
     return (
-        f"where you trust its files, convert them by DeepSpeed's own program, which reads pickles: "
-        f"python {step.parent}/zero_to_fp32.py {step.parent} OUT --tag {step.name} --safe_serialization, and name OUT"
+        f"if you trust the files, convert them with DeepSpeed's own program, which reads pickles: "
+        f"python {step.parent}/zero_to_fp32.py {step.parent} OUT --tag {step.name} --safe_serialization, and use OUT"
     )

@@ -13,9 +13,10 @@ from torch import nn
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.names import suggestion
 from lockstep.common.own_code import OwnCode, describe_error
+from lockstep.common.type_name import type_name
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
-from lockstep.models.pretrained import fetching, with_fitting_weights
+from lockstep.models.pretrained import download_lock, load_matching_weights
 
 Source = Literal["auto", "lockstep", "timm", "torchvision", "transformers"]
 Origin = Literal["lockstep", "timm", "torchvision", "transformers", "path"]
@@ -67,21 +68,27 @@ def build_model(
     origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
         raise UsageError(
-            f"model {name}: only models of timm, torchvision and transformers come with pretrained weights; "
-            f"set recipe.model.pretrained: false, or load them in a function of yours"
+            f"model {name}: only models of timm, torchvision and transformers have pretrained weights; "
+            f"set recipe.model.pretrained=false, or load the weights in your own function"
         )
     factory = _factory(origin, name, pretrained, facts)
-    given = dict(options or {})
-    arguments = {"options": given} if origin == "transformers" else _from_data(origin, name, factory, facts) | given
-    with _report_arguments(name, arguments), fetching(name) if pretrained else nullcontext():
-        fit = pretrained and origin == "torchvision"
-        model = with_fitting_weights(name, factory, arguments) if fit else factory(**arguments)
+    user_options = dict(options or {})
+    arguments = (
+        {"options": user_options}
+        if origin == "transformers"
+        else _from_data(origin, name, factory, facts) | user_options
+    )
+    with _report_arguments(name, arguments), download_lock(name) if pretrained else nullcontext():
+        adapts_weights = pretrained and origin == "torchvision"
+        model = load_matching_weights(name, factory, arguments) if adapts_weights else factory(**arguments)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model {name}: it is of type {type(model).__name__}; return a torch.nn.Module")
+        raise UsageError(f"model {name}: expected a torch.nn.Module, got {type_name(model)}; correct the function")
     if torch.get_default_device().type != "meta":
-        without = [path for path, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
-        if without:
-            raise UsageError(f"model {name}: {without[0]} is on the meta device, without values; make it on the CPU")
+        meta_names = [path for path, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+        if meta_names:
+            raise UsageError(
+                f"model {name}: {meta_names[0]} is on the meta device, without values; create it on the CPU"
+            )
     return model
 
 
@@ -122,7 +129,7 @@ def origin_of(name: str, source: Source) -> Origin:
         return "timm"
     if source in ("auto", "torchvision") and name in _torchvision_names():
         return "torchvision"
-    raise UsageError(_unknown(name, source))
+    raise UsageError(_unknown_message(name, source))
 
 
 def _in_timm(name: str, source: Source) -> bool:
@@ -135,22 +142,29 @@ def _in_timm(name: str, source: Source) -> bool:
 def _torchvision_names() -> list[str]:
     from torchvision import models
 
-    return [name for each in (models, models.segmentation) for name in models.list_models(module=each)]
+    return [name for module in (models, models.segmentation) for name in models.list_models(module=module)]
 
 
-def _unknown(name: str, source: Source) -> str:
+def _unknown_message(name: str, source: Source) -> str:
     import timm
 
-    known = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
-    names = known[source] if source in known else sorted({each for some in known.values() for each in some})
+    names_by_source = {"lockstep": [*OURS], "timm": timm.list_models(), "torchvision": _torchvision_names()}
+    names = (
+        names_by_source[source]
+        if source in names_by_source
+        else sorted({model_name for group in names_by_source.values() for model_name in group})
+    )
     if os.sep in name and source == "auto":
-        found = "a folder without config.json" if os.path.isdir(name) else "no such folder"
-        return f"model {name}: {found}; give one that save_pretrained of transformers wrote, or the name of a model"
-    nowhere = "neither Lockstep, timm nor torchvision has it"
-    where = f"{source} has no such model" if source in known else nowhere
-    theirs = "; give a name of theirs, package.module:function, or source: transformers beside a name of those"
-    hint = suggestion(name, names) or theirs
-    return f"model {name}: {where}{hint}"
+        folder_problem = "a folder without config.json" if os.path.isdir(name) else "no such folder"
+        return (
+            f"model {name}: {folder_problem}; use a folder that save_pretrained of transformers wrote, or the name of "
+            f"a model"
+        )
+    default_problem = "not found in Lockstep, timm or torchvision"
+    problem = f"not found in {source}" if source in names_by_source else default_problem
+    advice = "; use a name of one of them, package.module:function, or recipe.model.source=transformers"
+    hint = suggestion(name, names) or advice
+    return f"model {name}: {problem}{hint}"
 
 
 def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, Any]) -> Factory:
@@ -169,8 +183,8 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
             factory = partial(models.get_model, name)
         case "transformers":
             factory = partial(transformers_model, name, facts=facts, pretrained=pretrained)
-    made: Factory = factory
-    return made
+    typed_factory: Factory = factory
+    return typed_factory
 
 
 def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,28 +202,28 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
 
             if other_channels:
                 raise UsageError(
-                    f"model {name}: torchvision's models take 3 channels, but the data has {shape[0]}; "
-                    f"use a model of timm (source: timm) or a function of yours"
+                    f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
+                    f"use a timm model (recipe.model.source=timm), or your own function"
                 )
             # Otherwise, segmentation models download weights for their backbone unasked.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
             with OwnCode(f"model {name}"):  # an object can define its own signature
-                named = {key: facts[key] for key in ("shape", "outputs") if key in facts}
-                return _filter_arguments(factory, sizes) | _filter_arguments(factory, named, open_ended=False)
+                named_facts = {key: facts[key] for key in ("shape", "outputs") if key in facts}
+                return _filter_arguments(factory, sizes) | _filter_arguments(factory, named_facts, accepts_any=False)
         case _:
             of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
             of_rows = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
             return _filter_arguments(factory, sizes | of_images | of_rows)
 
 
-def _filter_arguments(factory: Factory, arguments: dict[str, Any], open_ended: bool = True) -> dict[str, Any]:
-    """Return the arguments that the function has a parameter for. With `open_ended`, **kwargs accepts all of them."""
+def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: bool = True) -> dict[str, Any]:
+    """Return the arguments that the function has a parameter for. With `accepts_any`, **kwargs accepts all of them."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # functions written in C may have no signature
         return {}
-    if open_ended and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if accepts_any and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
     names = {parameter.name for parameter in parameters}
     return {name: value for name, value in arguments.items() if name in names}
@@ -223,6 +237,6 @@ def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]
     except (LockstepError, KeyboardInterrupt):
         raise
     except BaseException as error:  # third-party functions may raise anything, and may even exit
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
+        description = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         message = describe_error(error, "correct recipe.model.options or the function")
-        raise OwnCodeError(f"model {name}: it cannot be built with {given}: {message}") from error
+        raise OwnCodeError(f"model {name}: cannot be built with {description}: {message}") from error

@@ -35,20 +35,20 @@ class Tuning:
     frozen_batchnorm: bool = False
 
 
-def build_finetuned(build: Build, tuning: Tuning, first: FirstWeights | None = None) -> nn.Module:
-    """Build a model, replace its initial weights if `first` is set, and apply the tuning.
+def build_finetuned(build: Build, tuning: Tuning, first_weights: FirstWeights | None = None) -> nn.Module:
+    """Build a model, replace its initial weights if `first_weights` is set, and apply the tuning.
 
     Weights of a model with adapters are loaded after the adapters are added. Other weights are loaded before, because
     adapters rename the parameters of their layers.
     """
     model = build()
-    adapted = tuning.lora is not None and first is not None and first.adapted
-    if first is not None and not adapted:
-        first.into(model)
+    adapted = tuning.lora is not None and first_weights is not None and first_weights.adapted
+    if first_weights is not None and not adapted:
+        first_weights.into(model)
     if tuning.lora is not None:
         adapt(model, tuning.lora)
-    if first is not None and adapted:
-        first.into(model)
+    if first_weights is not None and adapted:
+        first_weights.into(model)
     if tuning.frozen:
         freeze(model, tuning.frozen)
     if tuning.frozen_batchnorm:

@@ -42,12 +42,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
     """Run backward from `outputs` under `counter`, and return its total, or None if backward can't run."""
-    learned = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
-    if not learned:
+    tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
+    if not tensors:
         return None
     try:
         with counter:
-            torch.autograd.backward([tensor.sum() for tensor in learned])
+            torch.autograd.backward([tensor.sum() for tensor in tensors])
     except Exception:  # third-party autograd functions may need values, which the meta device doesn't have
         return None
     return counter.flops
@@ -61,17 +61,17 @@ def _product(args: Sequence[Any], result: Tensor) -> int:
 
 def _convolution(args: Sequence[Any], result: Tensor) -> int:
     inputs, weight, transposed = args[0], args[1], args[6]
-    return _at_each_place(inputs if transposed else result, weight)
+    return _per_position(inputs if transposed else result, weight)
 
 
 def _convolution_backward(args: Sequence[Any], result: object) -> int:
     """Count the gradients of inputs and weight. Each takes the same number of operations as the forward."""
-    gradient, inputs, weight, transposed, wanted = *args[:3], args[7], args[10]
-    return _at_each_place(inputs if transposed else gradient, weight) * sum(map(bool, wanted[:2]))
+    gradient, inputs, weight, transposed, output_mask = *args[:3], args[7], args[10]
+    return _per_position(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
 
 
-def _at_each_place(places: Tensor, weight: Tensor) -> int:
-    return 2 * len(places) * math.prod(places.shape[2:]) * weight.numel()
+def _per_position(output: Tensor, weight: Tensor) -> int:
+    return 2 * len(output) * math.prod(output.shape[2:]) * weight.numel()
 
 
 _FORMULAS: Final[Mapping[Any, Callable[[Sequence[Any], Any], int]]] = {

@@ -24,7 +24,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for name in frozen:
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UsageError(f"{_KEY}: {', '.join(patterns)} leaves nothing to train; freeze less")
+        raise UsageError(f"{_KEY}: {', '.join(patterns)} freezes all parameters; freeze fewer")
     for path, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and _is_frozen(layer, path, frozen, patterns):
             keep_in_evaluation(layer)
@@ -36,14 +36,16 @@ def freeze_batchnorm(model: nn.Module) -> None:
     Their parameters are still trained. Raises UsageError if there are no such layers, or if a layer has no running
     statistics.
     """
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    }
     if not layers:
-        raise UsageError("recipe.batchnorm: frozen: the model has no BatchNorm layer; leave the key out")
+        raise UsageError("recipe.batchnorm: frozen: the model has no BatchNorm layer; remove the key")
     for name, layer in layers.items():
         if layer.running_mean is None:
             raise UsageError(
-                f"recipe.batchnorm: frozen: layer {name} keeps no running statistics (track_running_stats=False), by "
-                f"which it could normalise; use local or sync"
+                f"recipe.batchnorm: frozen: layer {name} has no running statistics (track_running_stats=False); use "
+                f"local or sync"
             )
         keep_in_evaluation(layer)
 
@@ -56,8 +58,8 @@ def keep_in_evaluation(layer: nn.Module) -> None:
 
 def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: Sequence[str]) -> bool:
     prefix = f"{path}." if path else ""
-    own = [f"{prefix}{name}" for name, _ in layer.named_parameters()]
-    return all(name in frozen for name in own) if own else matches(f"{prefix}running_mean", patterns)
+    names = [f"{prefix}{name}" for name, _ in layer.named_parameters()]
+    return all(name in frozen for name in names) if names else matches(f"{prefix}running_mean", patterns)
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:

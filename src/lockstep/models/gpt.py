@@ -39,14 +39,17 @@ def gpt(
     of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if the sizes don't fit.
     """
     if heads < 1 or width % heads:
-        raise UsageError(f"model gpt: {heads} heads do not divide a width of {width}; choose a width of {heads} x n")
+        raise UsageError(f"model gpt: {heads} heads do not divide width={width}; use a number of heads that divides it")
     if positions not in ("learned", "rotary"):
-        raise UsageError(f"model gpt: positions is {positions!r}; use learned or rotary")
+        raise UsageError(f"model gpt: positions must be learned or rotary, got {positions!r}")
     if positions == "rotary" and width // heads % 2:
-        raise UsageError(f"model gpt: rotary positions turn pairs, and a head has {width // heads} channels; use 2 x n")
-    embedding = Embedding(vocabulary, context, width, dropout, learned=positions == "learned")
-    turned = context if positions == "rotary" else 0
-    model = GPT(embedding, [Block(width, heads, dropout, bias, turned) for _ in range(layers)], bias)
+        raise UsageError(
+            f"model gpt: rotary positions require an even number of channels per head, got {width // heads}; change "
+            f"width or heads"
+        )
+    embedding = Embedding(vocabulary, context, width, dropout, learned_positions=positions == "learned")
+    rotary_context = context if positions == "rotary" else 0
+    model = GPT(embedding, [Block(width, heads, dropout, bias, rotary_context) for _ in range(layers)], bias)
     _initialise(model, layers)
     if tied:
         model.head.weight = model.embedding.tokens.weight
@@ -93,33 +96,36 @@ class GPT(nn.Module):
 class Embedding(nn.Module):
     """An embedding of the tokens and, if positions are learned, of their positions."""
 
-    def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned: bool) -> None:
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned_positions: bool) -> None:
         super().__init__()
         self.context = context
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width) if learned else None
+        self.positions = nn.Embedding(context, width) if learned_positions else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids_nt: Tensor, position_ids: Tensor | None = None) -> Tensor:
         length = ids_nt.shape[1]
         if length > self.context:
-            raise UsageError(f"model gpt: {length} tokens in a sequence, and its context is {self.context}")
+            raise UsageError(
+                f"model gpt: a sequence has {length} tokens, but context is {self.context}; use shorter sequences or a "
+                f"larger context"
+            )
         x_ntd = self.tokens(ids_nt)
         if self.positions is not None:
             positions = torch.arange(length, device=ids_nt.device) if position_ids is None else position_ids
             x_ntd = x_ntd + self.positions(positions)
-        dropped: Tensor = self.dropout(x_ntd)
-        return dropped
+        output: Tensor = self.dropout(x_ntd)
+        return output
 
 
 @final
 class Block(nn.Module):
     """A layer of the model: attention over the tokens so far, followed by a feed-forward network on each token."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width, bias=bias)
-        self.attention = Attention(width, heads, dropout, bias, turned)
+        self.attention = Attention(width, heads, dropout, bias, rotary_context)
         self.feed_forward_norm = nn.LayerNorm(width, bias=bias)
         self.up = nn.Linear(width, 4 * width, bias=bias)
         self.down = nn.Linear(4 * width, width, bias=bias)
@@ -128,36 +134,36 @@ class Block(nn.Module):
     def forward(self, x_ntd: Tensor, position_ids: Tensor | None = None) -> Tensor:
         positions = () if position_ids is None else (position_ids,)
         x_ntd = x_ntd + self.dropout(self.attention(self.attention_norm(x_ntd), *positions))
-        added: Tensor = x_ntd + self.dropout(self.feed_forward(self.feed_forward_norm(x_ntd)))
-        return added
+        output: Tensor = x_ntd + self.dropout(self.feed_forward(self.feed_forward_norm(x_ntd)))
+        return output
 
     def feed_forward(self, x_ntd: Tensor) -> Tensor:
-        fed: Tensor = self.down(F.gelu(self.up(x_ntd)))
-        return fed
+        output: Tensor = self.down(F.gelu(self.up(x_ntd)))
+        return output
 
 
 @final
 class Attention(nn.Module):
     """Causal self-attention. If `turned`, the context size, is not 0, queries and keys get rotary positions."""
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool, turned: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
         super().__init__()
         self.heads = heads
         self.dropout = dropout
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.out = nn.Linear(width, width, bias=bias)
-        self.rotary = Rotary(width // heads, turned) if turned else None
+        self.rotary = Rotary(width // heads, rotary_context) if rotary_context else None
 
     def forward(self, x_ntd: Tensor, position_ids: Tensor | None = None) -> Tensor:
         n, t, _ = x_ntd.shape
-        split = self.queries_keys_values(x_ntd).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q_nhtk, k_nhtk, v_nhtk = split.unbind(0)
+        projections = self.queries_keys_values(x_ntd).view(n, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q_nhtk, k_nhtk, v_nhtk = projections.unbind(0)
         if self.rotary is not None:
             q_nhtk, k_nhtk = self.rotary(q_nhtk, position_ids), self.rotary(k_nhtk, position_ids)
-        dropped = self.dropout if self.training else 0.0
-        y_nhtk = F.scaled_dot_product_attention(q_nhtk, k_nhtk, v_nhtk, dropout_p=dropped, is_causal=True)
-        attended: Tensor = self.out(y_nhtk.transpose(1, 2).reshape(n, t, -1))
-        return attended
+        dropout = self.dropout if self.training else 0.0
+        y_nhtk = F.scaled_dot_product_attention(q_nhtk, k_nhtk, v_nhtk, dropout_p=dropout, is_causal=True)
+        output: Tensor = self.out(y_nhtk.transpose(1, 2).reshape(n, t, -1))
+        return output
 
 
 @final
@@ -184,5 +190,5 @@ class Rotary(nn.Module):
         # Computed in float32, because 16-bit angles can't tell far positions apart.
         cosines, sines = self.cosines[rows].float(), self.sines[rows].float()
         left, right = x_nhtk.float().chunk(2, dim=-1)
-        turned = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)
-        return turned.type_as(x_nhtk)
+        rotated = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)
+        return rotated.type_as(x_nhtk)

@@ -23,21 +23,21 @@ from lockstep.errors import UsageError, error_as
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
 _TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the task in words, and a model type that supports it
-    "CausalLM": ("language modelling", "llama"),
-    "ImageClassification": ("the classification of images", "vit"),
-    "SequenceClassification": ("the classification of texts", "distilbert"),
+    "CausalLM": ("language modeling", "llama"),
+    "ImageClassification": ("image classification", "vit"),
+    "SequenceClassification": ("text classification", "distilbert"),
 }
 # "sdpa" calls torch's attention, and "eager" doesn't use a fused kernel. Other implementations have their own kernels,
 # which are not checked.
 _ATTENTION: Final = ("sdpa", "eager")
-_OURS: Final = ("attn_implementation", "revision")  # options that are not fields of a config
-_OF_CLASSES: Final = ("num_labels", "id2label", "label2id")
-_GENERAL: Final = (*_OF_CLASSES, "tie_word_embeddings")
+_OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that are not fields of a config
+_CLASS_FIELDS: Final = ("num_labels", "id2label", "label2id")
+_GENERAL_FIELDS: Final = (*_CLASS_FIELDS, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
 _LONGEST: Final = 300  # the maximum length of transformers' error messages about a config
 _LARGEST_CONFIG: Final = 1 << 24  # bytes
 _MISTYPED: Final = 0.85  # the minimum similarity, by difflib, of a mistyped key
-_SPECIAL: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
+_SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
 def transformers_model(
@@ -55,22 +55,24 @@ def transformers_model(
     attention = options.get("attn_implementation")
     if attention is not None and attention not in _ATTENTION:
         raise UsageError(
-            f"model {name}: attn_implementation is {attention!r}, whose kernels need not give the same bits each time; "
-            f"use sdpa, the default where a model has it, or eager"
+            f"model {name}: attn_implementation {attention!r} is not supported, since its kernels may not be "
+            f"deterministic; use sdpa, the default if the model has it, or eager"
         )
     with _shorten_errors(name):
         config = _config(library, name, options, facts, pretrained)
     auto = getattr(library, f"AutoModelFor{kind_of(facts)}")
-    chosen = {} if attention is None else {"attn_implementation": attention}
+    attention_options = {} if attention is None else {"attn_implementation": attention}
     if type(config) not in auto._model_mapping:
         task, example = _TASKS[kind_of(facts)]
         raise UsageError(
-            f"model {name}: transformers has no {config.model_type} for {task}, which the data asks for; choose a type "
-            f"that has one, such as {example}"
+            f"model {name}: transformers has no {config.model_type} for {task}, which the data requires; choose a "
+            f"model type that has one, such as {example}"
         )
     if not pretrained:
         with _shorten_errors(name):
-            model: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False, **chosen)
+            model: nn.Module = auto.from_config(
+                config, dtype=torch.float32, trust_remote_code=False, **attention_options
+            )
         return model
     check_weights(name)
     loaded: nn.Module = auto.from_pretrained(
@@ -80,8 +82,8 @@ def transformers_model(
         use_safetensors=True,
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # for a new head; transformers lists the weights that start at random
-        **_where(name, options),
-        **chosen,
+        **_hub_arguments(name, options),
+        **attention_options,
     )
     return loaded
 
@@ -93,23 +95,23 @@ def check_weights(name: str) -> None:
     """
     if _is_type(_library(name), name):
         raise UsageError(
-            f"model {name}: it is a type of model, without weights; give a folder or a name on the hub, or set "
-            f"recipe.model.pretrained: false"
+            f"model {name}: a model type has no weights; use a folder or a name on the hub, or set "
+            f"recipe.model.pretrained=false"
         )
     if not is_transformers_folder(name):
         return
     files = sorted(Path(name).glob("*.safetensors"))
     if not files:
         raise UsageError(
-            f"model {name}: the folder has no weights in safetensors; save them by save_pretrained, or set "
-            f"recipe.model.pretrained: false"
+            f"model {name}: the folder has no .safetensors files; save the weights with save_pretrained, or set "
+            f"recipe.model.pretrained=false"
         )
     for file in files:
         damaged = f"model {name}: {file.name} is damaged"
         with error_as(UsageError, (SafetensorError, OSError), damaged, "; write or download it again"):
             plainfile.check_safetensors(file)
-            with safe_open(file, "pt") as opened:
-                opened.keys()
+            with safe_open(file, "pt") as tensors:
+                tensors.keys()
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
@@ -130,7 +132,7 @@ def without_special_tokens(model: nn.Module) -> None:
     Otherwise, text generation would stop at these tokens.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
-        for name in _SPECIAL:
+        for name in _SPECIAL_IDS:
             if getattr(settings, name, None) is not None:
                 setattr(settings, name, None)
 
@@ -151,9 +153,9 @@ def _shorten_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and not is_transformers_folder(name):
             raise  # a network error
         message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
-        message = f"there is no {message}" if isinstance(error, KeyError) else message
-        where = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
-        raise UsageError(f"model {name}: {message}; correct {where}") from error
+        message = f"{message} not found" if isinstance(error, KeyError) else message
+        source = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
+        raise UsageError(f"model {name}: {message}; correct {source}") from error
 
 
 def _library(name: str) -> Any:
@@ -166,87 +168,100 @@ def _is_type(library: Any, name: str) -> bool:
 
 def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
     """Return the config of `name`, with the sizes of the data and with `options`, which take precedence."""
-    fields = {key: value for key, value in options.items() if key not in _OURS}
+    fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
     if _is_type(library, name):
-        blank = library.AutoConfig.for_model(name)
+        default_config = library.AutoConfig.for_model(name)
     elif is_transformers_folder(name) or ("/" in name and not os.path.isdir(name)):
-        blank = library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options))
-    else:
-        found = (
-            "a folder without config.json" if os.path.isdir(name) else "no model type of transformers, and no folder"
+        default_config = library.AutoConfig.from_pretrained(
+            name, trust_remote_code=False, **_hub_arguments(name, options)
         )
-        raise UsageError(f"model {name}: {found}{suggestion(name, list(library.CONFIG_MAPPING))}")
-    known = {*blank.to_dict(), *blank.attribute_map, *_GENERAL}
+    else:
+        problem = (
+            "a folder without config.json" if os.path.isdir(name) else "not a model type of transformers or a folder"
+        )
+        hint = suggestion(name, list(library.CONFIG_MAPPING))
+        advice = "; use a model type such as llama, a folder with config.json, or a name on the hub"
+        raise UsageError(f"model {name}: {problem}{hint or advice}")
+    settings = {*default_config.to_dict(), *default_config.attribute_map, *_GENERAL_FIELDS}
     for key in fields:
-        if key not in known:
+        if key not in settings:
             raise UsageError(
-                f"model {name}: recipe.model.options.{key}: a {blank.model_type} has no such setting"
-                f"{suggestion(key, sorted(known))}"
+                f"model {name}: recipe.model.options.{key}: {default_config.model_type} has no such setting"
+                f"{suggestion(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
-        plain = library.AutoConfig.for_model(blank.model_type)  # a config that was read accepts all keys of its file
-        _check_written(name, blank.model_type, {*plain.to_dict(), *plain.attribute_map, *_GENERAL})
-    chosen = _from_data(blank, facts, of_type=_is_type(library, name)) | fields
-    if any(key in fields for key in _OF_CLASSES):
-        chosen = {key: each for key, each in chosen.items() if key in fields or key not in _OF_CLASSES}
-    if pretrained and "vocab_size" in chosen and chosen["vocab_size"] > blank.vocab_size:
-        raise UsageError(
-            f"model {name}: its weights know {blank.vocab_size:,} tokens, and the data has {chosen['vocab_size']:,}; "
-            f"use the model's own tokenizer, as in recipe.data.options.tokenizer: {name}/tokenizer.json"
+        # A config that was read accepts all keys of its file.
+        type_config = library.AutoConfig.for_model(default_config.model_type)
+        _check_written(
+            name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
         )
-    if "use_cache" in known:
-        chosen["use_cache"] = False  # the key-value cache is only useful for generation
-    words = chosen.get("vocab_size")
+    values = _from_data(default_config, facts, is_type=_is_type(library, name)) | fields
+    if any(key in fields for key in _CLASS_FIELDS):
+        values = {key: value for key, value in values.items() if key in fields or key not in _CLASS_FIELDS}
+    if pretrained and "vocab_size" in values and values["vocab_size"] > default_config.vocab_size:
+        raise UsageError(
+            f"model {name}: the weights have {default_config.vocab_size:,} tokens, but the data has "
+            f"{values['vocab_size']:,}; set recipe.data.options.tokenizer to the tokenizer.json of the model"
+        )
+    if "use_cache" in settings:
+        values["use_cache"] = False  # the key-value cache is only useful for generation
+    vocabulary = values.get("vocab_size")
     # These ids belong to the type's default vocabulary. In a different vocabulary, they are different tokens, or don't
     # exist.
-    strange = [key for key in _SPECIAL if words and key not in fields and _beyond(blank.to_dict().get(key), words)]
-    chosen |= dict.fromkeys(strange)
+    special_keys = [
+        key
+        for key in _SPECIAL_IDS
+        if vocabulary and key not in fields and _is_beyond(default_config.to_dict().get(key), vocabulary)
+    ]
+    values |= dict.fromkeys(special_keys)
     if _is_type(library, name):
-        return library.AutoConfig.for_model(name, **chosen)
-    return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_where(name, options), **chosen)
+        return library.AutoConfig.for_model(name, **values)
+    return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_hub_arguments(name, options), **values)
 
 
-def _check_written(name: str, kind: str, known: Collection[str]) -> None:
+def _check_written(name: str, model_type: str, settings: Collection[str]) -> None:
     """Raise UsageError if config.json has a mistyped key.
 
     This is an unknown key that is very similar to a setting that the file doesn't have. Other unknown keys are
     accepted, since files of older versions and of other programs have many.
     """
     try:
-        written = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
+        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
     except (OSError, ValueError):  # transformers has already read it
         return
-    for key in written:
-        near = difflib.get_close_matches(key, [each for each in known if each not in written], 1, _MISTYPED)
-        if key not in known and near:
+    for key in content:
+        matches = difflib.get_close_matches(
+            key, [setting for setting in settings if setting not in content], 1, _MISTYPED
+        )
+        if key not in settings and matches:
             raise UsageError(
-                f"model {name}: config.json: {key}: a {kind} has no such setting; did you mean '{near[0]}'?"
+                f"model {name}: config.json: {key}: {model_type} has no such setting; did you mean '{matches[0]}'?"
             )
 
 
-def _from_data(config: Any, facts: Mapping[str, Any], of_type: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _from_data(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
     # A folder or a name on the hub has its own vocabulary, which is often larger than that of its tokenizer.
-    if "vocabulary" in facts and (of_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
-        found["vocab_size"] = facts["vocabulary"]
+    if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
+        values["vocab_size"] = facts["vocabulary"]
     positions = getattr(config, _POSITIONS, None)  # most types have this field or an alias for it
     if positions is not None and facts.get("context", 0) > positions:
-        found[_POSITIONS] = facts["context"]
+        values[_POSITIONS] = facts["context"]
     if "classes" in facts:  # by name, since transformers warns if the number and the names differ
-        names = {number: str(each) for number, each in enumerate(facts["classes"])}
-        found |= {"id2label": names, "label2id": {each: number for number, each in names.items()}}
+        names = {number: str(label) for number, label in enumerate(facts["classes"])}
+        values |= {"id2label": names, "label2id": {label: number for number, label in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()
     if len(shape) == 3 and kind_of(facts) == "ImageClassification":
         sizes = {"num_channels": shape[0], "image_size": shape[-1]}
-        found |= {key: value for key, value in sizes.items() if key in config.to_dict()}
-    return found
+        values |= {key: value for key, value in sizes.items() if key in config.to_dict()}
+    return values
 
 
-def _beyond(value: Any, words: int) -> bool:
-    return isinstance(value, int) and value >= words
+def _is_beyond(value: Any, vocabulary: int) -> bool:
+    return isinstance(value, int) and value >= vocabulary
 
 
-def _where(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _hub_arguments(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     if is_transformers_folder(name):
         return {"local_files_only": True}
     return {"revision": options["revision"]} if "revision" in options else {}

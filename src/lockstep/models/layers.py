@@ -28,23 +28,25 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     If a block or run has no parameter with two or more dims, such as a norm, it belongs to the layer before it. Raises
     UsageError if all trained parameters are in a single layer.
     """
-    scales = _of_timm(model, decay) if callable(getattr(model, "group_matcher", None)) else _of_blocks(model, decay)
+    scales = (
+        _timm_scales(model, decay) if callable(getattr(model, "group_matcher", None)) else _block_scales(model, decay)
+    )
     if len(set(scales.values())) == 1 and decay < 1:
         raise UsageError(
-            "recipe.optimizer.layer_decay: all that is trained lies in one layer of this model; leave it out, "
-            "or give rates by name in recipe.optimizer.groups"
+            "recipe.optimizer.layer_decay: all trainable parameters are in a single layer of the model; remove the "
+            "key, or set learning rates by name in recipe.optimizer.groups"
         )
     return scales
 
 
-def _of_timm(model: nn.Module, decay: float) -> dict[str, float]:
+def _timm_scales(model: nn.Module, decay: float) -> dict[str, float]:
     optim: Any = import_module("timm.optim")  # imported here, because it takes seconds
     groups = optim.param_groups_layer_decay(model, layer_decay=decay)
     scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
-    return {name: scale[id(each)] for name, each in model.named_parameters() if each.requires_grad}
+    return {name: scale[id(parameter)] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _of_blocks(model: nn.Module, decay: float) -> dict[str, float]:
+def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     parameters = dict(model.named_parameters())
     number = 0
     layers: dict[str, int] = {}
@@ -62,8 +64,8 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
     Doesn't search for blocks within a block.
     """
     for name, child in module.named_children():
-        inner = f"{path}{name}."
+        prefix = f"{path}{name}."
         if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
-            yield inner
+            yield prefix
         else:
-            yield from _blocks(child, inner)
+            yield from _blocks(child, prefix)

@@ -27,55 +27,57 @@ class Fit:
     def __str__(self) -> str:
         parts = [f"{len(self.taken)} tensors"]
         if self.fresh:
-            parts.append(f"as initialised: {list_some(self.fresh)}")
+            parts.append(f"as initialized: {list_some(self.fresh)}")
         if self.left_over:
             parts.append(f"not used: {list_some(self.left_over)}")
         return "; ".join(parts)
 
 
 @torch.no_grad()
-def fit(model: nn.Module, tensors: Mapping[str, Tensor], place: str, fresh: Sequence[str] = ()) -> Fit:
+def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()) -> Fit:
     """Copy `tensors` into the tensors of the model with the same names.
 
     Tensors of the model that match a pattern in `fresh` stay as they are. All others except `num_batches_tracked` must
     be in the file, with the same shape. A shared tensor can have any of its names. Floats are converted to the dtype of
-    the model. Otherwise, raises UsageError with a list of all mismatches, which begins with `place`. If the model is on
+    the model. Otherwise, raises UsageError with a list of all mismatches, which begins with `label`. If the model is on
     the meta device, it is only compared and not changed.
     """
-    own = {name: each for name, each in model.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
-    left = select(f"{_KEY}.fresh", fresh, list(own)) if fresh else set()
-    wanted = {name: each for name, each in own.items() if name not in left}
-    problems = [*_missing(wanted, tensors), *_unlike(wanted, tensors)]
+    state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
+    skipped_names = select(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
+    targets = {name: tensor for name, tensor in state.items() if name not in skipped_names}
+    problems = [*_missing(targets, tensors), *_mismatches(targets, tensors)]
     if problems:
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        advice = f"what is to stay as initialised, such as a new head, is named by patterns in {_KEY}.fresh"
-        raise UsageError("\n".join([f"{place}: does not fit the model; {advice}:", *problems[:_SHOWN], *more]))
-    taken = [name for name in wanted if name in tensors]
-    for name in taken:
-        if not wanted[name].is_meta:
-            wanted[name].copy_(tensors[name])
-    fresh_names = [name for name, each in own.items() if not any(each is own[other] for other in taken)]
-    return Fit(tuple(taken), tuple(fresh_names), tuple(sorted(tensors.keys() - wanted.keys())))
+        remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
+        raise UsageError("\n".join([f"{label}: does not match the model; {advice}:", *problems[:_SHOWN], *remainder]))
+    loaded = [name for name in targets if name in tensors]
+    for name in loaded:
+        if not targets[name].is_meta:
+            targets[name].copy_(tensors[name])
+    fresh_names = [
+        name for name, tensor in state.items() if not any(tensor is state[loaded_name] for loaded_name in loaded)
+    ]
+    return Fit(tuple(loaded), tuple(fresh_names), tuple(sorted(tensors.keys() - targets.keys())))
 
 
-def _missing(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    there = {id(each) for name, each in wanted.items() if name in tensors}
-    unused = [name for name in tensors if name not in wanted]
-    for name, each in wanted.items():
-        if id(each) not in there and not name.endswith(_COUNTER):
+def _missing(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    loaded_ids = {id(tensor) for name, tensor in targets.items() if name in tensors}
+    unused = [name for name in tensors if name not in targets]
+    for name, tensor in targets.items():
+        if id(tensor) not in loaded_ids and not name.endswith(_COUNTER):
             yield f"  {name}: missing in the file{suggestion(name, unused)}"
 
 
-def _unlike(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    first: dict[int, str] = {}
-    for name, each in wanted.items():
+def _mismatches(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    first_names: dict[int, str] = {}
+    for name, tensor in targets.items():
         if name not in tensors:
             continue
-        given = tensors[name]
-        if given.shape != each.shape:
-            yield f"  {name}: {list(given.shape)} in the file, {list(each.shape)} in the model"
-        elif given.dtype != each.dtype and not (given.is_floating_point() and each.is_floating_point()):
-            yield f"  {name}: {given.dtype} in the file, {each.dtype} in the model"
-        other = first.setdefault(id(each), name)
-        if other != name and not torch.equal(tensors[other], given):
-            yield f"  {name}: another value in the file than {other}, with which it is one tensor in the model"
+        source = tensors[name]
+        if source.shape != tensor.shape:
+            yield f"  {name}: {list(source.shape)} in the file, {list(tensor.shape)} in the model"
+        elif source.dtype != tensor.dtype and not (source.is_floating_point() and tensor.is_floating_point()):
+            yield f"  {name}: {source.dtype} in the file, {tensor.dtype} in the model"
+        first_name = first_names.setdefault(id(tensor), name)
+        if first_name != name and not torch.equal(tensors[first_name], source):
+            yield f"  {name}: shares a tensor with {first_name} in the model, but has different values in the file"

@@ -29,12 +29,15 @@ def mlp(
     0. Raises UsageError if neither `num_classes` nor `outputs` is set.
     """
     sizes = [math.prod(shape), *[width] * depth]
-    if (last := num_classes or outputs) is None:
-        raise UsageError("model mlp: its data names neither classes nor targets; give a recipe.task that has them")
+    if (out_features := num_classes or outputs) is None:
+        raise UsageError(
+            "model mlp: the data has neither classes nor numeric targets; set num_classes or outputs in "
+            "recipe.model.options"
+        )
     layers: list[nn.Module] = [nn.Flatten()] if len(shape) > 1 else []
-    for size, following in pairwise(sizes):
-        layers += [nn.Linear(size, following), nn.ReLU()]
-    layers.append(nn.Linear(sizes[-1], last))
+    for size, next_size in pairwise(sizes):
+        layers += [nn.Linear(size, next_size), nn.ReLU()]
+    layers.append(nn.Linear(sizes[-1], out_features))
     if target_scale is not None and num_classes is None:
         layers.append(_Scale(target_scale))
     return nn.Sequential(*layers)
@@ -54,5 +57,5 @@ class _Scale(nn.Module):
         self.register_buffer("std", torch.tensor(deviations, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled: Tensor = x * self.std + self.mean
-        return scaled
+        output: Tensor = x * self.std + self.mean
+        return output

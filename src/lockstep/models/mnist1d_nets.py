@@ -43,5 +43,5 @@ class _Residual(nn.Module):
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = x + self.linear(x).relu()
-        return added
+        output: Tensor = x + self.linear(x).relu()
+        return output

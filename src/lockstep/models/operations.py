@@ -59,16 +59,16 @@ def find_refused_operations(
     values. Needs no GPU, and doesn't touch a GPU that is present. If the model fails here, returns an empty list,
     because the first step of the run then reports the same error.
     """
-    for look in (_on_fake_cuda, _on_the_cpu):
+    for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
             with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
-                return look(build, inputs, batch, loss, training)
+                return record(build, inputs, batch, loss, training)
         except Exception:  # third-party models may raise anything
             continue
     return []
 
 
-def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
+def _record_on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
     model = on_meta(build)
     with _fake_cuda() as to_cuda:
         model._apply(to_cuda)  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def _on_fake_cuda(build: Build, inputs: Inputs, batch: Batch, loss: Loss, traini
         return _record_step(model.train(training), inputs, batch, loss, cuda=True)
 
 
-def _on_the_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
+def _record_on_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, training: bool) -> list[Refusal]:
     return _record_step(build().train(training), inputs, batch, loss, cuda=False)
 
 
@@ -118,7 +118,7 @@ def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cud
             outputs = call(model, inputs)
         _backward(loss(outputs, batch), recorder)
     dropouts = _rnn_dropouts(model) if model.training else ()
-    return list(dict.fromkeys([*dropouts, *recorder.found]))
+    return list(dict.fromkeys([*dropouts, *recorder.refusals]))
 
 
 def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[Refusal] = []
+        self.refusals: list[Refusal] = []
         self._cuda = cuda
         self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
         self._stack = [_LOSS]
@@ -166,7 +166,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = kwargs or {}
         kernel = find_refusal(func, args, options)
         if kernel and (self._cuda or not kernel.is_avoided()):
-            self.found.append(Refusal(kernel, self._module()))
+            self.refusals.append(Refusal(kernel, self._module()))
         return func(*args, **options)
 
     def _module(self) -> str:
@@ -194,27 +194,31 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
     while waiting:
         node = heapq.heappop(waiting)[-1]
         recorder.node = node
-        for (behind, slot), gradient in zip(node.next_functions, _call_node(node, gradients.pop(node)), strict=False):
-            if behind is None or gradient is None or behind.name().endswith(_LEAF):
+        for (next_node, slot), gradient in zip(
+            node.next_functions, _call_node(node, gradients.pop(node)), strict=False
+        ):
+            if next_node is None or gradient is None or next_node.name().endswith(_LEAF):
                 continue
-            if behind not in gradients:
-                gradients[behind] = [None] * len(behind._input_metadata)
-                heapq.heappush(waiting, (-behind._sequence_nr(), next(arrival), behind))
-            form, before = behind._input_metadata[slot], gradients[behind][slot]
-            fitted = gradient.sum_to_size(form.shape).to(form.dtype)
-            gradients[behind][slot] = fitted if before is None else before + fitted
+            if next_node not in gradients:
+                gradients[next_node] = [None] * len(next_node._input_metadata)
+                heapq.heappush(waiting, (-next_node._sequence_nr(), next(arrival), next_node))
+            metadata, total = next_node._input_metadata[slot], gradients[next_node][slot]
+            reduced = gradient.sum_to_size(metadata.shape).to(metadata.dtype)
+            gradients[next_node][slot] = reduced if total is None else total + reduced
 
 
 def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Return the gradients of a node's inputs."""
-    forms = node._input_metadata
+    metadata = node._input_metadata
     if isinstance(node, BackwardCFunction):  # written in Python, and called with zeros for missing gradients
-        whole = [_zeros(form) if each is None else each for each, form in zip(gradients, forms, strict=True)]
-        found = node.apply(*whole)  # type: ignore[no-untyped-call]
+        filled = [
+            _zeros(entry) if gradient is None else gradient for gradient, entry in zip(gradients, metadata, strict=True)
+        ]
+        results = node.apply(*filled)  # type: ignore[no-untyped-call]
     else:
-        found = node(*gradients)
-    return found if isinstance(found, tuple) else (found,)
+        results = node(*gradients)
+    return results if isinstance(results, tuple) else (results,)
 
 
-def _zeros(form: Any) -> Tensor:
-    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+def _zeros(metadata: Any) -> Tensor:
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)

@@ -15,7 +15,7 @@ _NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 
 
 @contextmanager
-def fetching(name: str) -> Iterator[None]:
+def download_lock(name: str) -> Iterator[None]:
     """Let only one process of the node build a pretrained model at a time.
 
     This means that only the first process downloads the weights. The lock is local to the node, because a home folder
@@ -28,25 +28,28 @@ def fetching(name: str) -> Iterator[None]:
         if not _is_network(error):
             raise
         raise UsageError(
-            f"model {name}: its pretrained weights could not be fetched: {error}; connect this machine, "
-            f"put the file into the cache of torch or Hugging Face, or set recipe.model.pretrained: false"
+            f"model {name}: cannot fetch the pretrained weights: {error}; check the network, copy the file to the "
+            f"cache of torch or Hugging Face, or set recipe.model.pretrained=false"
         ) from error
 
 
-def with_fitting_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Return a torchvision model with its default weights, except for tensors with a different shape, such as the head.
 
     Warns with the names of the tensors that keep their initial values.
     """
-    others = {key: value for key, value in arguments.items() if key != "num_classes"}
-    weights = build(weights="DEFAULT", **others).state_dict()
+    other_arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
+    weights = build(weights="DEFAULT", **other_arguments).state_dict()
     model = build(**arguments)
-    own = model.state_dict()
-    fitting = {key: weights[key] for key in own if key in weights and weights[key].shape == own[key].shape}
-    model.load_state_dict(fitting, strict=False)
-    left = [key for key in own if key not in fitting]
-    if left:
-        warnings.warn(f"model {name}: no pretrained values fit {list_some(left)}; they start at random", stacklevel=2)
+    state = model.state_dict()
+    matches = {key: weights[key] for key in state if key in weights and weights[key].shape == state[key].shape}
+    model.load_state_dict(matches, strict=False)
+    unmatched_names = [key for key in state if key not in matches]
+    if unmatched_names:
+        text = (
+            f"model {name}: no pretrained weights match {list_some(unmatched_names)}, which are initialized at random"
+        )
+        warnings.warn(text, stacklevel=2)
     return model
 
 

@@ -36,37 +36,39 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     tensors, or if a file is damaged.
     """
     if path.is_dir():
-        return _of_folder(path)
+        return _read_folder(path)
     if not path.exists():
-        raise UsageError(f"{path}: not found; give a file of tensors, a folder with one, or a run")
+        raise UsageError(f"{path}: not found; use a file with tensors, a folder with such a file, or a run")
     if not path.is_file():
-        raise UsageError(f"{path}: not a regular file; give a file of tensors, a folder with one, or a run")
+        raise UsageError(f"{path}: not a regular file; use a file with tensors, a folder with such a file, or a run")
     if path.suffix == _SAFE:
-        return _safetensors(path)
+        return _read_safetensors(path)
     if path.name.endswith(_TORCH):
-        return _torch(path)
-    raise UsageError(f"{path}: of unknown kind; give a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
+        return _read_torch(path)
+    raise UsageError(f"{path}: unknown file type; use a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
 
 
-def strip_prefix(tensors: Mapping[str, Tensor], place: str, prefix: str) -> dict[str, Tensor]:
+def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with `prefix`, without the prefix.
 
     If `prefix` is empty, removes the prefixes that wrappers add to all names: `module.` and `_orig_mod.`. Raises
-    UsageError, which begins with `place`, if no name begins with `prefix`.
+    UsageError, which begins with `label`, if no name begins with `prefix`.
     """
     if prefix:
-        found = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
-        if not found:
-            near = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
-            raise UsageError(f"{place}: no name begins with {prefix!r}{near}; there are {list_some([*tensors])}")
-        return found
-    found = dict(tensors)
-    while wrapper := next((each for each in _WRAPPERS if found and all(name.startswith(each) for name in found)), ""):
-        found = {name.removeprefix(wrapper): each for name, each in found.items()}
-    return found
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if not stripped:
+            hint = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
+            raise UsageError(f"{label}: no name begins with {prefix!r}{hint}; the names are {list_some([*tensors])}")
+        return stripped
+    stripped = dict(tensors)
+    while wrapper := next(
+        (candidate for candidate in _WRAPPERS if stripped and all(name.startswith(candidate) for name in stripped)), ""
+    ):
+        stripped = {name.removeprefix(wrapper): tensor for name, tensor in stripped.items()}
+    return stripped
 
 
-def _of_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
         return _read_shards(folder)
     for name in _WHOLE:
@@ -77,55 +79,59 @@ def _of_folder(folder: Path) -> dict[str, Tensor]:
         check_whole(tensors, file)
         return tensors
     raise UsageError(
-        f"{folder}: no weights in it: neither {_INDEX} nor {', '.join(_WHOLE)}, nor a run's or DeepSpeed's "
-        f"checkpoints; name the file itself"
+        f"{folder}: contains no weights: neither {_INDEX} nor {', '.join(_WHOLE)}, nor checkpoints of a run or of "
+        f"DeepSpeed; use the path of a file"
     )
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
-    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError)
-    with error_as(UsageError, wrong, f"{index}: not an index of weights", "; download it again"):
+    error_types = (OSError, ValueError, KeyError, TypeError, AttributeError)
+    with error_as(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
         files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
-        places = {str(name): str(file) for name, file in files.items()}
-    for file in set(places.values()):
+        locations = {str(name): str(file) for name, file in files.items()}
+    for file in set(locations.values()):
         if Path(file).name != file or not file.endswith(_SAFE):
-            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files beside it")
-    parts = {file: read_tensors(folder / file) for file in sorted(set(places.values()))}
-    lost = [name for name, file in places.items() if name not in parts[file]]
-    if lost:
-        raise UsageError(f"{index}: not in the files that it names: {list_some(lost)}; download them again")
-    return {name: parts[file][name] for name, file in places.items()}
+            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files next to it")
+    parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
+    missing = [name for name, file in locations.items() if name not in parts[file]]
+    if missing:
+        raise UsageError(
+            f"{index}: tensors missing in the listed files: {list_some(missing)}; download the files again"
+        )
+    return {name: parts[file][name] for name, file in locations.items()}
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    wrong = (SafetensorError, OSError, ValueError)
-    with error_as(UsageError, wrong, f"{path}: not a whole safetensors file", "; write or download it again"):
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    error_types = (SafetensorError, OSError, ValueError)
+    with error_as(UsageError, error_types, f"{path}: not a complete safetensors file", "; write or download it again"):
         plainfile.check_safetensors(path)
         tensors = safetensors.torch.load_file(path)
     if not tensors:
-        raise UsageError(f"{path}: holds no tensors")
+        raise UsageError(f"{path}: contains no tensors; use a file with tensors")
     return tensors
 
 
-def _torch(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
     except Exception as error:  # damaged files and files of other formats may raise anything
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
-                f"{path}: holds more than tensors, and could run code when it is read, so it is not; where you trust "
-                f"it, load it yourself and save its state_dict() with safetensors.torch.save_file"
+                f"{path}: contains more than tensors, and is not loaded, since it could run code; if you trust it, "
+                f"load it yourself and save its state_dict() with safetensors.torch.save_file"
             ) from error
-        raise UsageError(f"{path}: not a whole file of torch.save: {error}; write or download it again") from error
+        raise UsageError(f"{path}: not a complete file of torch.save: {error}; write or download it again") from error
     return _tensors(content, path)
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the tensors of a state_dict, which is either the whole content or one of its entries."""
-    nested = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
-    for each in (content, *nested):
-        if isinstance(each, dict) and each and all(isinstance(value, Tensor) for value in each.values()):
-            return {str(name): value for name, value in each.items()}
-    found = f"the entries {list_some(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
-    raise UsageError(f"{path}: no state_dict; it holds {found}; save the tensors alone, by their names")
+    entries = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
+    for candidate in (content, *entries):
+        if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
+            return {str(name): value for name, value in candidate.items()}
+    description = (
+        f"the entries {list_some(list(map(str, content)))}" if isinstance(content, dict) else type(content).__name__
+    )
+    raise UsageError(f"{path}: expected a state_dict, got {description}; save only the tensors, by name")

@@ -145,7 +145,7 @@ class Problem:
         """The task. Raises UsageError in a custom loop."""
         if self.optional_task is None:
             raise UsageError(
-                f"{self.name}: a loop of your own has no task, and the engine of this strategy asks for one; use "
-                f"another strategy, or a recipe"
+                f"{self.name}: this strategy requires a task, which a custom loop does not have; use a different "
+                f"strategy, or a recipe"
             )
         return self.optional_task

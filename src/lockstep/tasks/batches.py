@@ -5,6 +5,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 
@@ -25,23 +26,23 @@ def parts(batch: Batch) -> Parts:
     Raises UsageError if a batch has no targets.
     """
     if isinstance(batch, Mapping):
-        name = next((each for each in TARGETS if each in batch), None)
+        name = next((key for key in TARGETS if key in batch), None)
         if name is None:
             raise UsageError(
-                f"a batch has {', '.join(map(str, batch))}; call the targets one of {', '.join(TARGETS)}, or give the "
-                f"task a method inputs(batch)"
+                f"batch: no targets among {', '.join(map(str, batch))}; name the targets {', '.join(TARGETS[:-1])} or "
+                f"{TARGETS[-1]}, or add a method inputs(batch) to the task"
             )
         return Parts({key: value for key, value in batch.items() if key != name}, batch[name])
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return Parts(tuple(batch[:-1]), batch[-1])
-    raise UsageError(f"a batch is {_kind(batch)}; expected (inputs, targets), or a mapping of names with the targets")
+    raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_kind(batch)}")
 
 
 def targets_of(batch: Batch) -> Tensor:
     """Return the targets of a batch. Raises UsageError unless they are a single tensor."""
     targets = parts(batch).targets
     if not isinstance(targets, Tensor):
-        raise UsageError(f"the targets of a batch are {_kind(targets)}; expected one tensor")
+        raise UsageError(f"batch: expected a single tensor of targets, got {_kind(targets)}")
     return targets
 
 
@@ -61,19 +62,17 @@ def predictions(outputs: Any, model: str = "model") -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     # The ModelOutput of transformers is a mapping too.
-    named = outputs if isinstance(outputs, Mapping) else {}
-    found = next((named[name] for name in _OUTPUTS if name in named), getattr(outputs, "logits", None))
-    if not isinstance(found, Tensor):
-        names = f" (it has {', '.join(map(str, outputs))})" if isinstance(outputs, Mapping) else ""
+    items = outputs if isinstance(outputs, Mapping) else {}
+    prediction = next((items[name] for name in _OUTPUTS if name in items), getattr(outputs, "logits", None))
+    if not isinstance(prediction, Tensor):
         raise UsageError(
-            f"{model}: its output is of type {type(outputs).__name__}, not one tensor, and has neither logits nor "
-            f"out{names}; return one tensor, or a mapping with logits, by a function of yours around it if need be"
+            f"{model}: expected a tensor, or outputs with logits or out, got {_kind(outputs)}; return a tensor or a "
+            f"mapping with logits, or wrap the model in a module that does"
         )
-    return found
+    return prediction
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"a mapping of {', '.join(map(str, value)) or 'nothing'}"
-    length = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"of type {type(value).__name__}{length}"
+        return f"{type_name(value)} with {', '.join(map(str, value)) or 'no items'}"
+    return type_name(value)

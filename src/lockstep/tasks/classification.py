@@ -14,7 +14,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.own_loss import OWN, Loss, check_sum, find_own_loss, sum_loss
+from lockstep.tasks.own_loss import PATH_MARK, Loss, check_sum, find_own_loss, sum_loss
 
 SKIPPED: Final = -100  # the target of an unreadable sample, and ignore_index of F.cross_entropy
 _TOLERANCE: Final = 1e-2  # for the sum of class weights, which may be rounded to bfloat16
@@ -41,23 +41,28 @@ class Classification:
     class_weights: tuple[float, ...] = ()
     counts_samples: ClassVar[bool] = True
     unit: ClassVar[str] = "samples"
-    _placed: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _weight_cache: dict[tuple[torch.device, torch.dtype], Tensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.own_loss is not None and self.label_smoothing:
             raise UsageError(
-                f"loss: label_smoothing is {self.label_smoothing}, but the loss is a function of yours; "
-                f"smooth in that function and leave label_smoothing out, or use cross_entropy"
+                f"recipe.loss.label_smoothing: {self.label_smoothing} is not supported with a custom loss; remove "
+                f"it and smooth the labels in your function, or use cross_entropy"
             )
         if self.own_loss is not None and self.class_weights:
-            raise UsageError("recipe.task.weights: the loss is a function of yours; weigh the classes in that function")
+            raise UsageError(
+                "recipe.task.weights: not supported with a custom loss; remove it, and weight the classes in your "
+                "function"
+            )
         if self.class_weights and len(self.class_weights) != len(self.classes):
             raise UsageError(
-                f"recipe.task.weights: {len(self.class_weights)} of them, but the data has {len(self.classes)} "
-                f"classes; give one for each"
+                f"recipe.task.weights: {len(self.class_weights)} weights for {len(self.classes)} classes; set one "
+                f"weight per class"
             )
         if any(not 0 <= weight < math.inf for weight in self.class_weights):
-            raise UsageError(f"recipe.task.weights: {list(self.class_weights)}; none may be negative")
+            raise UsageError(f"recipe.task.weights: must be finite and not negative, got {list(self.class_weights)}")
 
     @property
     def fractions(self) -> tuple[str, ...]:
@@ -88,8 +93,8 @@ class Classification:
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
-        with OwnCode(f"{self.model_name}: the cross entropy of its outputs"):
-            return cross_entropy_sum(outputs, targets, self.label_smoothing, self._weights_beside(outputs))
+        with OwnCode(f"{self.model_name}: cross entropy of the outputs"):
+            return cross_entropy_sum(outputs, targets, self.label_smoothing, self._device_weights(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `counted`, the number of samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
@@ -97,8 +102,8 @@ class Classification:
         In a mixture of classes, the class with the largest weight is the correct class.
         """
         truth, counted = truth_of(targets_of(batch))
-        found = predictions(outputs, self.model_name)
-        guesses = found.topk(min(max(self.topk, default=1), found.shape[1]), dim=1).indices
+        scores = predictions(outputs, self.model_name)
+        guesses = scores.topk(min(max(self.topk, default=1), scores.shape[1]), dim=1).indices
         hits = (guesses == truth[:, None]) & counted[:, None]
         correct = {f"correct{k}": hits[:, :k].sum() for k in self.topk}
         return {**correct, "counted": counted.sum()}
@@ -112,33 +117,35 @@ class Classification:
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
         truth, counted = truth_of(targets_of(batch))
-        found = predictions(outputs, self.model_name)
-        return {"confusion": confusion(truth, found.argmax(1), found.shape[1], counted)}
+        scores = predictions(outputs, self.model_name)
+        return {"confusion": confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
         """Return the accuracy of each class, or None if it has no samples, and the confusion matrix."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
-        shares = [right / of if of else None for right, of in pairs]
+        shares = [correct / total if total else None for correct, total in pairs]
         return {"accuracy": dict(zip(names, shares, strict=True)), "confusion": matrix.tolist()}
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
         targets = targets_of(batch)
-        found, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
-        check_outputs(name, len(self.classes), found, len(targets))
+        scores, name = predictions(outputs, self.model_name), self.model_name.removeprefix("model ")
+        check_outputs(name, len(self.classes), scores, len(targets))
         if self.own_loss is not None:
             check_loss(self.own_loss, len(self.classes), targets)
 
-    def _weights_beside(self, outputs: Tensor) -> Tensor | None:
+    def _device_weights(self, outputs: Tensor) -> Tensor | None:
         """Return the class weights on the device of the outputs. They are copied only once."""
         if not self.class_weights:
             return None
         dtype = torch.promote_types(outputs.dtype, torch.float32)
-        if (outputs.device, dtype) not in self._placed:
-            self._placed[outputs.device, dtype] = torch.tensor(self.class_weights, device=outputs.device, dtype=dtype)
-        return self._placed[outputs.device, dtype]
+        if (outputs.device, dtype) not in self._weight_cache:
+            self._weight_cache[outputs.device, dtype] = torch.tensor(
+                self.class_weights, device=outputs.device, dtype=dtype
+            )
+        return self._weight_cache[outputs.device, dtype]
 
 
 def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
@@ -152,9 +159,9 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
     # Count into several matrices and sum them at the end. The deterministic kernel of CUDA uses one warp per cell, and
     # most pixels fall into few cells. The matrices together have hardly more cells than there are predictions.
     copies = min(_MOST_COPIES, 1 + len(cells) // size)
-    places = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
+    positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
-    sums.scatter_add_(0, places, torch.ones_like(places))
+    sums.scatter_add_(0, positions, torch.ones_like(positions))
     return sums.reshape(copies, size).sum(0)[:-1].reshape(classes, classes)
 
 
@@ -171,16 +178,16 @@ def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
 def skip_mask(batch: Batch) -> Tensor:
     """Return which samples of a batch are ignored: bool of shape [n]. All False if targets aren't class indices."""
     targets = targets_of(batch)
-    whole = targets.ndim == 1 and not targets.is_floating_point()
-    return targets == SKIPPED if whole else torch.zeros(len(targets), dtype=torch.bool)
+    is_class_index = targets.ndim == 1 and not targets.is_floating_point()
+    return targets == SKIPPED if is_class_index else torch.zeros(len(targets), dtype=torch.bool)
 
 
 def find_loss(name: str) -> Loss | None:
     """Return the loss that a recipe names: None for cross entropy, or the function at `package.module:function`."""
     if name == "cross_entropy":
         return None
-    if OWN not in name:
-        raise UsageError(f"loss {name}: there is no such loss; use cross_entropy or package.module:function")
+    if PATH_MARK not in name:
+        raise UsageError(f"loss {name}: no such loss; use cross_entropy or package.module:function")
     return find_own_loss(name)
 
 
@@ -198,29 +205,29 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
     """Raise UsageError unless targets are valid for Classification. `samples` are their indices in dataset `label`."""
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
-        found = f"its target has shape {list(targets.shape[1:])} and {targets.dtype}"
-        raise UsageError(f"{label} sample {samples[0]}: {found}; {_target_rule(classes)}")
+        problem = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
+        raise UsageError(f"{label} sample {samples[0]}: {problem}; {_target_rule(classes)}")
     if floating:
-        no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
-        wrong = (targets < 0).any(1) | ~targets.isfinite().all(1) | no_mixture
+        is_no_mixture = ((targets.sum(1) - 1).abs() > _TOLERANCE) & (targets != 0).any(1)
+        invalid = (targets < 0).any(1) | ~targets.isfinite().all(1) | is_no_mixture
     else:
-        wrong = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
-    if wrong.any():
-        first = int(wrong.nonzero()[0])
-        found = f"its target is {_format_target(targets[first])}"
-        raise UsageError(f"{label} sample {samples[first]}: {found}; {_target_rule(classes)}")
+        invalid = ((targets < 0) | (targets >= classes)) & (targets != SKIPPED)
+    if invalid.any():
+        index = int(invalid.nonzero()[0])
+        problem = f"target is {_format_target(targets[index])}"
+        raise UsageError(f"{label} sample {samples[index]}: {problem}; {_target_rule(classes)}")
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
     """Raise UsageError unless the outputs of model `name` are floats of shape [samples, classes]."""
     if outputs.shape != (samples, classes):
         raise UsageError(
-            f"model {name} gives outputs of shape {tuple(outputs.shape)} for {samples} samples, but the data "
-            f"has {classes} classes; set its number of classes to {classes} (a function of yours is given it "
-            f"as num_classes where it has that parameter)"
+            f"model {name}: expected outputs of shape {(samples, classes)} for {samples} samples and {classes} "
+            f"classes, got {tuple(outputs.shape)}; set the number of classes of the model to {classes} (your own "
+            f"function gets it as num_classes if it has that parameter)"
         )
     if not outputs.is_floating_point():
-        raise UsageError(f"model {name}: its outputs are of {outputs.dtype}; return one float for each class")
+        raise UsageError(f"model {name}: expected float outputs, got {outputs.dtype}; return one float per class")
 
 
 def cross_entropy_sum(
@@ -243,12 +250,12 @@ def cross_entropy_sum(
 
 def _target_rule(classes: int) -> str:
     return (
-        f"the task is classification, and the data has {classes} classes: a target is a whole number from 0 "
-        f"to {classes - 1}, or {classes} floats, none negative, whose sum is 1"
+        f"for classification with {classes} classes, use an integer from 0 to {classes - 1}, or {classes} non-negative "
+        f"floats with a sum of 1"
     )
 
 
 def _format_target(target: Tensor) -> str:
     values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
-    more = ", ..." if target.numel() > _SHOWN else ""
-    return f"[{', '.join(values)}{more}]" if target.ndim else values[0]
+    ellipsis = ", ..." if target.numel() > _SHOWN else ""
+    return f"[{', '.join(values)}{ellipsis}]" if target.ndim else values[0]

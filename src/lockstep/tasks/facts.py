@@ -33,38 +33,41 @@ def facts(
     return {NAMES: list(classes), "shape": list(shape), "mean": mean and list(mean), "std": std and list(std)}
 
 
-def find_class_names(label: str, given: Any, train: Any) -> list[str]:
+def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     """Return the class names of a custom training set, or an empty list if it has no classes.
 
-    They are taken from `given` (a number or a list of names), or else from the attribute `classes` of `train`, or else
-    counted in its `targets`. Raises UsageError if `given` is neither a number nor a list.
+    They are taken from `option` (a number or a list of names), or else from the attribute `classes` of `train`, or else
+    counted in its `targets`. Raises UsageError if `option` is neither a number nor a list.
     """
-    named = getattr(train, NAMES, None) if given is None else given
-    if isinstance(named, int | np.integer) and not isinstance(named, bool) and 0 < named <= _MOST:
-        return [str(number) for number in range(int(named))]
-    if isinstance(named, list | tuple) and named:
-        return [str(each) for each in named]
-    if given is not None:
-        raise UsageError(f"{label}: options.{NAMES}: expected a number or a list of names, got {type_name(given)}")
+    classes = getattr(train, NAMES, None) if option is None else option
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and 0 < classes <= _MOST:
+        return [str(number) for number in range(int(classes))]
+    if isinstance(classes, list | tuple) and classes:
+        return [str(name) for name in classes]
+    if option is not None:
+        raise UsageError(
+            f"{label}: recipe.data.options.{NAMES}: expected the number of classes or a list of their names, got "
+            f"{type_name(option)}"
+        )
     targets = getattr(train, "targets", None)
     return [] if targets is None else [str(number) for number in range(_count_classes(targets))]
 
 
-def of_targets(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
+def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
     """Return the facts about the targets that follow from a batch and the class names.
 
     - `classes`: The class names, if there are any.
     - `pixels`: True if each pixel has a class.
     - `outputs`: The number of values in a target, if targets are floats and there are no classes.
     """
-    known: dict[str, Any] = {NAMES: list(names)} if names else {}
+    entries: dict[str, Any] = {NAMES: list(names)} if names else {}
     if is_pair(batch):
         targets = batch[1]
         if names and targets.ndim > 2 and not targets.is_floating_point():
-            known["pixels"] = True
+            entries["pixels"] = True
         if not names and targets.is_floating_point():
-            known["outputs"] = targets[0].numel()
-    return known
+            entries["outputs"] = targets[0].numel()
+    return entries
 
 
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
@@ -77,19 +80,19 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
         check_targets(label, targets, numbers, len(names))
 
 
-def skipping(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
+def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
     """Return a function that returns a mask of ignored samples, or None if such batches can't have ignored samples."""
     return skip_mask if names and is_pair(batch) else None
 
 
-def whole_samples(known: Mapping[str, Any]) -> int | None:
+def whole_samples(data_facts: Mapping[str, Any]) -> int | None:
     """Return the number of classes, or None if a class isn't assigned to a sample as a whole."""
-    return None if NAMES not in known or known.get("pixels") else len(known[NAMES])
+    return None if NAMES not in data_facts or data_facts.get("pixels") else len(data_facts[NAMES])
 
 
 def is_pair(batch: Batch) -> bool:
     """Return whether a batch is a tuple (inputs, targets) of two tensors."""
-    return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
+    return isinstance(batch, tuple) and len(batch) == 2 and all(isinstance(item, Tensor) for item in batch)
 
 
 def _count_classes(targets: Any) -> int:

@@ -41,20 +41,21 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is wrong.
     """
     options = dict(recipe["task"])
-    name, why = options.pop("name"), ""
+    name, reason = options.pop("name"), ""
     if name == AUTO:
-        name, why = _infer_task(facts, example)
+        name, reason = _infer_task(facts, example)
     if ":" in name:
-        return TaskChoice(_own(name, options, facts), f"task {name}")
+        return TaskChoice(_import_task(name, options, facts), f"task {name}")
     if name not in NAMES:
-        raise UsageError(f"recipe.task: no task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
+        raise UsageError(f"recipe.task: no such task {name}{choices(name, (AUTO, *NAMES, 'package.module:Class'))}")
     loss = recipe["loss"]
-    if (other := loss["name"]) in LOSSES:
+    if (loss_name := loss["name"]) in LOSSES:
         raise UsageError(
-            f"recipe.loss: {other} is one of regression; set recipe.task={{name: regression, loss: {other}}}"
+            f"recipe.loss: {loss_name} is a loss for regression; set recipe.task={{name: regression, loss: "
+            f"{loss_name}}}"
         )
     if name != "classification" and (loss["name"] != _CROSS_ENTROPY or loss["label_smoothing"]):
-        raise UsageError(f"recipe.loss: it is that of classification, and the task is {name}{why}; leave it out")
+        raise UsageError(f"recipe.loss: only supported by classification, but the task is {name}{reason}; remove it")
     task: Task
     match name:
         case "classification":
@@ -72,23 +73,22 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
             task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
             task = _build_task(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
-    return TaskChoice(task, f"task {name}{why}")
+    return TaskChoice(task, f"task {name}{reason}")
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     """Infer the task from the data. Returns its name and the reason."""
     if "classes" in facts and facts.get("pixels"):
-        return "segmentation", f": the data has a class for each pixel, {len(facts['classes'])} of them"
+        return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
         return "classification", f": the data has {len(facts['classes'])} classes"
     if "vocabulary" in facts:
-        return "language", f": the data has a vocabulary of {facts['vocabulary']}"
+        return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
     if "outputs" in facts or _floats(example):
-        return "regression", ": the targets are amounts, and the data has no classes"
+        return "regression", ": the targets are floats, and the data has no classes"
     raise UsageError(
-        f"recipe.task: auto, but the data has neither classes nor a vocabulary, and its targets are no floats; say how "
-        f"many classes there are with recipe.data.options.classes, or which task it is: {', '.join(NAMES)} or "
-        f"package.module:Class"
+        f"recipe.task: auto requires data with classes, a vocabulary or float targets; set the number of classes with "
+        f"recipe.data.options.classes, or set recipe.task to {', '.join(NAMES)} or package.module:Class"
     )
 
 
@@ -103,33 +103,33 @@ def _floats(example: Batch) -> bool:
 def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     if fact not in facts:
         raise UsageError(
-            f"recipe.task: {task} needs data with {fact}, and this says {', '.join(facts) or 'nothing'} of itself; "
-            f"choose another task, or give recipe.data.options.{fact}"
+            f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
+            f"choose a different task, or set recipe.data.options.{fact}"
         )
     return tuple(map(str, facts[fact]))
 
 
-def _own(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
+def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
     """Return a custom task: call the class or function at `path` with the options, and `facts` if it accepts them."""
-    made = import_callable(path, "task", "a class")
+    factory = import_callable(path, "task", "a class")
     with OwnCode(f"task {path}"):
-        parameters = inspect.signature(made).parameters
-        given = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)
-        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        _check_names(path, given if not open_ended else {}, parameters)
-        return OwnTask(f"task {path}", made(**given))
+        parameters = inspect.signature(factory).parameters
+        arguments = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)
+        accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        _check_names(path, arguments if not accepts_any else {}, parameters)
+        return OwnTask(f"task {path}", factory(**arguments))
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
     """Call `function` with facts and the options of a recipe, whose names and types are checked."""
-    valid = [each for each in inspect.signature(function).parameters if each not in facts]
+    valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:
         return validate_call(function)(**{**facts, **options})
     except ValidationError as error:
         lines = [
-            f"recipe.task.{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}; got {str(each['input'])[:60]}"
-            for each in error.errors()
+            f"recipe.task.{'.'.join(map(str, detail['loc']))}: {detail['msg'].lower()}, got {str(detail['input'])[:60]}"
+            for detail in error.errors()
         ]
         raise UsageError("\n".join(lines)) from None
 
@@ -137,5 +137,5 @@ def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts:
 def _check_names(task: str, options: Mapping[str, Any], valid: Any) -> None:
     for key in options:
         if key not in valid:
-            known = choices(key, valid) if len(list(valid)) else "; it has none"
-            raise UsageError(f"recipe.task.{key}: task {task} has no such option{known}")
+            advice = choices(key, valid) if len(list(valid)) else "; remove it, since the task has no options"
+            raise UsageError(f"recipe.task.{key}: task {task} has no such option{advice}")

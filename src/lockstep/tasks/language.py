@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch, Inputs
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
@@ -22,11 +23,11 @@ _POSITIONS: Final = "position_ids"  # 0: the first token of a packed sequence
 
 
 class NextTokenBatch(NamedTuple):
-    """The inputs of the model, and the next token at each position of its outputs, except for the last `beyond`."""
+    """The inputs of the model, and the next token at each position of its outputs, except for the last `tail`."""
 
     inputs: Inputs
     targets: Tensor
-    beyond: int
+    tail: int
 
 
 @final
@@ -90,44 +91,45 @@ class Language:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), self._next_token_batch(batch)
-        places = (*targets.shape[:1], targets.shape[1] + beyond)
-        if logits.ndim != 3 or logits.shape[:2] != places or not logits.is_floating_point():
+        logits, (_, targets, tail) = predictions(outputs, self.model_name), self._next_token_batch(batch)
+        positions_shape = (*targets.shape[:1], targets.shape[1] + tail)
+        if logits.ndim != 3 or logits.shape[:2] != positions_shape or not logits.is_floating_point():
             raise UsageError(
-                f"{self.model_name}: outputs of {logits.dtype} and shape {list(logits.shape)}; let it give the "
-                f"logits of the next token at each place, floats of shape [{places[0]}, {places[1]}, vocabulary]"
+                f"{self.model_name}: expected floats of shape [{positions_shape[0]}, {positions_shape[1]}, "
+                f"vocabulary], got {logits.dtype} of shape {list(logits.shape)}; return the logits of the next token "
+                f"at each position"
             )
         if self.vocabulary is not None and logits.shape[2] < self.vocabulary:
             raise UsageError(
-                f"{self.model_name}: outputs for {logits.shape[2]} tokens, but the data has a "
-                f"vocabulary of {self.vocabulary}; set the model's to that"
+                f"{self.model_name}: the outputs have {logits.shape[2]} logits, but the data has a vocabulary of "
+                f"{self.vocabulary} tokens; set the vocabulary of the model to {self.vocabulary}"
             )
-        wrong = targets[(targets != self.ignore) & ((targets < 0) | (targets >= logits.shape[2]))]
-        if len(wrong):
+        invalid = targets[(targets != self.ignore) & ((targets < 0) | (targets >= logits.shape[2]))]
+        if len(invalid):
             raise UsageError(
-                f"a target is token {int(wrong[0])}, and outputs are for tokens 0 to {logits.shape[2] - 1}; use "
-                f"{self.ignore} (recipe.task.ignore) for what is not to be foretold"
+                f"targets: token {int(invalid[0])} is out of range, since the model has outputs for tokens 0 to "
+                f"{logits.shape[2] - 1}; use {self.ignore} (recipe.task.ignore) for positions that don't count"
             )
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
         """See CutsSequences. The target of the last position in a chunk is the first token of the next chunk."""
-        inputs, targets, beyond = self._next_token_batch(batch)
+        inputs, targets, tail = self._next_token_batch(batch)
         [*names], [*values] = (inputs.keys(), inputs.values()) if isinstance(inputs, Mapping) else ((), inputs)
         if len(values) != 1 or names not in ([], [_IDS]):
             raise UsageError(
-                f"recipe.model.sequence_chunks: a batch has {', '.join(names) or f'{len(values)} inputs'}, and {_IDS} "
-                f"alone can be cut into chunks; give sequences of one length, without padding and not packed by "
-                f"positions, or leave the key out"
+                f"recipe.model.sequence_chunks: requires batches with only {_IDS}, got "
+                f"{', '.join(names) or f'{len(values)} inputs'}; use sequences of the same length without padding or "
+                f"{_POSITIONS}, or remove the key"
             )
-        part = _part(values[0].shape[1], number, chunks)
-        targets = F.pad(targets, (0, beyond), value=self.ignore)[:, part]
-        cut = values[0][:, part]
-        return NextTokenBatch({_IDS: cut} if names else (cut,), targets, 0)
+        part = _chunk_slice(values[0].shape[1], number, chunks)
+        targets = F.pad(targets, (0, tail), value=self.ignore)[:, part]
+        ids = values[0][:, part]
+        return NextTokenBatch({_IDS: ids} if names else (ids,), targets, 0)
 
     def _cross_entropy(self, outputs: Any, parts: NextTokenBatch, reduction: str) -> Tensor:
-        logits, (_, targets, beyond) = predictions(outputs, self.model_name), parts
-        if beyond:
-            logits = logits[:, :-beyond]
+        logits, (_, targets, tail) = predictions(outputs, self.model_name), parts
+        if tail:
+            logits = logits[:, :-tail]
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         return F.cross_entropy(
@@ -138,32 +140,32 @@ class Language:
         if isinstance(batch, NextTokenBatch):
             return batch
         if isinstance(batch, Mapping):
-            return self._of_mapping(batch)
+            return self._from_mapping(batch)
         if isinstance(batch, Tensor):
-            _check_tokens("a batch", batch)
+            _check_tokens("batch", batch)
             return NextTokenBatch((batch[:, :-1],), batch[:, 1:].long(), 0)
         if not (
-            isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(each, Tensor) for each in batch)
+            isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(item, Tensor) for item in batch)
         ):
             raise UsageError(
-                f"a batch is of type {type(batch).__name__}; expected tokens of shape [n, t], (inputs, targets), or a "
-                f"mapping with {_IDS}"
+                f"batch: expected tokens of shape [n, t], (inputs, targets), or a mapping with {_IDS}, got "
+                f"{type_name(batch)}"
             )
         _check_tokens("targets", batch[1])
         return NextTokenBatch((batch[0],), batch[1].long(), 0)
 
-    def _of_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
+    def _from_mapping(self, batch: Mapping[str, Tensor]) -> NextTokenBatch:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
         if LABELS in batch:
             labels = batch[LABELS]
         elif _IDS in batch:
-            labels = self._own_labels(batch)
+            labels = self._derive_labels(batch)
         else:
-            raise UsageError(f"a batch has {', '.join(batch)}; expected {_IDS} or {LABELS} among them")
+            raise UsageError(f"batch: expected {_IDS} or {LABELS}, got {', '.join(batch)}")
         _check_tokens(LABELS, labels)
         return NextTokenBatch(inputs, labels[:, 1:].long(), 1)
 
-    def _own_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _derive_labels(self, batch: Mapping[str, Tensor]) -> Tensor:
         labels = batch[_IDS]
         if _MASK in batch:
             labels = torch.where(batch[_MASK] == 0, self.ignore, labels)
@@ -177,20 +179,20 @@ def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> L
     return Language(ignore, vocabulary, model)
 
 
-def _part(length: int, number: int, chunks: int) -> slice:
+def _chunk_slice(length: int, number: int, chunks: int) -> slice:
     """Return the positions of chunk `number`. A single token per chunk is an error: causality can't be checked then."""
     if length % chunks or (chunks > 1 and length == chunks):
-        fitting = ", ".join(str(each) for each in divisors(length) if each < length)
+        valid_counts = ", ".join(str(count) for count in divisors(length) if count < length or length == 1)
         raise UsageError(
-            f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be cut into {chunks} equal chunks of "
-            f"at least 2; use {fitting}, or sequences of another length"
+            f"recipe.model.sequence_chunks: sequences of {length} tokens cannot be split into {chunks} equal chunks of "
+            f"at least 2; use {valid_counts}, or sequences of a different length"
         )
     size = length // chunks
     return slice(number * size, (number + 1) * size)
 
 
-def _check_tokens(what: str, tokens: Tensor) -> None:
+def _check_tokens(label: str, tokens: Tensor) -> None:
     if tokens.ndim != 2 or tokens.is_floating_point():
         raise UsageError(
-            f"{what}: {tokens.dtype} of shape {list(tokens.shape)}; expected whole numbers of shape [n, t]"
+            f"{label}: expected integers of shape [n, t], got {tokens.dtype} of shape {list(tokens.shape)}"
         )

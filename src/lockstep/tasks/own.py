@@ -48,13 +48,13 @@ class OwnTask:
     def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:
         self._name = name
         self._metrics = metrics or {}
-        self._own: dict[str, Any] = {}
+        self._members: dict[str, Any] = {}
         for member in _MEMBERS:
             with self._code(member):
-                self._own[member] = getattr(task, member, None)
-        if not callable(self._own["loss"]):
-            raise UsageError(f"{name}: it has no loss; add loss(self, outputs, batch), which gives a sum")
-        self.counts_samples = bool(self._member("counts_samples", self._own["weight"] is None))
+                self._members[member] = getattr(task, member, None)
+        if not callable(self._members["loss"]):
+            raise UsageError(f"{name}: has no method loss; add loss(self, outputs, batch), which returns a sum")
+        self.counts_samples = bool(self._member("counts_samples", self._members["weight"] is None))
         self.unit = str(self._member("unit", "samples" if self.counts_samples else "weight"))
         fractions = self._member("fractions", ())
         self.fractions = (fractions,) if isinstance(fractions, str) else tuple(map(str, fractions))
@@ -62,47 +62,49 @@ class OwnTask:
 
     def inputs(self, batch: Batch) -> Inputs:
         """See Task."""
-        if self._own["inputs"] is None:
+        if self._members["inputs"] is None:
             return parts(batch).inputs
-        given = self._call("inputs", batch)
-        if isinstance(given, Tensor):
-            return (given,)
-        if isinstance(given, Mapping | tuple):
-            return given
+        result = self._call("inputs", batch)
+        if isinstance(result, Tensor):
+            return (result,)
+        if isinstance(result, Mapping | tuple):
+            return result
         raise UsageError(
-            f"{self._name}: inputs returned {type(given).__name__}; return a tuple, or a mapping of names, of what the "
-            f"model's forward takes"
+            f"{self._name}: inputs returned {type(result).__name__}; return the arguments of the model's forward as a "
+            f"tuple, or as a mapping by name"
         )
 
     def weight(self, batch: Batch) -> int:
         """See Task."""
-        if self._own["weight"] is None:
+        if self._members["weight"] is None:
             return length(batch)
-        given = self._call("weight", batch)
-        if isinstance(given, Tensor) and given.numel() == 1 and not given.is_floating_point():
-            given = int(given)
-        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        weight = self._call("weight", batch)
+        if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
+            weight = int(weight)
+        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
             raise UsageError(
-                f"{self._name}: weight returned {str(given)[:60]} of type {type(given).__name__}; return a whole "
-                f"number, 0 or more, such as that of the tokens that count"
+                f"{self._name}: weight returned {str(weight)[:60]} of type {type(weight).__name__}; return an integer "
+                f"of at least 0, such as the number of tokens that count"
             )
-        return given
+        return weight
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        given = self._call("loss", outputs, batch)
-        if not isinstance(given, Tensor) or given.ndim or not given.is_floating_point():
-            found = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            raise UsageError(
-                f"{self._name}: loss returned {found}; return the sum over the batch, a 0-dim float tensor"
+        loss = self._call("loss", outputs, batch)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            description = (
+                f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             )
-        learns = torch.is_grad_enabled() and any(each.requires_grad for each in tensors_of(outputs))
-        if learns and not given.requires_grad:
             raise UsageError(
-                f"{self._name}: its loss carries no gradient; compute it from the outputs by torch's functions alone, "
-                f"without detach() and item()"
+                f"{self._name}: loss returned {description}; return the sum over the batch as a 0-dim float tensor"
             )
-        return given
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(outputs))
+        if learns and not loss.requires_grad:
+            raise UsageError(
+                f"{self._name}: the loss has no gradient; compute it from the outputs with torch functions only, "
+                f"without detach() or item()"
+            )
+        return loss
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
@@ -110,14 +112,14 @@ class OwnTask:
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
-        given = self._mapping("figures", sums)
-        if (taken := first_taken(map(str, given), OF_TRAINING)) is not None:
+        results = self._mapping("figures", sums)
+        if (reserved_name := first_taken(map(str, results), OF_TRAINING)) is not None:
             raise UsageError(
-                f"{self._name}: figures gives {taken}, which each step or evaluation is written with already; give it "
-                f"another name"
+                f"{self._name}: figures returned {reserved_name}, a name that Lockstep uses for steps or evaluations; "
+                f"choose a different name"
             )
         with self._code("figures"):
-            figures = {str(name): float(value) for name, value in given.items()}
+            figures = {str(name): float(value) for name, value in results.items()}
         return figures | metric_figures(self._metrics, sums, figures)
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -133,76 +135,79 @@ class OwnTask:
 
         Outputs on the meta device are replaced by arbitrary values, which are sufficient to test the task.
         """
-        if self._own["check"] is not None:
+        if self._members["check"] is not None:
             self._call("check", outputs, batch)
         check_metrics(self._metrics, outputs, batch)
-        filled = map_tensors(_with_values, outputs)
+        values = map_tensors(_with_values, outputs)
         samples = length(batch)
         if samples > 1:
-            self._check_sum(filled, batch, samples)
-        loss = self.loss(map_tensors(lambda each: each.requires_grad_(each.is_floating_point()), filled), batch)
+            self._check_sum(values, batch, samples)
+        loss = self.loss(map_tensors(lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), values), batch)
         if not loss.isfinite():
             return  # the arbitrary outputs may be invalid, e.g. for a logarithm; the first step will show errors
         weight = self.weight(batch)
         counts = {"loss": loss.detach().double(), "weight": torch.tensor(weight), "samples": torch.tensor(samples)}
-        sums = {**self.sums(filled, batch), **self.details(filled, batch)}
+        sums = {**self.sums(values, batch), **self.details(values, batch)}
         figures = self.figures({**counts, **sums})
         with self._code("report"):
             json.dumps(self.report({**counts, **sums}))
         if self.monitor.name not in (*figures, LOSS.name):
             raise UsageError(
-                f"{self._name}: monitor is {self.monitor.name}, but figures gives {', '.join(figures) or 'nothing'}; "
-                f"name one of them, or loss"
+                f"{self._name}: monitor is {self.monitor.name}, but figures returned {', '.join(figures) or 'none'}; "
+                f"set monitor to one of the figures, or to loss"
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
         """Raise UsageError if the loss is a mean: the loss of two equal samples is then the loss of one sample."""
 
-        def of(rows: list[int], values: Any) -> Any:
-            return map_tensors(lambda each: each[rows] if each.ndim and len(each) == samples else each, values)
-
-        with torch.no_grad():
-            twice = self.loss(of([0, 0], outputs), of([0, 0], batch))
-            once = self.loss(of([0], outputs), of([0], batch))
-        weights = self.weight(of([0, 0], batch)), self.weight(of([0], batch))
-        if weights[0] != weights[1] and is_mean(once, twice):
-            raise UsageError(
-                f"{self._name}: two equal samples give a loss of {twice.item():.6g}, one alone {once.item():.6g}: that "
-                f"is a mean; return the sum, as with reduction='sum', and let weight say what it is to be divided by"
+        def select(rows: list[int], values: Any) -> Any:
+            return map_tensors(
+                lambda tensor: tensor[rows] if tensor.ndim and len(tensor) == samples else tensor, values
             )
 
-    def _monitor(self, given: Any) -> Monitor:
-        if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str):
-            return Monitor(given[0], bool(given[1]))
+        with torch.no_grad():
+            pair_loss = self.loss(select([0, 0], outputs), select([0, 0], batch))
+            single_loss = self.loss(select([0], outputs), select([0], batch))
+        weights = self.weight(select([0, 0], batch)), self.weight(select([0], batch))
+        if weights[0] != weights[1] and is_mean(single_loss, pair_loss):
+            raise UsageError(
+                f"{self._name}: loss returned {pair_loss.item():.6g} for two equal samples and "
+                f"{single_loss.item():.6g} for one, so it is a mean; return the sum (reduction='sum'), and return the "
+                f"divisor from weight"
+            )
+
+    def _monitor(self, value: Any) -> Monitor:
+        if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str):
+            return Monitor(value[0], bool(value[1]))
         raise UsageError(
-            f'{self._name}: monitor is {given!r}; write ("loss", False): a figure, and whether higher is better'
+            f'{self._name}: monitor is {value!r}; set a figure, and whether higher is better, such as ("loss", False)'
         )
 
     def _tensors_by_name(self, member: str, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        given = self._mapping(member, outputs, batch)
-        wrong = next((name for name, value in given.items() if not isinstance(value, Tensor)), None)
-        if wrong is not None:
+        results = self._mapping(member, outputs, batch)
+        invalid = next((name for name, value in results.items() if not isinstance(value, Tensor)), None)
+        if invalid is not None:
             raise UsageError(
-                f"{self._name}: {member} gives {wrong} of type {type(given[wrong]).__name__}; give tensors that may be "
-                f"added over batches"
+                f"{self._name}: {member} returned {invalid} of type {type(results[invalid]).__name__}; return tensors, "
+                f"which are summed over batches"
             )
-        return {str(name): value.detach() for name, value in given.items()}
+        return {str(name): value.detach() for name, value in results.items()}
 
     def _mapping(self, member: str, *arguments: Any) -> Mapping[str, Any]:
-        if self._own[member] is None:
+        if self._members[member] is None:
             return {}
-        given = self._call(member, *arguments)
-        if not isinstance(given, Mapping):
-            raise UsageError(f"{self._name}: {member} returned {type(given).__name__}; return a mapping of names")
-        return given
+        result = self._call(member, *arguments)
+        if not isinstance(result, Mapping):
+            raise UsageError(f"{self._name}: {member} returned {type(result).__name__}; return a mapping by name")
+        return result
 
     def _call(self, member: str, *arguments: Any) -> Any:
-        function: Callable[..., Any] = self._own[member]
+        function: Callable[..., Any] = self._members[member]
         with self._code(member):
             return function(*arguments)
 
-    def _member(self, member: str, otherwise: Any) -> Any:
-        return otherwise if self._own[member] is None else self._own[member]
+    def _member(self, member: str, default: Any) -> Any:
+        return default if self._members[member] is None else self._members[member]
 
     def _code(self, member: str) -> OwnCode:
         return OwnCode(f"{self._name}: {member}")
@@ -230,15 +235,15 @@ def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tenso
 def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figures) -> Figures:
     """Return each sum of a metric, divided by the weight. Raises UsageError if a name is already in `figures`."""
     weight = max(int(sums.get("weight", 1)), 1)
-    found: Figures = {}
+    metric_values: Figures = {}
     for key, value in sums.items():
         path, _, name = key.rpartition("/")
         if path not in metrics:
             continue
-        if name in figures or name in found or name == "loss":
-            raise UsageError(f"metric {path}: there is a figure {name} already; give it another name ({_CONTRACT})")
-        found[name] = float(value) / weight
-    return found
+        if name in figures or name in metric_values or name == "loss":
+            raise UsageError(f"metric {path}: a figure {name} already exists; choose a different name ({_CONTRACT})")
+        metric_values[name] = float(value) / weight
+    return metric_values
 
 
 def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
@@ -250,36 +255,39 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
     if length(batch) < 2:
         return
     outputs = map_tensors(_with_values, outputs)
-    both, one, other = (
-        metric_sums(metrics, *(map_tensors(itemgetter(rows), each) for each in (outputs, batch)))
+    pair_sums, first_sums, second_sums = (
+        metric_sums(metrics, *(map_tensors(itemgetter(rows), structure) for structure in (outputs, batch)))
         for rows in (slice(0, 2), slice(0, 1), slice(1, 2))
     )
-    nothing = torch.tensor(torch.nan)
-    for key, value in both.items():
-        separate = one.get(key, nothing).double() + other.get(key, nothing).double()
-        if not torch.allclose(value.double(), separate, rtol=1e-3, atol=1e-5, equal_nan=True):
+    nan = torch.tensor(torch.nan)
+    for key, value in pair_sums.items():
+        total = first_sums.get(key, nan).double() + second_sums.get(key, nan).double()
+        if not torch.allclose(value.double(), total, rtol=1e-3, atol=1e-5, equal_nan=True):
             path, _, name = key.rpartition("/")
             raise UsageError(
-                f"metric {path}: {name} of two samples is {float(value):.6g}, and one by one they add up to "
-                f"{float(separate):.6g}; return a sum over the samples, not a mean ({_CONTRACT})"
+                f"metric {path}: {name} is {float(value):.6g} for two samples, but adds up to {float(total):.6g} "
+                f"over the single samples; return a sum over the samples, not a mean ({_CONTRACT})"
             )
 
 
 def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
     with OwnCode(f"metric {path}"):
-        found = metric(outputs, batch)
-        if not isinstance(found, Mapping):
-            raise UsageError(f"metric {path}: it returned {type(found).__name__}; return a mapping of names to sums")
+        result = metric(outputs, batch)
+        if not isinstance(result, Mapping):
+            raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
         # Metrics are only reported, so they don't need gradients.
-        sums = {str(name): torch.as_tensor(value).detach() for name, value in found.items()}
-    if (taken := first_taken(sums, OF_TRAINING)) is not None:
+        sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
+    if (reserved_name := first_taken(sums, OF_TRAINING)) is not None:
         raise UsageError(
-            f"metric {path}: {taken} is what each evaluation is written with already; give it another name "
+            f"metric {path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different name "
             f"({_CONTRACT})"
         )
     for name, value in sums.items():
         if value.ndim or value.is_complex() or "/" in name:
-            raise UsageError(f"metric {path}: {name} has shape {tuple(value.shape)}; return 0-dim sums by plain names")
+            raise UsageError(
+                f"metric {path}: {name} has shape {tuple(value.shape)} and {value.dtype}; return real 0-dim sums, with "
+                f"names without '/'"
+            )
     return sums
 
 

@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-OWN: Final = ":"  # marks the name of a loss as an import path
+PATH_MARK: Final = ":"  # marks the name of a loss as an import path
 
 
 def find_own_loss(path: str) -> Loss:
@@ -40,13 +40,14 @@ def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
     if loss.shape not in ((), (samples,)):
         raise UsageError(
             f"loss: the function returned shape {tuple(loss.shape)} for {samples} samples; "
-            f"return a sum, of shape (), or one value for each sample, of shape ({samples},)"
+            f"return a sum of shape (), or one value per sample of shape ({samples},)"
         )
     if not loss.is_floating_point():
         raise UsageError(f"loss: the function returned values of {loss.dtype}; return floats")
     if outputs.requires_grad and not loss.requires_grad and torch.is_grad_enabled():
         raise UsageError(
-            "loss: it carries no gradient; compute it from the outputs by torch's functions alone, without detach()"
+            "loss: the function returned a value without a gradient; compute it from the outputs with torch functions "
+            "only, without detach()"
         )
     return loss.sum()
 
@@ -58,18 +59,18 @@ def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
     is an error too. `output` and `target` contain one sample.
     """
     outputs, targets = torch.cat([output, output]), torch.cat([target, target])
-    given = outputs.clone(), targets.clone()
-    both, one = loss(outputs, targets), loss(outputs[:1], targets[:1])
-    if not (torch.equal(outputs, given[0]) and torch.equal(targets, given[1])):
-        raise UsageError("loss: the function changes what it is given, which is used again; let it work on copies")
-    twice, once = sum_loss(both, outputs), sum_loss(one, outputs[:1])
-    if both.ndim == 0 and is_mean(once, twice):
+    copies = outputs.clone(), targets.clone()
+    pair_loss, single_loss = loss(outputs, targets), loss(outputs[:1], targets[:1])
+    if not (torch.equal(outputs, copies[0]) and torch.equal(targets, copies[1])):
+        raise UsageError("loss: the function modifies its arguments, which are used again; modify copies of them")
+    pair_sum, single_sum = sum_loss(pair_loss, outputs), sum_loss(single_loss, outputs[:1])
+    if pair_loss.ndim == 0 and is_mean(single_sum, pair_sum):
         raise UsageError(
-            f"loss: two equal samples give {twice.item():.6g}, one alone {once.item():.6g}: that is a mean; "
-            f"return the sum, as with reduction='sum', or one value for each sample, as with reduction='none'"
+            f"loss: the function returned {pair_sum.item():.6g} for two equal samples and {single_sum.item():.6g} for "
+            f"one, so it is a mean; return the sum (reduction='sum'), or one value per sample (reduction='none')"
         )
 
 
-def is_mean(once: Tensor, twice: Tensor) -> bool:
+def is_mean(single: Tensor, pair: Tensor) -> bool:
     """Return whether a loss is a mean: two equal samples have the loss of one sample."""
-    return bool(once != 0 and torch.isclose(twice, once))
+    return bool(single != 0 and torch.isclose(pair, single))

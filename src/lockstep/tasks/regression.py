@@ -15,7 +15,7 @@ from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
-from lockstep.tasks.own_loss import OWN, Loss, find_own_loss, sum_loss
+from lockstep.tasks.own_loss import PATH_MARK, Loss, find_own_loss, sum_loss
 
 LOSSES: Final = ("mse", "mae", "huber")
 
@@ -49,20 +49,21 @@ class Regression:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """See Task."""
-        found, targets = match_shapes(self.model_name, outputs, batch)
+        prediction, targets = match_shapes(self.model_name, outputs, batch)
         if self.own_loss is not None:
-            return sum_loss(self.own_loss(found, targets), found)
+            return sum_loss(self.own_loss(prediction, targets), prediction)
         numbers = max(targets.numel() // max(len(targets), 1), 1)  # per sample
         losses: dict[str, Callable[..., Tensor]]
         losses = {"mse": F.mse_loss, "mae": F.l1_loss, "huber": partial(F.huber_loss, delta=self.delta)}
-        return losses[self.loss_name](found, targets, reduction="sum") / numbers
+        return losses[self.loss_name](prediction, targets, reduction="sum") / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return float64 sums of absolute errors, targets and their squares per number of a sample, and `counted`."""
-        found, targets = (
-            each.detach().double().flatten(1) for each in match_shapes(self.model_name, outputs, batch, columns=True)
+        prediction, targets = (
+            tensor.detach().double().flatten(1)
+            for tensor in match_shapes(self.model_name, outputs, batch, columns=True)
         )
-        errors = found - targets
+        errors = prediction - targets
         return {
             "absolute": errors.abs().sum(0),
             "squared": errors.square().sum(0),
@@ -74,11 +75,11 @@ class Regression:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the root mean squared error, the mean absolute error, and the mean R2 over the outputs."""
         counted = max(int(sums["counted"]), 1)
-        each = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
+        r2 = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
         return {
             "rmse": math.sqrt(float(sums["squared"].mean()) / counted),
             "mae": float(sums["absolute"].mean()) / counted,
-            "r2": math.fsum(each) / max(len(each), 1),
+            "r2": math.fsum(r2) / max(len(r2), 1),
         }
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -91,7 +92,7 @@ class Regression:
         if len(sums["squared"]) < 2:
             return {}
         return {
-            "r2": [_r2(*each) for each in zip(*_columns(sums), strict=True)],
+            "r2": [_r2(*column) for column in zip(*_columns(sums), strict=True)],
             "rmse": (sums["squared"] / counted).sqrt().tolist(),
             "mae": (sums["absolute"] / counted).tolist(),
         }
@@ -100,21 +101,23 @@ class Regression:
         """See Task."""
         targets = targets_of(batch)
         if not targets.is_floating_point():
-            raise UsageError(f"targets are of {targets.dtype}; let the data give floats, or choose another recipe.task")
+            raise UsageError(
+                f"targets: expected floats, got {targets.dtype}; convert the targets, or choose a different recipe.task"
+            )
         if not targets.isfinite().all():
-            raise UsageError("a target is not finite; leave such samples out of the data")
+            raise UsageError("targets: a value is not finite; remove such samples from the data")
         match_shapes(self.model_name, outputs, batch)
 
 
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
     """Return the task for the options of a recipe. `loss` is mse, mae, huber or package.module:function."""
-    if OWN in loss:
+    if PATH_MARK in loss:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
-        known = choices(loss, (*LOSSES, "package.module:function"))
-        raise UsageError(f"recipe.task.loss: {loss} is no loss of regression{known}")
+        suggestions = choices(loss, (*LOSSES, "package.module:function"))
+        raise UsageError(f"recipe.task.loss: {loss} is not a loss for regression{suggestions}")
     if not delta > 0:
-        raise UsageError(f"recipe.task.delta: {delta}; Huber's loss wants a number above 0")
+        raise UsageError(f"recipe.task.delta: must be greater than 0, got {delta}")
     return Regression(loss, delta, model_name=model)
 
 
@@ -123,20 +126,21 @@ def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) 
 
     With `columns`, both have at least two dims. Raises UsageError if the shapes don't match.
     """
-    found, targets = predictions(outputs, model), targets_of(batch)
-    if found.ndim == targets.ndim + 1 and found.shape[-1] == 1:
-        found = found.squeeze(-1)
-    elif targets.ndim == found.ndim + 1 and targets.shape[-1] == 1:
+    prediction, targets = predictions(outputs, model), targets_of(batch)
+    if prediction.ndim == targets.ndim + 1 and prediction.shape[-1] == 1:
+        prediction = prediction.squeeze(-1)
+    elif targets.ndim == prediction.ndim + 1 and targets.shape[-1] == 1:
         targets = targets.squeeze(-1)
-    if found.shape != targets.shape:
+    if prediction.shape != targets.shape:
         raise UsageError(
-            f"{model}: outputs of shape {list(found.shape)} and targets of shape {list(targets.shape)} do not fit "
-            f"each other; let the model give {list(targets.shape[1:]) or 'one number'} for each sample"
+            f"{model}: the shape {list(prediction.shape)} of the outputs does not match the shape "
+            f"{list(targets.shape)} of the targets; return "
+            f"{f'shape {list(targets.shape[1:])}' if targets.ndim > 1 else 'one number'} per sample"
         )
-    if found.dtype in (torch.float16, torch.bfloat16):
-        found = found.float()
-    targets = targets.to(found.dtype)
-    return (found[:, None], targets[:, None]) if columns and found.ndim == 1 else (found, targets)
+    if prediction.dtype in (torch.float16, torch.bfloat16):
+        prediction = prediction.float()
+    targets = targets.to(prediction.dtype)
+    return (prediction[:, None], targets[:, None]) if columns and prediction.ndim == 1 else (prediction, targets)
 
 
 def _columns(sums: Mapping[str, Tensor]) -> list[list[float]]:

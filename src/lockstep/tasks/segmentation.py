@@ -52,13 +52,13 @@ class Segmentation:
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
-        targets, found = self._targets(batch), predictions(outputs, self.model_name)
-        return {"confusion": confusion(targets, found.argmax(1), found.shape[1], targets != SKIPPED)}
+        targets, scores = self._targets(batch), predictions(outputs, self.model_name)
+        return {"confusion": confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """Return the mean intersection over union of all classes that occur, and the pixel accuracy."""
         matrix = sums["confusion"]
-        overlaps = [each for each in _overlaps(matrix) if each is not None]
+        overlaps = [overlap for overlap in _overlaps(matrix) if overlap is not None]
         return {
             "miou": sum(overlaps) / max(len(overlaps), 1),
             "pixel_accuracy": int(matrix.diag().sum()) / max(int(matrix.sum()), 1),
@@ -76,24 +76,24 @@ class Segmentation:
 
     def check(self, outputs: Any, batch: Batch) -> None:
         """See Task."""
-        targets, found = targets_of(batch), predictions(outputs, self.model_name)
-        wanted = (len(targets), len(self.classes), *targets.shape[1:])
+        targets, scores = targets_of(batch), predictions(outputs, self.model_name)
+        expected_shape = (len(targets), len(self.classes), *targets.shape[1:])
         if targets.is_floating_point() or targets.ndim != 3:
             raise UsageError(
-                f"targets are of {targets.dtype} and of shape {list(targets.shape[1:])} for each sample; let the data "
-                f"give whole numbers of shape [height, width], the class of each pixel"
+                f"targets: expected integers of shape [height, width] per sample, got {targets.dtype} of shape "
+                f"{list(targets.shape[1:])}; return the class of each pixel"
             )
-        if found.shape != wanted or not found.is_floating_point():
+        if scores.shape != expected_shape or not scores.is_floating_point():
             raise UsageError(
-                f"{self.model_name}: outputs of {found.dtype} and shape {list(found.shape)}, but targets ask "
-                f"for floats of {list(wanted)}: a number for each of {len(self.classes)} classes at each pixel"
+                f"{self.model_name}: expected floats of shape {list(expected_shape)}, got {scores.dtype} of shape "
+                f"{list(scores.shape)}; return one value for each of {len(self.classes)} classes at each pixel"
             )
-        known = self._targets(batch)
-        wrong = known[(known != SKIPPED) & ((known < 0) | (known >= len(self.classes)))]
-        if len(wrong):
+        classes = self._targets(batch)
+        invalid = classes[(classes != SKIPPED) & ((classes < 0) | (classes >= len(self.classes)))]
+        if len(invalid):
             raise UsageError(
-                f"a pixel's target is {int(wrong[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
-                f"(recipe.task.ignore) for one that counts as nothing"
+                f"targets: a pixel has the class {int(invalid[0])}; use 0 to {len(self.classes) - 1}, or {self.ignore} "
+                f"(recipe.task.ignore) for pixels that don't count"
             )
 
     def _targets(self, batch: Batch) -> Tensor:
@@ -104,12 +104,17 @@ class Segmentation:
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
     """Return the task for the options of a recipe."""
     if auxiliary < 0:
-        raise UsageError(f"recipe.task.auxiliary: {auxiliary}; use 0, which leaves the second head out, or more")
+        raise UsageError(
+            f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the second head"
+        )
     return Segmentation(classes, ignore, auxiliary, model)
 
 
 def _overlaps(matrix: Tensor) -> list[float | None]:
     """Return the intersection over union of each class, or None if it occurs in neither targets nor predictions."""
-    both = matrix.diag()
-    either = matrix.sum(0) + matrix.sum(1) - both
-    return [one / all_ if all_ else None for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]
+    intersections = matrix.diag()
+    unions = matrix.sum(0) + matrix.sum(1) - intersections
+    return [
+        intersection / union if union else None
+        for intersection, union in zip(intersections.tolist(), unions.tolist(), strict=True)
+    ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from lockstep.core import random
-from lockstep.data.images.device_transforms import constants, crop_and_flip, mix, normalise, places_of
+from lockstep.data.images.device_transforms import constants, crop_and_flip, crop_positions, mix, normalise
 from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def _images(count: int, channels: int = 3, height: int = 6, width: int = 5) -> T
 
 
 def augment(images: Tensor, draws: NDArray[np.float64], padding: int, flip: bool) -> Tensor:
-    return crop_and_flip(images, places_of(draws, images.shape, padding, flip), padding, flip)
+    return crop_and_flip(images, crop_positions(draws, images.shape, padding, flip), padding, flip)
 
 
 def _draws(count: int, seed: int = 0) -> NDArray[np.float64]:

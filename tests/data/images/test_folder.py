@@ -127,9 +127,9 @@ def test_files_that_are_no_images_are_a_warning(root: Path) -> None:
         (root / "train" / name).touch()
     (told,) = _open(root).warnings
     assert told.startswith(
-        r"data set folder: files ignored: 10 (2 .gif, 2 .txt, 2 without an ending, 1 .a\nb, 1 .db, 2 others); "
+        r"dataset folder: files ignored: 10 (2 .gif, 2 .txt, 2 without a suffix, 1 .a\nb, 1 .db, 2 other); "
     )
-    assert told.endswith(" end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp, in the folder of a class")
+    assert told.endswith(" class, and end in .bmp, .jpeg, .jpg, .pgm, .png, .ppm, .tif, .tiff, .webp")
 
 
 @pytest.mark.parametrize("kind", _broken())
@@ -143,7 +143,7 @@ def test_a_broken_file_is_named(root: Path, kind: str) -> None:
     assert said.endswith("; convert or remove it, or set recipe.data.on_error=skip")
     assert "\n" not in said
     assert ".cpp" not in said  # where a decoder was built
-    assert (": it is empty;" in said) == (kind == "empty")
+    assert (": the file is empty;" in said) == (kind == "empty")
 
 
 @pytest.mark.parametrize("kind", _broken())

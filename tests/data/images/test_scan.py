@@ -91,20 +91,20 @@ def test_a_class_that_is_a_link_to_what_it_lies_in_has_no_images(tmp_path: Path)
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ([], r" holds no folders of classes; put each class's images in one"),
-        (["val/a/1.jpg"], r"there is no folder .*/train; recipe\.data\.root must hold train/<class>/ and val/<class>/"),
-        (["train/a/1.jpg"], r"there is no folder .*/val; "),
-        (["training/a/1.jpg", "valid/a/1.jpg"], r"/training holds folders and is named as a split; name the splits "),
-        (["photos/a/1.jpg", "photos/b/1.jpg"], r" holds one folder, 'photos', and a class needs another"),
-        (["a/1.jpg", "b/1.jpg"], r"each class of .* has one image, so none is left for validation"),
-        (["train/1.jpg", "val/a/1.jpg"], r"/train holds no folders of classes"),
+        ([], r" contains no class folders; put the images of each class into its own folder"),
+        (["val/a/1.jpg"], r"/train: no such folder; set .* train/<class>/ and val/<class>/, or in only <class>/"),
+        (["train/a/1.jpg"], r"/val: no such folder; "),
+        (["training/a/1.jpg", "valid/a/1.jpg"], r"/training contains folders and has .*; rename the splits to train"),
+        (["photos/a/1.jpg", "photos/b/1.jpg"], r" contains a single folder, 'photos', but at least 2 classes"),
+        (["a/1.jpg", "b/1.jpg"], r"each class of .* has a single image, .*; add images, or set .*per_class=0$"),
+        (["train/1.jpg", "val/a/1.jpg"], r"/train contains no class folders"),
         (
             ["train/a/1.txt", "train/b/2", "val/a/1.jpg"],
-            r"no images in the 2 folders of .*/train; images end in .*\.jpeg",
+            r"no images in the 2 class folders of .*/train; add files that end in .*\.jpeg",
         ),
         (
             ["train/a/1.jpg", "train/b/no", "val/a/1.jpg", "val/b/1.jpg"],
-            r"no images in class 'b' of .*/train; add some",
+            r"no images in class 'b' of .*/train; add files",
         ),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], r"class 'b' of .*/train is missing in .*/val; "),
         (["train/a/1.jpg", "val/a/1.jpg", "val/b/1.jpg"], r"class 'b' of .*/val is missing in .*/train; "),
@@ -195,14 +195,14 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
 
 def test_a_share_needs_no_folder_and_leaves_each_class_some(tmp_path: Path) -> None:
     root = _touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    with pytest.raises(UsageError, match=r"keep a share of each class .* options\.validation_per_class=0\.1"):
+    with pytest.raises(UsageError, match=r"set recipe\.data\.options\.validation_per_class=0\.1 to use a fraction"):
         scan(root)
-    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class, or validation, without any"):
+    with pytest.raises(UsageError, match=r"0\.99 of the 2 images .* leaves a class or the validation part without"):
         scan(root, 0.99)
     _touch(tmp_path, "val/a/1.jpg")
-    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation$"):
+    with pytest.raises(UsageError, match=r"validation: not supported with the folder .*/val; remove the option$"):
         scan(root, 0.1)
-    with pytest.raises(UsageError, match=r"there is a folder .*/val; remove options.validation_per_class"):
+    with pytest.raises(UsageError, match=r"validation_per_class: not supported with the folder .*/val; remove"):
         scan(root, per_class=0.1)
-    with pytest.raises(UsageError, match=r"validation or options.validation_per_class, not both"):
+    with pytest.raises(UsageError, match=r"validation and validation_per_class are both set; set only one"):
         scan(root, 0.1, 0.1)

@@ -120,37 +120,37 @@ def test_a_pickle_with_another_checksum_is_never_opened(cifar: Path, name: str) 
     torchvision_set("cifar10", str(cifar), True)
     trace = cifar / "attacked"
     (cifar / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(_Attack(trace)))
-    with pytest.raises(UsageError, match=r"data set cifar10: not found whole in .*: RuntimeError: .*corrupted"):
+    with pytest.raises(UsageError, match=r"dataset cifar10: missing or incomplete in .*: RuntimeError: .*corrupted"):
         torchvision_set("cifar10", str(cifar), False)
     assert not trace.exists()
 
 
 def test_a_damaged_download_is_refused(cifar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", "0" * 32)
-    with pytest.raises(UsageError, match=r"cifar10: it cannot be downloaded to .*data: RuntimeError: .*corrupted"):
+    with pytest.raises(UsageError, match=r"cifar10: cannot download it to .*data: RuntimeError: .*corrupted"):
         torchvision_set("cifar10", str(cifar), True)
     assert not (cifar / "cifar-10-batches-py").exists()
 
 
 def test_a_failed_download_says_what_to_do(cifar: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")  # nobody listens
-    message = r"^data set cifar10: it cannot be downloaded to .*data: URLError: .*refused.*; mend the network .*CIFAR10"
+    message = r"^dataset cifar10: cannot download it to .*data: URLError: .*refused.*; check the network .*CIFAR10"
     with pytest.raises(UsageError, match=message):
         torchvision_set("cifar10", str(cifar), True)
 
 
 def test_missing_without_download(tmp_path: Path) -> None:
-    message = r"there is no such folder; set recipe\.data\.root to .*recipe\.data\.download=true$"
+    message = r"no such folder; set recipe\.data\.root to .*recipe\.data\.download=true$"
     with pytest.raises(UsageError, match=message):
         torchvision_set("mnist", str(tmp_path / "absent"), False)
     assert not (tmp_path / "absent").exists()
-    with pytest.raises(UsageError, match=r"mnist: not found whole in .*: RuntimeError: Dataset not found"):
+    with pytest.raises(UsageError, match=r"mnist: missing or incomplete in .*: RuntimeError: Dataset not found"):
         torchvision_set("mnist", str(tmp_path), False)
 
 
 def test_a_root_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"the folder .*file/data cannot be made: Not a directory; set recipe"):
+    with pytest.raises(UsageError, match=r"cannot create the folder .*file/data: Not a directory; set recipe"):
         torchvision_set("mnist", str(tmp_path / "file" / "data"), True)
 
 

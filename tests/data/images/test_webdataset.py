@@ -116,9 +116,9 @@ def test_labels_from_json_and_names_of_classes(tmp_path: Path) -> None:
     data = _open(tmp_path, label="kind", classes=["cat", "dog"], validation=0)
     assert data.facts["classes"] == ["cat", "dog"]
     assert data.train.fetch(np.array([0]), None)[1].tolist() == [1]
-    with pytest.raises(UsageError, match=r"a has no number|a\.json of .* has no number 'sort'"):
+    with pytest.raises(UsageError, match=r"a: a\.json has no integer 'sort': KeyError"):
         _open(tmp_path, label="sort", validation=0)
-    with pytest.raises(UsageError, match=r"classes are numbered 1 to 1, and there are 1; mend options\.classes"):
+    with pytest.raises(UsageError, match=r"1 classes, but the images have classes 1 to 1; set at least 2 classes"):
         _open(tmp_path, label="kind", classes=1, validation=0)
 
 
@@ -131,21 +131,23 @@ def test_a_share_is_validation_s(root: Path) -> None:
 
 
 def test_what_is_wrong_is_named(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"options\.validation: there are val\*\.tar; remove it"):
+    with pytest.raises(UsageError, match=r"options\.validation: not supported with val archives; remove it"):
         _open(root, validation=0.1)
     (root / "val-0.tar").unlink()
-    with pytest.raises(UsageError, match=r"options\.validation: missing, and there are no val\*\.tar; 0 is none"):
+    with pytest.raises(UsageError, match=r"options\.validation: missing, but required without val archives; set"):
         _open(root)
     with pytest.raises(UsageError, match=r"neither train\*\.tar nor train/\*\.tar in .*absent"):
         _open(root / "absent")
     _write(root / "train-2.tar", {"a.png": _png(1)})
-    with pytest.raises(UsageError, match=r"train-2\.tar: a has neither \.cls nor \.json beside it; mend options"):
+    with pytest.raises(
+        UsageError, match=r"train-2\.tar: a has neither a \.cls nor a \.json; correct recipe\.data\.options\.label"
+    ):
         _open(root, validation=0)
     _write(root / "train-2.tar", {"a.png": _png(1), "a.cls": b"99999999999999999999"})
-    with pytest.raises(UsageError, match=r"train-2\.tar: a: its class is 9{20}; classes are whole numbers from 0"):
+    with pytest.raises(UsageError, match=r"train-2\.tar: a: expected a class from 0 to 16,777,215, got 9{20}; correct"):
         _open(root, validation=0)
     (root / "train-2.tar").write_bytes(b"\x1f\x8b no tar" * 100)
-    with pytest.raises(UsageError, match=r"train-2\.tar cannot be read as a tar archive"):
+    with pytest.raises(UsageError, match=r"cannot read .*train-2\.tar as a tar archive: .*; use a complete"):
         _open(root, validation=0)
 
 
@@ -156,7 +158,7 @@ def test_a_damaged_picture_names_archive_and_member(tmp_path: Path) -> None:
         data.train.fetch(np.array([1, 0]), None)
     with (tmp_path / "train.tar").open("r+b") as file:
         file.truncate(600)
-    with pytest.raises(TrainingError, match=r"train\.tar: 002: the archive was cut off while it was in use"):
+    with pytest.raises(TrainingError, match=r"train\.tar: 002: the archive was truncated while in use; copy it again"):
         data.train.fetch(np.array([2]), None)
 
 
@@ -167,7 +169,7 @@ def test_an_archive_that_was_cut_off_is_none_that_has_less_pictures(root: Path, 
         third = archive.getmembers()[4]
     with (root / "train-1.tar").open("r+b") as file:
         file.truncate(third.offset + rest)
-    with pytest.raises(UsageError, match=r"train-1\.tar (is cut off, or damaged, at byte|cannot be read as a tar)"):
+    with pytest.raises(UsageError, match=r"train-1\.tar (is truncated or damaged at byte|as a tar archive)"):
         _open(root)
     assert not (root / ".train-1.tar.cls.npz").exists()
 
@@ -186,5 +188,5 @@ def test_numbers_that_no_archive_can_have_are_refused(root: Path, field: slice, 
 
 def test_a_label_that_is_nested_too_deeply_is_named(root: Path) -> None:
     _write(root / "train-0.tar", {"0.png": _png(1), "0.json": b"[" * 100_000})
-    with pytest.raises(UsageError, match=r"0\.json of .*has no number 'cls'"):
+    with pytest.raises(UsageError, match=r"0: 0\.json has no integer 'cls'"):
         _open(root)

@@ -57,7 +57,7 @@ def test_a_file_of_the_library_tokenizers(tmp_path: Path) -> None:
     assert PLAY.startswith(train)
     assert data.facts["vocabulary"] == library.get_vocab_size()
     (tmp_path / "other.json").write_text((tmp_path / "tokenizer.json").read_text() + "\n")
-    with pytest.raises(UsageError, match=r"its sha256 is .*, not "):
+    with pytest.raises(UsageError, match=r"expected sha256 .*, got .*; pass the tokenizer file"):
         tokenizer_of(data.facts["tokenizer"], str(tmp_path / "other.json"))
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UsageError, match="not a file of the library tokenizers"):
@@ -94,26 +94,26 @@ def test_shakespeare_as_nanogpt_cuts_it() -> None:
 
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"abc\xe9abc")
-    with pytest.raises(UsageError, match=r"latin\.txt is no UTF-8: byte 3 is 0xe9; convert it"):
+    with pytest.raises(UsageError, match=r"latin\.txt is not valid UTF-8: byte 3 is 0xe9; convert the file"):
         _open(tmp_path)
     (tmp_path / "nothing.txt").touch()
-    with pytest.raises(UsageError, match=r"nothing\.txt is empty; put text into it"):
+    with pytest.raises(UsageError, match=r"nothing\.txt is empty; add text to it"):
         _open(tmp_path / "nothing.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"no file below .* ends in \.txt"):
+    with pytest.raises(UsageError, match=r"no \.txt files below .*; set"):
         _open(tmp_path / "empty")
-    with pytest.raises(UsageError, match=r"absent cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"cannot read .*absent: No such file"):
         _open(tmp_path / "absent")
-    with pytest.raises(UsageError, match=r"options\.by: expected one of character, byte; got 'word'"):
+    with pytest.raises(UsageError, match=r"options\.by: expected one of character, byte, got 'word'"):
         _open(tmp_path, by="word")
-    with pytest.raises(UsageError, match=r"options\.validation: expected a share of at least 0 .*; got 1"):
+    with pytest.raises(UsageError, match=r"options\.validation: expected a fraction of at least 0 .*, got 1"):
         _open(tmp_path, validation=1)
-    with pytest.raises(UsageError, match=r"image_size: 32 cannot be had, it has no images; remove it"):
+    with pytest.raises(UsageError, match=r"image_size: 32 is not supported, since the dataset has no images; "):
         open_data(DataRequest("text", image_size=32))
 
 
 def test_a_strange_character_is_named() -> None:
-    with pytest.raises(UsageError, match=r"character 'z', number 2 of the text, is none of the vocabulary"):
+    with pytest.raises(UsageError, match=r"character 'z' at index 2 is not in the vocabulary; remove it"):
         Characters("abc").encode("abz")
 
 

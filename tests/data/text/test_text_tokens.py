@@ -40,7 +40,7 @@ def test_windows_are_those_of_the_file(tmp_path: Path, dtype: str) -> None:
 
 
 def test_meta_json_says_what_is_left_out(root: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing says how many different tokens there are; give options\.vocabulary"):
+    with pytest.raises(UsageError, match=r"size of the vocabulary is unknown; set recipe\.data\.options\.vocabulary"):
         _open(root)
     (root / "meta.json").write_text(json.dumps({"vocab_size": 100, "tokenizer": {"by": "byte"}}))
     data = _open(root, context=8)
@@ -55,7 +55,7 @@ class _Runs:
 
 def test_a_pickle_is_not_opened(root: Path) -> None:
     (root / "meta.pkl").write_bytes(pickle.dumps(_Runs()))
-    with pytest.raises(UsageError, match=r"meta\.pkl is not opened, since reading a pickle runs what is in it; give"):
+    with pytest.raises(UsageError, match=r"\(meta\.pkl is not read, since a pickle can run code\); set"):
         _open(root)
     assert len(_open(root, vocabulary=100, context=9).train) == 11
 
@@ -70,7 +70,7 @@ def test_a_strange_meta_json_is_named(root: Path, text: str) -> None:
 
 
 def test_tokens_beyond_the_vocabulary_are_named(root: Path) -> None:
-    beyond = r"train\.bin: token \d+ is \d+, and the vocabulary has 65; mend"
+    beyond = r"train\.bin: token \d+ is \d+, but the vocabulary has 65 tokens; correct"
     with pytest.raises(UsageError, match=beyond):  # before a run, as some are looked at
         _open(root, vocabulary=65, context=4)
     np.arange(100, dtype=np.uint16).clip(max=64).tofile(root / "train.bin")
@@ -78,7 +78,7 @@ def test_tokens_beyond_the_vocabulary_are_named(root: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(root / "train.bin")
     with pytest.raises(TrainingError, match=beyond):
         data.train.fetch(np.array([1, 16]), None)
-    with pytest.raises(UsageError, match=r"uint16 has no room for a vocabulary of 65,537; mend options\.dtype or"):
+    with pytest.raises(UsageError, match=r"dtype uint16 cannot hold a vocabulary of 65,537 tokens; set a larger"):
         _open(root, vocabulary=65_537)
 
 
@@ -86,13 +86,13 @@ def test_a_file_that_is_cut_off_is_an_error_and_no_signal(root: Path) -> None:
     data = _open(root, vocabulary=100, context=8)
     with (root / "train.bin").open("r+b") as file:
         file.truncate(20)
-    with pytest.raises(TrainingError, match=r"train\.bin: it was cut off while it was in use, at byte 20"):
+    with pytest.raises(TrainingError, match=r"train\.bin: truncated while in use, at byte 20"):
         data.train.fetch(np.array([1]), None)
     (root / "train.bin").write_bytes(b"123")
-    with pytest.raises(UsageError, match="has 3 bytes, which are no whole number of uint16"):
+    with pytest.raises(UsageError, match="has 3 bytes, not a multiple of 2, the size of uint16"):
         _open(root, vocabulary=100)
     (root / "train.bin").unlink()
-    with pytest.raises(UsageError, match=r"train\.bin cannot be read: No such file .*; set recipe\.data\.root"):
+    with pytest.raises(UsageError, match=r"cannot read .*train\.bin: No such file .*; set recipe\.data\.root"):
         _open(root, vocabulary=100)
 
 

@@ -31,20 +31,20 @@ def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequ
     for area, aspect in zip(draws[0 : 2 * _TRIES : 2], draws[1 : 2 * _TRIES : 2], strict=True):
         pixels = height * width * (scale[0] + area * (scale[1] - scale[0]))
         ratio = math.exp(math.log(_RATIOS[0]) + aspect * (math.log(_RATIOS[1]) - math.log(_RATIOS[0])))
-        high, wide = round(math.sqrt(pixels / ratio)), round(math.sqrt(pixels * ratio))
-        if 0 < high <= height and 0 < wide <= width:
-            top, left = int(draws[-2] * (height - high + 1)), int(draws[-1] * (width - wide + 1))
-            return Box(top, left, high, wide)
+        crop_height, crop_width = round(math.sqrt(pixels / ratio)), round(math.sqrt(pixels * ratio))
+        if 0 < crop_height <= height and 0 < crop_width <= width:
+            top, left = int(draws[-2] * (height - crop_height + 1)), int(draws[-1] * (width - crop_width + 1))
+            return Box(top, left, crop_height, crop_width)
     return _central_box(height, width)
 
 
 def _central_box(height: int, width: int) -> Box:
-    high, wide = height, width
+    crop_height, crop_width = height, width
     if width / height < _RATIOS[0]:
-        high = round(width / _RATIOS[0])
+        crop_height = round(width / _RATIOS[0])
     elif width / height > _RATIOS[1]:
-        wide = round(height * _RATIOS[1])
-    return Box((height - high) // 2, (width - wide) // 2, high, wide)
+        crop_width = round(height * _RATIOS[1])
+    return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 
 def short_side(height: int, width: int, size: int) -> tuple[int, int]:

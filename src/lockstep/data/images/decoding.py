@@ -11,9 +11,11 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 _RGB: Final = 3  # torchvision.io.ImageReadMode.RGB
-_BUILT_AT: Final = re.compile(r"^[^,]*, \S+\.cpp:\d+, ")  # the build path of torchvision, in the errors of its decoders
+_BUILD_PATH: Final = re.compile(
+    r"^[^,]*, \S+\.cpp:\d+, "
+)  # the build path of torchvision, in the errors of its decoders
 _PPM: Final = re.compile(rb"P6\n(\d{1,9}) (\d{1,9})\n255\n")  # the header as Pillow and `lockstep prepare` write it
-_TURNED: Final = (2, 3, 4, 5, 6, 7, 8)  # values of EXIF's orientation; 1 is upright, and others have no meaning
+_ROTATIONS: Final = (2, 3, 4, 5, 6, 7, 8)  # values of EXIF's orientation; 1 is upright, and others have no meaning
 
 
 class UndecodableError(ValueError):
@@ -45,12 +47,12 @@ def as_ppm(pixels: Tensor) -> bytes:
 
 
 def _decode_image(content: bytearray, upright: bool) -> Tensor:
-    if (plain := _from_ppm(content)) is not None:
-        return plain
+    if (ppm_pixels := _from_ppm(content)) is not None:
+        return ppm_pixels
     with Image.open(BytesIO(content)) as image:
         if image.format != "JPEG":
             image.load()  # a damaged image raises here, not below, where PNG's loader reads the metadata
-        if upright and _orientation(image) in _TURNED:
+        if upright and _orientation(image) in _ROTATIONS:
             return _pixels(ImageOps.exif_transpose(image))
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
             return _jpeg(content, image)
@@ -90,15 +92,15 @@ def _jpeg(content: bytearray, image: Image.Image) -> Tensor:
 
 def _pixels(image: Image.Image) -> Tensor:
     if image.mode.startswith(("I", "F")):  # Pillow would clip values above 255: a 16-bit image would become white
-        raise ValueError(f"its values do not fit into 8 bits (Pillow's mode {image.mode})")
+        raise ValueError(f"its values do not fit into 8 bits (Pillow mode {image.mode})")
     # Convert palettes by way of RGBA, because Pillow warns about palettes with transparency.
-    plain = image.convert("RGBA") if image.mode == "P" else image
-    return torch.from_numpy(np.array(plain.convert("RGB"))).permute(2, 0, 1)
+    converted = image.convert("RGBA") if image.mode == "P" else image
+    return torch.from_numpy(np.array(converted.convert("RGB"))).permute(2, 0, 1)
 
 
 def _reason(error: Exception, content: bytearray) -> str:
     if not content:
-        return "it is empty"
+        return "the file is empty"
     if isinstance(error, UnidentifiedImageError):  # its message names an internal object
-        return "it has no image format that is known"
-    return _BUILT_AT.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__
+        return "unknown image format"
+    return _BUILD_PATH.sub("", str(error).splitlines()[0]) if str(error) else type(error).__name__

@@ -40,48 +40,55 @@ class ImageTransforms:
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError if samples of `shape` don't support these transforms."""
-        if found := list(self._misfits(shape)):
-            raise UsageError("\n".join(found))
+        if errors := list(self._misfits(shape)):
+            raise UsageError("\n".join(errors))
 
     def _misfits(self, shape: tuple[int, ...]) -> Iterator[str]:
-        image = len(shape) == 3
-        if not image and (self.crop_padding or self.flip):
-            yield f"recipe.data.augment: samples of shape {shape} are no images; leave crop_padding and flip out"
-        for name, values, other, others in (("mean", self.mean, "std", self.std), ("std", self.std, "mean", self.mean)):
+        is_image = len(shape) == 3
+        if not is_image and (self.crop_padding or self.flip):
+            yield (
+                f"recipe.data.augment: crop_padding and flip require images, got samples of shape {shape}; remove "
+                f"crop_padding and flip"
+            )
+        for name, values, other_name, other_values in (
+            ("mean", self.mean, "std", self.std),
+            ("std", self.std, "mean", self.mean),
+        ):
             if values is None:
                 continue
-            if others is None:
-                yield f"recipe.data.{name}: given without {other}, which this data set has none of; give both, or none"
-            elif not image or len(values) != shape[0]:
-                has = f"{shape[0]} channels" if image else f"shape {shape}, no channels"
-                yield f"recipe.data.{name}: {len(values)} values, but samples have {has}; give one for each channel"
-        if image and self.crop_padding >= min(shape[1:]):
+            if other_values is None:
+                yield f"recipe.data.{name}: set without {other_name}, which has no default here; set both, or neither"
+            elif not is_image:
+                yield f"recipe.data.{name}: requires images, got samples of shape {shape}; remove it"
+            elif len(values) != shape[0]:
+                yield f"recipe.data.{name}: {len(values)} values for {shape[0]} channels; set one value per channel"
+        if is_image and self.crop_padding >= min(shape[1:]):
             yield (
-                f"recipe.data.augment.crop_padding: {self.crop_padding} around images of {shape[1]}x{shape[2]} gives "
-                f"crops without a pixel of the image; use at most {min(shape[1:]) - 1}"
+                f"recipe.data.augment.crop_padding: {self.crop_padding} is too large for images of "
+                f"{shape[1]}x{shape[2]}, since a crop could contain only padding; use at most {min(shape[1:]) - 1}"
             )
 
-    def prepare(self, fetched: Batch, request: Request) -> Batch:
+    def prepare(self, batch: Batch, request: Request) -> Batch:
         """See DeviceTransforms. Adds the positions of the crops and flips to the fetched batch."""
         if not (self.crop_padding or self.flip) or request.draw is None:
-            return fetched
+            return batch
         draws = random.uniform(random.key(random.AUGMENT, request.draw, 1), request.indices, _DRAWS)
-        return *fetched, places_of(draws, fetched[0].shape, self.crop_padding, self.flip)
+        return *batch, crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
 
-    def for_training(self, arrived: Batch, step: int, index: int) -> Batch:
+    def for_training(self, batch: Batch, step: int, index: int) -> Batch:
         """See DeviceTransforms. Augments, normalizes and mixes."""
-        inputs, targets, *places = arrived
-        for each in places:
-            inputs = crop_and_flip(inputs, each, self.crop_padding, self.flip)
+        inputs, targets, *positions = batch
+        for position in positions:
+            inputs = crop_and_flip(inputs, position, self.crop_padding, self.flip)
         inputs = self._normalise_inputs(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
         return inputs, targets
 
-    def for_evaluation(self, arrived: Batch) -> Batch:
+    def for_evaluation(self, batch: Batch) -> Batch:
         """See DeviceTransforms. Normalizes."""
-        inputs, targets = arrived
+        inputs, targets = batch
         return self._normalise_inputs(inputs), targets
 
     def _normalise_inputs(self, inputs: Tensor) -> Tensor:
@@ -108,8 +115,8 @@ def device_transforms(
         return None
     classes = whole_samples(facts)
     if mixes and classes is None:
-        raise UsageError("recipe.mix: there are no labels of whole samples to mix; leave mixup and cutmix out")
-    made = ImageTransforms(
+        raise UsageError("recipe.mix: mixup and cutmix require a class for each sample; remove mixup and cutmix")
+    transforms = ImageTransforms(
         device=device,
         classes=classes or 0,
         seed=recipe["seed"],
@@ -121,11 +128,11 @@ def device_transforms(
         cutmix=mixing["cutmix"],
         mix_probability=mixing["probability"],
     )
-    made.check(tuple(facts.get("shape", ())))
-    return made
+    transforms.check(tuple(facts.get("shape", ())))
+    return transforms
 
 
-def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
+def crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
     """Return the positions of the crops and flips for `crop_and_flip`, as int64 on the CPU.
 
     Images of `shape` [n, channels, height, width] are padded with zeros, and cropped back to their size. `draws` are
@@ -140,21 +147,21 @@ def places_of(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: in
     tops, lefts = (draws[:, :2] * (2 * crop_padding + 1)).astype(np.int64).T
     lefts = np.where(flipped, 2 * crop_padding - lefts, lefts)
     size = (height + 2 * crop_padding, width + 2 * crop_padding)
-    return torch.from_numpy(_first_places(sources * channels, channels, tops, lefts, size))
+    return torch.from_numpy(_plane_offsets(sources * channels, channels, tops, lefts, size))
 
 
-def crop_and_flip(images: Tensor, places: Tensor, crop_padding: int, flip: bool) -> Tensor:
-    """Return the images cropped and flipped at the positions in `places`, on their device."""
+def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bool) -> Tensor:
+    """Return the images cropped and flipped at `positions`, on their device."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
     # Each image is there twice, unchanged and flipped, because copying whole rows is ten times faster than gathering
     # pixels.
-    both = torch.cat([padded, padded.flip(3)]) if flip else padded
+    sources = torch.cat([padded, padded.flip(3)]) if flip else padded
     if not crop_padding:
-        return both.index_select(0, places)
-    below = torch.arange(0, height * padded.shape[3], padded.shape[3], device=images.device)
-    rows = (places[:, None] + below).flatten()
-    return both.flatten().unfold(0, width, 1).index_select(0, rows).view(images.shape)
+        return sources.index_select(0, positions)
+    row_offsets = torch.arange(0, height * padded.shape[3], padded.shape[3], device=images.device)
+    rows = (positions[:, None] + row_offsets).flatten()
+    return sources.flatten().unfold(0, width, 1).index_select(0, rows).view(images.shape)
 
 
 def constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -185,20 +192,20 @@ def mix(
     generator = np.random.Generator(np.random.Philox(key=key))
     # Doesn't use F.one_hot, which reads the targets first. SKIPPED is not the index of a class, so its row is zeros.
     weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
-    acts, second = generator.random() < probability, generator.random() < 0.5
-    cuts = cutmix > 0 and (mixup == 0 or second)
-    beta = cutmix if cuts else mixup
-    if not acts or beta == 0:
+    is_mixed, prefers_cutmix = generator.random() < probability, generator.random() < 0.5
+    uses_cutmix = cutmix > 0 and (mixup == 0 or prefers_cutmix)
+    beta = cutmix if uses_cutmix else mixup
+    if not is_mixed or beta == 0:
         return inputs, weights
     share = float(generator.beta(beta, beta))
-    if cuts:
-        inputs, share = _cut(inputs, share, generator)
+    if uses_cutmix:
+        inputs, share = _paste_box(inputs, share, generator)
     else:
         inputs = inputs * share + inputs.roll(1, 0) * (1.0 - share)
     return inputs, weights * share + weights.roll(1, 0) * (1.0 - share)
 
 
-def _first_places(
+def _plane_offsets(
     planes: NDArray[np.int64], channels: int, tops: NDArray[np.int64], lefts: NDArray[np.int64], size: Sequence[int]
 ) -> NDArray[np.int64]:
     """Return the offset of each cropped plane in the flat tensor.
@@ -209,7 +216,7 @@ def _first_places(
     return ((numbers * size[0] + tops[:, None]) * size[1] + lefts[:, None]).ravel()
 
 
-def _cut(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[Tensor, float]:
+def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[Tensor, float]:
     height, width = inputs.shape[-2:]
     side = (1.0 - share) ** 0.5
     top, bottom = _span(height, side, generator)

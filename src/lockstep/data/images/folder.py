@@ -37,26 +37,28 @@ class Options:
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the images of `root/train/<class>/` and `root/val/<class>/`, cropped and resized as requested."""
-    found = scan(request.root, options.validation, options.validation_per_class)
-    validation = Files(found.validation) if found.validation else None
-    data = pictures(Files(found.train), validation, found.classes, request)
-    return replace(data, warnings=tuple(_warnings(found.ignored)))
+    result = scan(request.root, options.validation, options.validation_per_class)
+    validation = Files(result.validation) if result.validation else None
+    data = pictures(Files(result.train), validation, result.classes, request)
+    return replace(data, warnings=tuple(_warnings(result.ignored)))
 
 
 def _warnings(ignored: Sequence[str]) -> Iterator[str]:
     if ignored:
-        kinds = Counter(_kind(os.path.basename(each)) for each in ignored)
-        shown = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_SHOWN]
-        others = len(ignored) - sum(kinds[kind] for kind in shown)
-        named = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in shown] + [f"{others:,} others"] * (others > 0)
+        kinds = Counter(_kind(os.path.basename(file)) for file in ignored)
+        top_kinds = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_SHOWN]
+        remainder = len(ignored) - sum(kinds[kind] for kind in top_kinds)
+        descriptions = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in top_kinds] + [f"{remainder:,} other"] * (
+            remainder > 0
+        )
         yield (
-            f"data set folder: files ignored: {len(ignored):,} ({', '.join(named)}); images end in "
-            f"{', '.join(IMAGE_SUFFIXES)}, in the folder of a class"
+            f"dataset folder: files ignored: {len(ignored):,} ({', '.join(descriptions)}); images must be in the "
+            f"folder of a class, and end in {', '.join(IMAGE_SUFFIXES)}"
         )
 
 
 def _kind(name: str) -> str:
-    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without an ending"
+    return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without a suffix"
 
 
 @final

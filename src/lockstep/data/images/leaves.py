@@ -21,26 +21,28 @@ def tensor(value: Any) -> Tensor:
     else.
     """
     if isinstance(value, Tensor):
-        return usable(value)
+        return check_tensor(value)
     if isinstance(value, Image.Image):
-        plain = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
-        value = np.array(value.convert(plain) if plain != value.mode else value)
+        mode = {"1": "L", "P": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}.get(value.mode, value.mode)
+        value = np.array(value.convert(mode) if mode != value.mode else value)
     if not isinstance(value, np.ndarray | np.generic | int | float):
-        raise TypeError(f"{type_name(value)}; expected a picture, an array, a tensor or a number")
+        raise TypeError(f"expected an image, an array, a tensor or a number, got {type_name(value)}")
     array = np.array(value)  # a copy, because torch warns about sharing read-only memory
     if array.dtype.kind not in "biuf":
-        raise TypeError(f"an array of {array.dtype}; expected numbers")
-    found = torch.from_numpy(_channels_first(array))
-    return found.to(torch.get_default_dtype()) if found.dtype == torch.float64 else found
+        raise TypeError(f"expected numbers, got an array of {array.dtype}")
+    result = torch.from_numpy(_channels_first(array))
+    return result.to(torch.get_default_dtype()) if result.dtype == torch.float64 else result
 
 
-def usable(value: Tensor) -> Tensor:
+def check_tensor(value: Tensor) -> Tensor:
     """Return a tensor without its autograd history.
 
     Raises TypeError if it isn't a dense tensor of plain numbers on the CPU.
     """
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
-        raise TypeError(f"a tensor of {value.dtype}, {value.layout}, on {value.device}; expected numbers on the CPU")
+        raise TypeError(
+            f"expected a dense tensor of real numbers on the CPU, got {value.dtype}, {value.layout} on {value.device}"
+        )
     return value.detach()
 
 

@@ -51,14 +51,14 @@ class CropSettings:
 
 def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
     """Return a dataset of images, cropped as requested. Validation always uses the center."""
-    cut = crop_settings(request)
+    settings = crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     return DataSet(
-        train=PictureSplit(train, replace(cut, scale=scale)),
-        validation=None if validation is None else PictureSplit(validation, cut),
+        train=PictureSplit(train, replace(settings, scale=scale)),
+        validation=None if validation is None else PictureSplit(validation, settings),
         files=(train.name, (validation or train).name),
         skipped=skip_mask,
-        facts=facts(classes, (3, cut.size, cut.size), _MEAN, _STD),
+        facts=facts(classes, (3, settings.size, settings.size), _MEAN, _STD),
     )
 
 
@@ -89,9 +89,9 @@ class PictureSplit:
 
     in_memory: bool = False
 
-    def __init__(self, source: Pictures, cut: CropSettings) -> None:
+    def __init__(self, source: Pictures, settings: CropSettings) -> None:
         self._source = source
-        self._cut = cut
+        self._settings = settings
 
     def __len__(self) -> int:
         return len(self._source.targets)
@@ -110,9 +110,9 @@ class PictureSplit:
         Raises DataError with the name of the file if it is damaged and the recipe doesn't skip it.
         """
         try:
-            return decode(self._source.content(index), self._cut.exif)
+            return decode(self._source.content(index), self._settings.exif)
         except UndecodableError as error:
-            if self._cut.skips:
+            if self._settings.skips:
                 return None
             raise DataError(
                 f"{self._source.name(index)}: cannot be read as an image: {error}; convert or remove it, or set "
@@ -120,37 +120,37 @@ class PictureSplit:
             ) from error
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
-        images = torch.empty(len(indices), 3, self._cut.size, self._cut.size, dtype=torch.uint8)
+        images = torch.empty(len(indices), 3, self._settings.size, self._settings.size, dtype=torch.uint8)
         targets = self._source.targets[torch.tensor(indices)]
         draws = self._draws(indices, draw)
-        for place, index in enumerate(indices.tolist()):
-            whole = self.picture(index)
-            if whole is None:
-                targets[place] = SKIPPED
-                images[place] = 0
+        for row, index in enumerate(indices.tolist()):
+            pixels = self.picture(index)
+            if pixels is None:
+                targets[row] = SKIPPED
+                images[row] = 0
             else:
-                images[place] = part(whole, self._cut, draws[place] if draws else None)
+                images[row] = part(pixels, self._settings, draws[row] if draws else None)
         return images, targets
 
     def _draws(self, indices: NDArray[np.int64], draw: int | None) -> list[list[float]] | None:
-        if draw is None or self._cut.scale is None:
+        if draw is None or self._settings.scale is None:
             return None
-        drawn: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
-        return drawn
+        values: list[list[float]] = random.uniform(random.key(random.AUGMENT, draw), indices, DRAWS).tolist()
+        return values
 
 
-def part(pixels: Tensor, cut: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
+def part(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
     """Return the part that the model sees as uint8 of shape [3, size, size].
 
     Returns the crop that `draws` select, or the center without them.
     """
     _, height, width = pixels.shape
-    if draws is None or cut.scale is None:
-        high, wide = short_side(height, width, cut.resize)
-        top, left, _, _ = centre(high, wide, cut.size)
-        return resize(pixels, high, wide)[:, top : top + cut.size, left : left + cut.size]
-    top, left, high, wide = random_crop(height, width, cut.scale, draws)
-    return resize(pixels[:, top : top + high, left : left + wide], cut.size, cut.size)
+    if draws is None or settings.scale is None:
+        rows, columns = short_side(height, width, settings.resize)
+        top, left, _, _ = centre(rows, columns, settings.size)
+        return resize(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
+    top, left, rows, columns = random_crop(height, width, settings.scale, draws)
+    return resize(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:

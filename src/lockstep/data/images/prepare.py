@@ -28,13 +28,15 @@ def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | 
     """
     names = (folder / f"{part}-{number:05d}.tar" for number in count())
     archive = None
-    with ThreadPoolExecutor(cores := usable_cores()) as pool, ExitStack() as opened:
+    with ThreadPoolExecutor(cores := usable_cores()) as pool, ExitStack() as stack:
         for first in range(0, len(split), _AHEAD * cores):
             block = range(first, min(first + _AHEAD * cores, len(split)))
-            for index, content in zip(block, pool.map(lambda each: _pixels(split, each, shorter), block), strict=True):
+            for index, content in zip(
+                block, pool.map(lambda number: _pixels(split, number, shorter), block), strict=True
+            ):
                 if archive is None or archive.offset >= ARCHIVE_BYTES:
-                    opened.close()
-                    archive = opened.enter_context(tarfile.open(next(names), "w"))
+                    stack.close()
+                    archive = stack.enter_context(tarfile.open(next(names), "w"))
                 name = _member(index, split.name(index))
                 _add(archive, f"{name}.ppm", content)
                 _add(archive, f"{name}.cls", str(split.target(index)).encode())
@@ -54,7 +56,7 @@ def _pixels(split: PictureSplit, index: int, shorter: int | None) -> bytes:
 def _member(index: int, name: str) -> str:
     """Return the name of an image's members without their suffix: its index, and a name that users recognize."""
     stem = Path(name).stem.replace(".", "_")
-    return f"{index:08d} {''.join(each if each.isprintable() else '_' for each in stem)[:_LONGEST]}"
+    return f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_LONGEST]}"
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -16,10 +16,11 @@ IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif"
 OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
 VALIDATION_PER_CLASS: Final = 0.1  # the default if the root contains the folders of the classes
 _SHOWN: Final = 5
-_LIKE_A_SPLIT: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
-_OR_NO_SPLIT: Final = "; or the folders of the classes alone, of which a share becomes validation's"
-_OR_A_SHARE: Final = (
-    "; or keep a share of each class of train/ for validation with options.validation_per_class=0.1, or none with 0"
+_SPLIT_NAMES: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
+_CLASSES_ADVICE: Final = ", or in only <class>/, which is then split into training and validation"
+_SHARE_ADVICE: Final = (
+    ", or set recipe.data.options.validation_per_class=0.1 to use a fraction of train/ for validation (0 for no "
+    "validation)"
 )
 
 
@@ -38,7 +39,7 @@ class Scan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Listing:
     """The images of each class of a split, and all other files in its folder."""
 
     images: dict[str, list[str]]
@@ -57,140 +58,154 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
     the order is the same on every machine. Hidden folders are ignored. Raises UsageError with one line per problem.
     """
     if share is not None and per_class is not None:
-        raise UsageError("data set folder: set options.validation or options.validation_per_class, not both")
+        raise UsageError(
+            "dataset folder: recipe.data.options: validation and validation_per_class are both set; set only one of "
+            "them"
+        )
     if share is not None:
         return _split(root, share)
     if per_class is not None:
         return _split_classes(root, per_class)
     if os.path.isdir(root) and not any(os.path.isdir(os.path.join(root, split)) for split in ("train", "val")):
         return _split_classes(root, None)
-    splits = {"train": _look_into(root, "train"), "val": _look_into(root, "val")}
-    images = {split: found.images for split, found in splits.items()}
-    _refuse([*_different(root, images), *_empty(root, images)])
+    splits = {"train": _list_split(root, "train"), "val": _list_split(root, "val")}
+    images = {split: listing.images for split, listing in splits.items()}
+    _raise_problems([*_class_mismatches(root, images), *_empty_classes(root, images)])
     classes = sorted(images["train"])
-    ignored = [file for found in splits.values() for file in found.ignored]
+    ignored = [file for listing in splits.values() for file in listing.ignored]
     return Scan(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
 
 
 def _split(root: str, share: float) -> Scan:
     """Split the images by their hashes, so that adding images doesn't move any other image."""
-    folder, found = _only_split(root, "validation")
-    above = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
-    classes = sorted(found.images)
+    folder, listing = _only_split(root, "validation")
+    prefix = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
+    classes = sorted(listing.images)
     train: list[tuple[str, int]] = []
     validation: list[tuple[str, int]] = []
-    for file, number in _label_files(found.images, classes):
-        part = validation if in_share(file.removeprefix(above), share) else train
+    for file, number in _label_files(listing.images, classes):
+        part = validation if in_share(file.removeprefix(prefix), share) else train
         part.append((file, number))
     if len({number for _, number in train}) < len(classes) or (share and not validation):
         raise UsageError(
-            f"data set folder: options.validation: {share} of the {len(train) + len(validation):,} images below "
-            f"{folder} leaves a class, or validation, without any; use another share, or a folder val"
+            f"dataset folder: recipe.data.options.validation: {share} of the {len(train) + len(validation):,} images "
+            f"below {folder} leaves a class or the validation part without images; use a different fraction, or set "
+            f"recipe.data.options.validation_per_class instead"
         )
-    return Scan(classes, train, validation, found.ignored)
+    return Scan(classes, train, validation, listing.ignored)
 
 
 def _split_classes(root: str, share: float | None) -> Scan:
     """Take the share of each class. None means VALIDATION_PER_CLASS, if the folders in the root look like classes."""
-    folder, found = _only_split(root, "validation_per_class")
+    folder, listing = _only_split(root, "validation_per_class")
     if share is None:
         share = VALIDATION_PER_CLASS
-        _check_layout(folder, found.images)
-    above = f"{folder}{os.sep}"
-    classes = sorted(found.images)
-    taken: set[str] = set()
-    for files in found.images.values():
-        taken |= {above + name for name in take_share([file.removeprefix(above) for file in files], share)}
-    if share and not taken:
-        raise UsageError(f"data set folder: each class of {folder} has one image, so none is left for validation")
-    labelled = _label_files(found.images, classes)
-    train, validation = ([each for each in labelled if (each[0] in taken) == part] for part in (False, True))
-    return Scan(classes, train, validation, found.ignored)
+        _check_layout(folder, listing.images)
+    prefix = f"{folder}{os.sep}"
+    classes = sorted(listing.images)
+    held_out: set[str] = set()
+    for files in listing.images.values():
+        held_out |= {prefix + name for name in take_share([file.removeprefix(prefix) for file in files], share)}
+    if share and not held_out:
+        raise UsageError(
+            f"dataset folder: each class of {folder} has a single image, so no image is left for validation; add "
+            f"images, or set recipe.data.options.validation_per_class=0"
+        )
+    entries = _label_files(listing.images, classes)
+    train, validation = (
+        [entry for entry in entries if (entry[0] in held_out) == is_validation] for is_validation in (False, True)
+    )
+    return Scan(classes, train, validation, listing.ignored)
 
 
-def _only_split(root: str, option: str) -> tuple[Path, _Found]:
+def _only_split(root: str, option: str) -> tuple[Path, _Listing]:
     """Return the folder of the classes, which is train/ or the root, and its files.
 
     Raises UsageError if there is a val/.
     """
     if (Path(root) / "val").is_dir():
-        raise UsageError(f"data set folder: there is a folder {Path(root) / 'val'}; remove options.{option}")
+        raise UsageError(
+            f"dataset folder: recipe.data.options.{option}: not supported with the folder {Path(root) / 'val'}; remove "
+            f"the option"
+        )
     split = "train" if (Path(root) / "train").is_dir() else ""
-    found = _look_into(root, split)
-    _refuse(list(_empty(root, {split: found.images})))
-    return Path(root) / split, found
+    listing = _list_split(root, split)
+    _raise_problems(list(_empty_classes(root, {split: listing.images})))
+    return Path(root) / split, listing
 
 
-def _check_layout(root: Path, found: dict[str, list[str]]) -> None:
+def _check_layout(root: Path, images: dict[str, list[str]]) -> None:
     """Raise UsageError if the folders in the root don't look like classes."""
-    if len(found) == 1:
+    if len(images) == 1:
         raise UsageError(
-            f"data set folder: {root} holds one folder, '{next(iter(found))}', and a class needs another to be told "
-            f"from; let recipe.data.root be the folder that holds those of the classes"
+            f"dataset folder: {root} contains a single folder, '{next(iter(images))}', but at least 2 classes are "
+            f"required; set recipe.data.root to the folder that contains the class folders"
         )
-    deep = {name for name, files in found.items() if all(root / name != Path(file).parent for file in files)}
-    if splits := sorted(name for name in deep if name.lower() in _LIKE_A_SPLIT):
+    nested = {name for name, files in images.items() if all(root / name != Path(file).parent for file in files)}
+    if splits := sorted(name for name in nested if name.lower() in _SPLIT_NAMES):
         raise UsageError(
-            f"data set folder: {root / splits[0]} holds folders and is named as a split; name the splits train "
-            f"and val, or set options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
+            f"dataset folder: {root / splits[0]} contains folders and has the name of a split; rename the splits to "
+            f"train and val, or set recipe.data.options.validation_per_class={VALIDATION_PER_CLASS} if it is a class"
         )
 
 
-def _refuse(problems: list[str]) -> None:
+def _raise_problems(problems: list[str]) -> None:
     if problems:
-        raise UsageError("\n".join(f"data set folder: {each}" for each in problems))
+        raise UsageError("\n".join(f"dataset folder: {problem}" for problem in problems))
 
 
-def _look_into(root: str, split: str) -> _Found:
+def _list_split(root: str, split: str) -> _Listing:
     folder = Path(root) / split
     if not folder.is_dir():
-        lacking = folder if os.path.isdir(root) else Path(root)
-        what = f"{lacking} is no folder" if lacking.exists() else f"there is no folder {lacking}"
+        missing = folder if os.path.isdir(root) else Path(root)
+        problem = "not a folder" if missing.exists() else "no such folder"
         raise UsageError(
-            f"data set folder: {what}; recipe.data.root must hold train/<class>/ and val/<class>/ with the images of "
-            f"each class{_OR_A_SHARE if split == 'val' else _OR_NO_SPLIT}"
+            f"dataset folder: {missing}: {problem}; set recipe.data.root to a folder with the images of each class in "
+            f"train/<class>/ and val/<class>/{_SHARE_ADVICE if split == 'val' else _CLASSES_ADVICE}"
         )
     with os.scandir(folder) as entries:
-        listed = [(each.name, each.is_dir()) for each in entries]
-    names = sorted(name for name, is_folder in listed if is_folder and not is_hidden(name))
+        children = [(entry.name, entry.is_dir()) for entry in entries]
+    names = sorted(name for name, is_folder in children if is_folder and not is_hidden(name))
     if not names:
-        raise UsageError(f"data set folder: {folder} holds no folders of classes; put each class's images in one")
-    found: dict[str, list[str]] = {name: [] for name in names}
-    ignored = sorted(str(folder / name) for name, is_folder in listed if not is_folder)
+        raise UsageError(
+            f"dataset folder: {folder} contains no class folders; put the images of each class into its own folder"
+        )
+    images: dict[str, list[str]] = {name: [] for name in names}
+    ignored = sorted(str(folder / name) for name, is_folder in children if not is_folder)
     for name in names:
         for file in _files(str(folder / name)):
-            (found[name] if _is_image(file, IMAGE_SUFFIXES) else ignored).append(file)
-    if not any(found.values()):
+            (images[name] if _is_image(file, IMAGE_SUFFIXES) else ignored).append(file)
+    if not any(images.values()):
         raise UsageError(
-            f"data set folder: no images in the {len(names)} folders of {folder}; images end in "
+            f"dataset folder: no images in the {len(names)} class folders of {folder}; add files that end in "
             f"{', '.join(IMAGE_SUFFIXES)}"
         )
-    return _Found(found, ignored)
+    return _Listing(images, ignored)
 
 
-def _different(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
-    for here, there in (("train", "val"), ("val", "train")):
-        if missing := sorted(splits[here].keys() - splits[there].keys()):
+def _class_mismatches(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    for split, other_split in (("train", "val"), ("val", "train")):
+        if names := sorted(splits[split].keys() - splits[other_split].keys()):
             yield (
-                f"{_format_classes(missing)} of {Path(root) / here} "
-                f"{'is' if len(missing) == 1 else 'are'} missing in {Path(root) / there}; both need the same"
+                f"{_format_classes(names)} of {Path(root) / split} {'is' if len(names) == 1 else 'are'} missing in "
+                f"{Path(root) / other_split}; use the same classes in both"
             )
 
 
-def _empty(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
-    for split, found in splits.items():
-        if empty := [name for name, files in found.items() if not files]:
-            where = f"{_format_classes(empty)} of {Path(root) / split}"
-            yield f"no images in {where}; add some, which end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
+def _empty_classes(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+    for split, images in splits.items():
+        if names := [name for name, files in images.items() if not files]:
+            location = f"{_format_classes(names)} of {Path(root) / split}"
+            yield f"no images in {location}; add files that end in {', '.join(IMAGE_SUFFIXES)}, or remove the folder"
 
 
 def _format_classes(names: list[str]) -> str:
-    shown = list_some([f"'{each}'" for each in names], _SHOWN)
-    return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {shown}"
+    listing = list_some([f"'{name}'" for name in names], _SHOWN)
+    return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {listing}"
 
 
-def _label_files(found: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
-    return [(file, number) for number, name in enumerate(classes) for file in found[name]]
+def _label_files(images: dict[str, list[str]], classes: list[str]) -> list[tuple[str, int]]:
+    return [(file, number) for number, name in enumerate(classes) for file in images[name]]
 
 
 def pictures_below(folder: str) -> Iterator[str]:
@@ -210,12 +225,14 @@ def _files(folder: str) -> Iterator[str]:
     """
     if not os.path.isdir(folder):
         return
-    above = (*Path(os.path.abspath(folder)).parents, *Path(os.path.realpath(folder)).parents)
-    seen = {_identity(each) for each in above}
-    if not _is_new(folder, seen):
+    ancestors = (*Path(os.path.abspath(folder)).parents, *Path(os.path.realpath(folder)).parents)
+    visited = {_identity(ancestor) for ancestor in ancestors}
+    if not _is_new(folder, visited):
         return
     for parent, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", seen)]
+        folders[:] = [
+            sub for sub in sorted(folders) if not is_hidden(sub) and _is_new(f"{parent}{os.sep}{sub}", visited)
+        ]
         yield from (f"{parent}{os.sep}{file}" for file in sorted(files))
 
 
@@ -224,14 +241,14 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _is_new(folder: str, seen: set[tuple[int, int]]) -> bool:
+def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
     """Return whether a folder hasn't been seen before, and record it as seen."""
     identity = _identity(folder)
-    is_new = identity not in seen
-    seen.add(identity)
+    is_new = identity not in visited
+    visited.add(identity)
     return is_new
 
 
 def _identity(folder: str | Path) -> tuple[int, int]:
-    found = os.stat(folder)
-    return found.st_dev, found.st_ino
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino

@@ -59,17 +59,17 @@ def _templates(classes: int, channels: int, size: int) -> Bytes:
     grids = _noise(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
     # Pillow enlarges bytes with integer arithmetic, so the bits don't depend on the instruction set.
     enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
-    return np.stack([np.asarray(each) for each in enlarged]).reshape(classes, channels, size, size)
+    return np.stack([np.asarray(image) for image in enlarged]).reshape(classes, channels, size, size)
 
 
 def _split(key: int, templates: Bytes, samples: int) -> TensorSplit:
     targets = np.arange(samples) % len(templates)
     images = np.empty((samples, *templates.shape[1:]), np.uint8)
-    each = templates[0].size
-    count = max(1, _BLOCK // each)
+    pixels = templates[0].size
+    count = max(1, _BLOCK // pixels)
     for start in range(0, samples, count):
         numbers = range(start, min(start + count, samples))
-        noise = _noise(key, numbers, each).reshape(-1, *templates.shape[1:])
+        noise = _noise(key, numbers, pixels).reshape(-1, *templates.shape[1:])
         images[start : numbers.stop] = templates[targets[start : numbers.stop]] // 4 + noise // 4 * 3
     return TensorSplit(torch.from_numpy(images), torch.from_numpy(targets))
 
@@ -78,5 +78,5 @@ def _noise(key: int, numbers: range, count: int) -> Bytes:
     """Draw `count` random bytes for each of `numbers`: eight per hash, the lowest byte first."""
     words = -(-count // 8)
     counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
-    drawn = random.bits(key, counters).astype("<u8").view(np.uint8)
-    return drawn.reshape(len(numbers), 8 * words)[:, :count]
+    values = random.bits(key, counters).astype("<u8").view(np.uint8)
+    return values.reshape(len(numbers), 8 * words)[:, :count]

@@ -35,42 +35,48 @@ def load_index(file: Path, label: str) -> TarIndex:
     Nothing is ever unpacked, so the path in a member's name has no effect. Members that are not regular files are
     ignored. Raises UsageError if the file can't be read as a tar archive.
     """
-    wrong = (OSError, ValueError, OverflowError, tarfile.TarError)  # OverflowError: from numbers too large for a file
-    unread = error_as(UsageError, wrong, f"data set webdataset: {file} cannot be read as a tar archive")
+    error_types = (
+        OSError,
+        ValueError,
+        OverflowError,
+        tarfile.TarError,
+    )  # OverflowError: from numbers too large for a file
+    problem = f"dataset webdataset: cannot read {file} as a tar archive"
+    unread = error_as(UsageError, error_types, problem, "; use a complete archive without compression")
     with unread, plainfile.reader(file, links=True) as stream:
-        found = os.fstat(stream.fileno())
-        mark = np.array([_VERSION, found.st_size, found.st_mtime_ns])
-        kept = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
-        index = None if kept is None else _read_cached(kept, file, mark)
+        status = os.fstat(stream.fileno())
+        mark = np.array([_VERSION, status.st_size, status.st_mtime_ns])
+        cache = file.with_name(f".{file.name}.{label}.npz") if label.isidentifier() else None
+        index = None if cache is None else _read_cached(cache, file, mark)
         if index is None:
             with tarfile.open(fileobj=stream, mode="r:") as archive:
                 index = _scan_archive(archive, file, label)
                 _check_end(stream, archive.offset, file)
-            if kept is not None:
-                _write_cache(kept, index, mark)
+            if cache is not None:
+                _write_cache(cache, index, mark)
         return index
 
 
-def _read_cached(place: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
+def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
     """Return the cached index, or None if there is none for the current state of the archive."""
     try:
-        with plainfile.reader(place) as stream, np.load(stream, allow_pickle=False) as arrays:
+        with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
-            found = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
+            index = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
     except Exception:  # NumPy and zipfile raise any error for invalid bytes; the archive is scanned again
         return None
-    return found if len(found.names) == len(found.spans) == len(found.targets) else None
+    return index if len(index.names) == len(index.spans) == len(index.targets) else None
 
 
-def _write_cache(place: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
+def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
     # All ranks may do this at the same time. Each rank writes its own file, and the last rename wins. The contents are
     # the same.
-    new = place.with_name(f"{place.name}.{os.getpid()}.new")
+    new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
     with suppress(OSError):  # if the folder isn't writable, each start scans the archive
         with open(new, "xb") as stream:
             np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
-        os.replace(new, place)
+        os.replace(new, cache)
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
@@ -81,22 +87,22 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
         raise UsageError(
-            f"data set webdataset: {file} is cut off, or damaged, at byte {offset:,}, where its end should be; copy it "
-            f"again"
+            f"dataset webdataset: {file} is truncated or damaged at byte {offset:,}, where it is expected to end; copy "
+            f"it again"
         )
 
 
 def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
     names, spans, targets = [], [], []
     for name, parts in _samples(archive):
-        picture = next((each for ending, each in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
+        picture = next((member for ending, member in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
         if picture is None:
             continue
         names.append(name)
         spans.append((picture.offset_data, picture.size))
         targets.append(_target(archive, f"{file}: {name}", parts, label))
     if not names:
-        raise UsageError(f"data set webdataset: {file} has no pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
+        raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
     return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
@@ -105,7 +111,7 @@ def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.
 
     Adjacent members with the same name up to a dot are a sample.
     """
-    before, parts = "", dict[str, tarfile.TarInfo]()
+    sample, parts = "", dict[str, tarfile.TarInfo]()
     for member in archive:
         if not member.isreg() or member.issparse():
             continue
@@ -113,26 +119,34 @@ def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.
         stem, _, ending = base.partition(".")
         if not stem:  # hidden
             continue
-        if f"{folder}{slash}{stem}" != before:
+        if f"{folder}{slash}{stem}" != sample:
             if parts:
-                yield before, parts
-            before, parts = f"{folder}{slash}{stem}", {}
+                yield sample, parts
+            sample, parts = f"{folder}{slash}{stem}", {}
         parts[ending] = member
     if parts:
-        yield before, parts
+        yield sample, parts
 
 
-def _target(archive: tarfile.TarFile, where: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
+def _target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
     member = parts.get(label) or parts.get("json")
     if member is None:
-        raise UsageError(f"data set webdataset: {where} has neither .{label} nor .json beside it; mend options.label")
+        raise UsageError(
+            f"dataset webdataset: {location} has neither a .{label} nor a .json; correct recipe.data.options.label"
+        )
     stream = archive.extractfile(member)
     content = stream.read(_LABEL) if stream is not None else b""
     try:
-        found: Any = plainfile.parse_json(content)
-        value = found[label] if isinstance(found, dict) else found
+        content_value: Any = plainfile.parse_json(content)
+        value = content_value[label] if isinstance(content_value, dict) else content_value
     except (ValueError, KeyError) as error:
-        raise UsageError(f"data set webdataset: {member.name} of {where} has no number '{label}': {error!r}") from error
+        raise UsageError(
+            f"dataset webdataset: {location}: {member.name} has no integer '{label}': {error!r}; correct the file or "
+            f"recipe.data.options.label"
+        ) from error
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_CLASSES:
-        raise UsageError(f"data set webdataset: {where}: its class is {value!r}; classes are whole numbers from 0")
+        raise UsageError(
+            f"dataset webdataset: {location}: expected a class from 0 to {_MOST_CLASSES - 1:,}, got {value!r}; correct "
+            f"the file"
+        )
     return value

@@ -23,5 +23,5 @@ class TensorSplit:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         # Only copied if it is read-only, because torch warns about sharing such an array.
-        chosen = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
-        return self.images.index_select(0, chosen), self.targets.index_select(0, chosen)
+        positions = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
+        return self.images.index_select(0, positions), self.targets.index_select(0, positions)

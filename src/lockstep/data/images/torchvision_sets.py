@@ -25,7 +25,7 @@ _TIMEOUT_S: Final = 30.0  # without a timeout, a network that drops packets woul
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _DatasetInfo:
     """The name of a dataset in torchvision, and the well-known mean and std of its training part."""
 
     kind: str
@@ -33,11 +33,11 @@ class _Known:
     std: tuple[float, ...]
 
 
-_KNOWN: Final[Mapping[str, _Known]] = {
-    "cifar10": _Known("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
-    "cifar100": _Known("CIFAR100", (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-    "mnist": _Known("MNIST", (0.1307,), (0.3081,)),
-    "fashion_mnist": _Known("FashionMNIST", (0.2860,), (0.3530,)),
+_DATASETS: Final[Mapping[str, _DatasetInfo]] = {
+    "cifar10": _DatasetInfo("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": _DatasetInfo("CIFAR100", (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    "mnist": _DatasetInfo("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": _DatasetInfo("FashionMNIST", (0.2860,), (0.3530,)),
 }
 
 
@@ -55,10 +55,10 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     All ranks call this function. One process per node downloads, while the others wait for its lock. Raises UsageError
     if the dataset is missing, is damaged, or can't be downloaded.
     """
-    known = _KNOWN[name]
+    info = _DATASETS[name]
     if not download and not Path(root).is_dir():
-        raise UsageError(_absent(name, root, "there is no such folder"))
-    with _alone(name, root):
+        raise UsageError(_missing_message(name, root, "no such folder"))
+    with _download_lock(name, root):
         # CIFAR's files are pickles, which can run code when they are loaded. torchvision's constructor checks the MD5
         # of each file, downloaded or not, before it opens the file. Therefore nothing else may read them.
         validation = _open(name, root, download, train=False)
@@ -67,51 +67,51 @@ def torchvision_set(name: str, root: str, download: bool) -> DataSet:
     return DataSet(
         train=split,
         validation=_split(validation),
-        facts=facts([str(each) for each in train.classes], tuple(split.images.shape[1:]), known.mean, known.std),
+        facts=facts([str(label) for label in train.classes], tuple(split.images.shape[1:]), info.mean, info.std),
     )
 
 
-def _alone(name: str, root: str) -> AbstractContextManager[object]:
+def _download_lock(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
         return nullcontext()  # not writable, so no rank is downloading to it
-    advice = "; set recipe.data.root to another"
-    with os_error_as(UsageError, f"data set {name}: the folder {root} cannot be made", advice):
+    advice = "; set recipe.data.root to a different folder"
+    with os_error_as(UsageError, f"dataset {name}: cannot create the folder {root}", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
     return exclusive(Path(root) / f".{name}.lock")
 
 
 def _open(name: str, root: str, download: bool, train: bool) -> Any:
-    kind = getattr(datasets, _KNOWN[name].kind)
+    dataset_class = getattr(datasets, _DATASETS[name].kind)
     try:
-        with _impatient():
-            return kind(root, train=train, download=download)
+        with _network_timeout():
+            return dataset_class(root, train=train, download=download)
     except MemoryError:
         raise
     except Exception as error:  # torchvision passes on errors from sockets, archives and readers
         reason = f"{type(error).__name__}: {error}"
         if not download:
-            raise UsageError(_absent(name, root, reason)) from error
+            raise UsageError(_missing_message(name, root, reason)) from error
         raise UsageError(
-            f"data set {name}: it cannot be downloaded to {root}: {reason}; mend the network and start again, or "
-            f"copy torchvision's {_KNOWN[name].kind} files there from another machine"
+            f"dataset {name}: cannot download it to {root}: {reason}; check the network and start again, or copy "
+            f"torchvision's {_DATASETS[name].kind} files there from a different machine"
         ) from error
 
 
-def _absent(name: str, root: str, reason: str) -> str:
+def _missing_message(name: str, root: str, reason: str) -> str:
     return (
-        f"data set {name}: not found whole in {root}: {reason}; set recipe.data.root to where it is, or remove what "
-        f"is left of it there and set recipe.data.download=true"
+        f"dataset {name}: missing or incomplete in {root}: {reason}; set recipe.data.root to its folder, or remove its "
+        f"files from {root} and set recipe.data.download=true"
     )
 
 
 @contextmanager
-def _impatient() -> Iterator[None]:
-    before = socket.getdefaulttimeout()
+def _network_timeout() -> Iterator[None]:
+    timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_TIMEOUT_S)
     try:
         yield
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(timeout)
 
 
 def _split(dataset: Any) -> TensorSplit:

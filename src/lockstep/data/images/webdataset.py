@@ -39,74 +39,86 @@ class Options:
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the images of the archives in `root`: train*.tar and val*.tar, or *.tar in the folders train/ and val/."""
-    train = [load_index(each, options.label) for each in _archives(Path(request.root), "train")]
-    held_out = [load_index(each, options.label) for each in _archives(Path(request.root), "val")]
+    train = [load_index(path, options.label) for path in _archives(Path(request.root), "train")]
+    held_out = [load_index(path, options.label) for path in _archives(Path(request.root), "val")]
     if not train:
         raise UsageError(
-            f"data set webdataset: there is neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root"
+            f"dataset webdataset: found neither train*.tar nor train/*.tar in {request.root}; set recipe.data.root to "
+            f"the folder of the archives"
         )
     if bool(held_out) == (options.validation is not None):
-        found = "there are val*.tar; remove it" if held_out else "missing, and there are no val*.tar; 0 is none"
-        raise UsageError(f"data set webdataset: options.validation: {found}")
-    every = Archives(train)
-    parts = (every, Archives(held_out)) if held_out else every.split(options.validation or 0.0)
-    classes = _classes(options.classes, [*every.targets.tolist(), *parts[1].targets.tolist()])
+        problem = (
+            "not supported with val archives; remove it"
+            if held_out
+            else "missing, but required without val archives; set a fraction, or 0 for no validation"
+        )
+        raise UsageError(f"dataset webdataset: recipe.data.options.validation: {problem}")
+    archives = Archives(train)
+    parts = (archives, Archives(held_out)) if held_out else archives.split(options.validation or 0.0)
+    classes = _classes(options.classes, [*archives.targets.tolist(), *parts[1].targets.tolist()])
     if not len(parts[0].targets):
-        raise UsageError("data set webdataset: no picture is left for training; use another options.validation")
+        raise UsageError(
+            f"dataset webdataset: recipe.data.options.validation: {options.validation} leaves no image for training; "
+            f"use a smaller fraction"
+        )
     return pictures(parts[0], parts[1] if len(parts[1].targets) else None, classes, request)
 
 
 @final
 class Archives:
-    """The images of several archives in order, or only those at `places`."""
+    """The images of several archives in order, or only those at `positions`."""
 
-    def __init__(self, archives: Sequence[TarIndex], places: Sequence[int] | None = None) -> None:
+    def __init__(self, archives: Sequence[TarIndex], positions: Sequence[int] | None = None) -> None:
         self._archives = archives
-        self._firsts = np.cumsum([0, *(len(each.targets) for each in archives)])
-        self._places = np.arange(self._firsts[-1]) if places is None else np.array(places, np.int64)
-        targets = np.concatenate([each.targets for each in archives]) if archives else np.empty(0, np.int64)
-        self.targets = torch.from_numpy(targets[self._places])
-        self._opened: dict[int, int] = {}  # descriptors, which forked processes can share: pread uses no position
+        self._firsts = np.cumsum([0, *(len(archive.targets) for archive in archives)])
+        self._positions = np.arange(self._firsts[-1]) if positions is None else np.array(positions, np.int64)
+        targets = np.concatenate([archive.targets for archive in archives]) if archives else np.empty(0, np.int64)
+        self.targets = torch.from_numpy(targets[self._positions])
+        self._descriptors: dict[int, int] = {}  # descriptors, which forked processes can share: pread uses no position
 
     def name(self, index: int) -> str:
         """See Pictures."""
-        archive, place = self._locate(index)
-        return f"{self._archives[archive].file}: {self._archives[archive].names[place]}"
+        archive, position = self._locate(index)
+        return f"{self._archives[archive].file}: {self._archives[archive].names[position]}"
 
     def content(self, index: int) -> bytearray:
         """See Pictures."""
-        number, place = self._locate(index)
+        number, position = self._locate(index)
         archive = self._archives[number]
-        offset, size = archive.spans[place].tolist()
+        offset, size = archive.spans[position].tolist()
         with os_error_as(DataError, f"{archive.file}: cannot be read", "; check the disk it is on"):
-            if number not in self._opened:
-                self._opened[number] = plainfile.descriptor(Path(archive.file), links=True)
+            if number not in self._descriptors:
+                self._descriptors[number] = plainfile.descriptor(Path(archive.file), links=True)
             content = bytearray(size)
-            if os.preadv(self._opened[number], [content], offset) != size:
-                raise DataError(f"{self.name(index)}: the archive was cut off while it was in use")
+            if os.preadv(self._descriptors[number], [content], offset) != size:
+                raise DataError(f"{self.name(index)}: the archive was truncated while in use; copy it again")
         return content
 
     def split(self, share: float) -> tuple[Self, Self]:
         """Return the images without a share of them, and the share, chosen by their names."""
-        chosen = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
-        train, validation = ([n for n, each in enumerate(chosen) if each is wanted] for wanted in (False, True))
+        is_held_out = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
+        train, validation = ([n for n, flag in enumerate(is_held_out) if flag is part] for part in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)
 
     def _locate(self, index: int) -> tuple[int, int]:
-        place = int(self._places[index])
-        archive = int(np.searchsorted(self._firsts, place, side="right")) - 1
-        return archive, place - int(self._firsts[archive])
+        position = int(self._positions[index])
+        archive = int(np.searchsorted(self._firsts, position, side="right")) - 1
+        return archive, position - int(self._firsts[archive])
 
 
 def _archives(root: Path, part: str) -> list[Path]:
     return [*sorted(root.glob(f"{part}*.tar")), *sorted((root / part).glob("*.tar"))]
 
 
-def _classes(given: int | list[str] | None, targets: list[int]) -> list[str]:
-    names = given if isinstance(given, list) else [str(each) for each in range(given or max(targets, default=0) + 1)]
+def _classes(classes: int | list[str] | None, targets: list[int]) -> list[str]:
+    names = (
+        classes
+        if isinstance(classes, list)
+        else [str(number) for number in range(classes or max(targets, default=0) + 1)]
+    )
     if targets and (min(targets) < 0 or max(targets) >= len(names)):
         raise UsageError(
-            f"data set webdataset: classes are numbered {min(targets)} to {max(targets)}, and there are {len(names)}; "
-            f"mend options.classes"
+            f"dataset webdataset: recipe.data.options.classes: {len(names)} classes, but the images have classes "
+            f"{min(targets)} to {max(targets)}; set at least {max(targets) + 1} classes"
         )
     return names

@@ -57,19 +57,19 @@ class Category:
     def encode(self, column: Any) -> NDArray[Any]:
         """Return the encoded column as int64 of shape [rows]."""
         codes = {value: number for number, value in enumerate(self.values)}
-        found = column.unique().to_pylist()  # usually fewer than rows
-        numbers = {each: codes.get(_text(each), len(codes)) for each in found}
-        return np.array([numbers[each] for each in column.to_pylist()], np.int64)
+        uniques = column.unique().to_pylist()  # usually fewer than rows
+        numbers = {value: codes.get(_text(value), len(codes)) for value in uniques}
+        return np.array([numbers[value] for value in column.to_pylist()], np.int64)
 
 
 def kind_of(column: Any) -> Literal["number", "name", "other"]:
     """Return the kind of a column: number, name (text or booleans), or other."""
     import pyarrow.types as types
 
-    kind = column.type.value_type if types.is_dictionary(column.type) else column.type
-    if types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+    data_type = column.type.value_type if types.is_dictionary(column.type) else column.type
+    if types.is_integer(data_type) or types.is_floating(data_type) or types.is_decimal(data_type):
         return "number"
-    is_name = types.is_string(kind) or types.is_large_string(kind) or types.is_boolean(kind)
+    is_name = types.is_string(data_type) or types.is_large_string(data_type) or types.is_boolean(data_type)
     return "name" if is_name else "other"
 
 
@@ -80,7 +80,7 @@ def check_input(name: str, column: Any, means: bool) -> None:
     """
     import pyarrow.types as types
 
-    refuse_mixed(name, column, "or name it in options.categories")
+    refuse_mixed(name, column, "or add the column to recipe.data.options.categories")
     if kind_of(column) == "number" or types.is_null(column.type):  # the null type, if all values are missing
         check_numbers(name, column, means)
 
@@ -88,12 +88,12 @@ def check_input(name: str, column: Any, means: bool) -> None:
 def check_numbers(name: str, column: Any, means: bool) -> None:
     """Raise UsageError if a column has infinite values, or missing values without `means`. See `check_input`."""
     values = _floats(name, column)
-    wrong = np.isinf(values) if means else ~np.isfinite(values)
-    if wrong.any():
-        advice = "leave them out" if means else "leave them out, or set options.missing=mean"
+    invalid = np.isinf(values) if means else ~np.isfinite(values)
+    if invalid.any():
+        fill = "" if means else ", or set recipe.data.options.missing=mean for missing values"
         raise UsageError(
-            f"data set table: column '{name}' has {int(wrong.sum()):,} {'' if means else 'missing or '}infinite "
-            f"values, the first in row {int(wrong.argmax()):,}; {advice}"
+            f"dataset table: column '{name}' has {int(invalid.sum()):,} {'' if means else 'missing or '}infinite "
+            f"values, the first in row {int(invalid.argmax()):,}; remove such rows{fill}"
         )
 
 
@@ -101,13 +101,13 @@ def refuse_mixed(name: str, column: Any, advice: str) -> None:
     """Raise UsageError if a column of numbers was read as text, because a few values are not numbers or have commas."""
     if kind_of(column) != "name":  # pyarrow can't find the unique values of lists
         return
-    values = [each for each in column.unique().to_pylist() if isinstance(each, str)]
-    strange = {each for each in values if not _is_number(each)}
-    written = {each for each in strange if _WRITTEN.fullmatch(each)}
-    if strange and 2 * len(strange - written) < len(values):
-        row, found = next((row, each) for row, each in enumerate(column.to_pylist()) if each in strange)
-        mend = "write digits alone, and a point for decimals" if found in written else "leave such rows out"
-        raise UsageError(f"data set table: column '{name}' has numbers, but {found!r} in row {row:,}; {mend}, {advice}")
+    values = [value for value in column.unique().to_pylist() if isinstance(value, str)]
+    texts = {value for value in values if not _is_number(value)}
+    formatted_numbers = {value for value in texts if _WRITTEN.fullmatch(value)}
+    if texts and 2 * len(texts - formatted_numbers) < len(values):
+        row, text = next((row, value) for row, value in enumerate(column.to_pylist()) if value in texts)
+        fix = "write only digits and a decimal point" if text in formatted_numbers else "remove such rows"
+        raise UsageError(f"dataset table: column '{name}' has numbers, but {text!r} in row {row:,}; {fix}, {advice}")
 
 
 def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
@@ -117,14 +117,14 @@ def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number 
         return _number(name, column, means)
     if kind == "other" and not is_category:
         raise UsageError(
-            f"data set table: column '{name}' is of {column.type}, neither numbers nor text; name it in options.ignore "
-            f"or options.categories"
+            f"dataset table: column '{name}' has type {column.type}, but only numbers and text are supported; add it "
+            f"to recipe.data.options.ignore or recipe.data.options.categories"
         )
-    values = sorted({_text(each) for each in column.unique().to_pylist()})
+    values = sorted({_text(value) for value in column.unique().to_pylist()})
     if len(values) > _MOST_VALUES:
         raise UsageError(
-            f"data set table: column '{name}' has {len(values):,} different values, more than {_MOST_VALUES:,}; name "
-            f"it in options.ignore"
+            f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MOST_VALUES:,} are "
+            f"supported; add it to recipe.data.options.ignore"
         )
     return Category(name, tuple(values))
 
@@ -134,9 +134,12 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
     match facts:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:
             return Number(name, mean, std, means)
-        case {"name": str(name), "values": list(values)} if all(isinstance(each, str) for each in values):
+        case {"name": str(name), "values": list(values)} if all(isinstance(value, str) for value in values):
             return Category(name, tuple(values))
-    raise UsageError(f"data set table: a column of the checkpoint has {', '.join(facts) or 'nothing'}; restore it")
+    raise UsageError(
+        f"dataset table: expected name, mean and std, or name and values, for a column of the checkpoint, got "
+        f"{', '.join(facts) or 'nothing'}; restore the checkpoint"
+    )
 
 
 def _number(name: str, column: Any, means: bool) -> Number:
@@ -149,13 +152,13 @@ def _number(name: str, column: Any, means: bool) -> Number:
 
 def _floats(name: str, column: Any) -> NDArray[np.float64]:
     try:
-        found: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
+        values: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
     except Exception as error:  # pyarrow raises many types of errors
-        texts = ((row, each) for row, each in enumerate(column.to_pylist()) if isinstance(each, str))
-        first = next((f": {each!r} in row {row:,} is none" for row, each in texts if not _is_number(each)), "")
-        problem = f"'{name}' is of {column.type}, and has numbers in training{first}; give it one type"
-        raise UsageError(f"data set table: column {problem}") from error
-    return found
+        texts = ((row, value) for row, value in enumerate(column.to_pylist()) if isinstance(value, str))
+        example = next((f", such as {text!r} in row {row:,}" for row, text in texts if not _is_number(text)), "")
+        problem = f"'{name}' has numbers in training, but type {column.type} here{example}; use the same type"
+        raise UsageError(f"dataset table: column {problem}") from error
+    return values
 
 
 def _is_number(text: str) -> bool:

@@ -44,15 +44,18 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     train, held_out = _parts(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
-        chosen = rows_in_share(len(train), options.validation)
-        numbers, rest = numbers[~chosen], numbers[chosen]
-        validation = _columns(train, rest, options) if len(rest) else None
+        is_held_out = rows_in_share(len(train), options.validation)
+        numbers, held_out_numbers = numbers[~is_held_out], numbers[is_held_out]
+        validation = _columns(train, held_out_numbers, options) if len(held_out_numbers) else None
     else:
         validation = _columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
-        raise UsageError(f"data set datasets: {request.root} has {len(train):,} rows, of which training gets none")
+        raise UsageError(
+            f"dataset datasets: {request.root} has {len(train):,} rows, and none is left for training; add rows, or "
+            f"set a smaller recipe.data.options.validation"
+        )
     names = getattr(train.features.get(options.target), "names", None)
-    label = f"data set {request.name}"
+    label = f"dataset {request.name}"
     return wrap_map_style(label, _columns(train, numbers, options), validation, names, collate_of(request.collate))
 
 
@@ -76,31 +79,32 @@ class Columns:
 
 
 def _parts(root: str, options: Options) -> tuple[Any, Any]:
-    datasets = import_extra("datasets", "datasets", "data set datasets")
+    datasets = import_extra("datasets", "datasets", "dataset datasets")
     if not Path(root).is_dir():
         raise UsageError(
-            f"data set datasets: there is no folder {root}; set recipe.data.root to what save_to_disk wrote"
+            f"dataset datasets: {root}: no such folder; set recipe.data.root to a folder that save_to_disk wrote"
         )
     try:
         plainfile.check_folder(Path(root))
-        found = datasets.load_from_disk(root)
+        dataset = datasets.load_from_disk(root)
     except Exception as error:  # the library passes on any error of its readers
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"data set datasets: {root} cannot be opened: {message}") from error
-    if isinstance(found, datasets.Dataset):
-        return found, None
+        advice = "set recipe.data.root to a folder that save_to_disk wrote"
+        raise UsageError(f"dataset datasets: cannot open {root}: {message}; {advice}") from error
+    if isinstance(dataset, datasets.Dataset):
+        return dataset, None
     for part in (options.train, options.held_out):
-        if part not in found and part != Options.held_out:
-            raise UsageError(f"data set datasets: {root} has no part '{part}'{choices(part, found)}")
-    return found[options.train], found.get(options.held_out)
+        if part not in dataset and part != Options.held_out:
+            raise UsageError(f"dataset datasets: {root} has no split '{part}'{choices(part, dataset)}")
+    return dataset[options.train], dataset.get(options.held_out)
 
 
 def _columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns:
     names = rows.column_names
-    inputs = options.inputs if options.inputs is not None else [each for each in names if each != options.target]
-    wanted = [inputs] if isinstance(inputs, str) else inputs
-    for name in [*wanted, *([options.target] if options.target is not None else [])]:
+    inputs = options.inputs if options.inputs is not None else [name for name in names if name != options.target]
+    input_names = [inputs] if isinstance(inputs, str) else inputs
+    for name in [*input_names, *([options.target] if options.target is not None else [])]:
         if name not in names:
-            raise UsageError(f"data set datasets: there is no column '{name}'{choices(name, names)}")
-    alone = options.target is not None and len(wanted) == 1
-    return Columns(rows, numbers, wanted[0] if alone else inputs, options.target)
+            raise UsageError(f"dataset datasets: no column '{name}'{choices(name, names)}")
+    is_single = options.target is not None and len(input_names) == 1
+    return Columns(rows, numbers, input_names[0] if is_single else inputs, options.target)

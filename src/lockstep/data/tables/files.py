@@ -10,32 +10,33 @@ from lockstep.errors import UsageError
 
 def read(file: Path) -> Any:
     """Return a .csv or .parquet file as a pyarrow Table. Raises UsageError if it can't be read."""
-    pyarrow = import_extra("pyarrow", "tables", "data set table")
+    pyarrow = import_extra("pyarrow", "tables", "dataset table")
     from pyarrow import csv, parquet
 
     readers = {".csv": csv.read_csv, ".parquet": parquet.read_table}
     if file.suffix not in readers:
-        raise UsageError(f"data set table: {file} is neither .csv nor .parquet; name such a file in recipe.data.root")
+        raise UsageError(f"dataset table: {file} is not a .csv or .parquet file; set recipe.data.root to such a file")
     try:
         with plainfile.reader(file, links=True) as stream:
             table = readers[file.suffix](stream)
         names = table.column_names
     except OSError as error:
-        raise UsageError(f"data set table: {file} cannot be read: {error.strerror or error}") from None
+        problem = f"cannot read {file}: {error.strerror or error}"
+        raise UsageError(f"dataset table: {problem}; set recipe.data.root to a readable file") from None
     except UnicodeDecodeError:
-        raise UsageError(f"data set table: the names of columns in {file} are no UTF-8; convert it") from None
+        raise UsageError(f"dataset table: the column names of {file} are not valid UTF-8; convert the file") from None
     except pyarrow.ArrowException as error:
-        first = str(error).splitlines()[0]
-        raise UsageError(f"data set table: {file} is no {file.suffix} table: {first}") from None
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"data set table: {file} has several columns {', '.join(map(repr, twice))}; rename them")
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"dataset table: {file} is not a valid {file.suffix} table: {reason}; correct it") from None
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f"dataset table: {file} has duplicate columns {', '.join(map(repr, duplicates))}; rename them")
     if not len(table):
-        raise UsageError(f"data set table: {file} has no rows")
+        raise UsageError(f"dataset table: {file} has no rows; add at least one")
     return table
 
 
 def same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
     """Return both tables, the second with the columns of the first. Raises UsageError if columns are missing."""
     if missing := [name for name in train.column_names if name not in validation.column_names]:
-        raise UsageError(f"data set table: {file} lacks the columns {', '.join(missing)}")
+        raise UsageError(f"dataset table: {file} has no columns {', '.join(missing)}, as training has; add them")
     return train, validation.select(train.column_names)

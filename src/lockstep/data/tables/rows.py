@@ -25,11 +25,11 @@ class Rows:
 
     def __init__(self, columns: Sequence[Number | Category], table: Any, targets: Tensor, codes: bool) -> None:
         encoded = [(column, column.encode(table[column.name])) for column in columns]
-        numbers = [found for column, found in encoded if isinstance(column, Number)]
-        categories = [(column, found) for column, found in encoded if isinstance(column, Category)]
+        numbers = [values for column, values in encoded if isinstance(column, Number)]
+        categories = [(column, values) for column, values in encoded if isinstance(column, Category)]
         rows = len(targets)
         self._numbers = _stack_columns(numbers, rows, torch.float32)
-        self._categories = _stack_columns([found for _, found in categories], rows, torch.int64)
+        self._categories = _stack_columns([values for _, values in categories], rows, torch.int64)
         self._sizes = [len(column.values) for column, _ in categories]
         self._targets = targets
         self._codes = codes
@@ -44,13 +44,15 @@ class Rows:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        chosen = torch.from_numpy(np.array(indices))
-        numbers, categories = self._numbers[chosen], self._categories[chosen]
+        positions = torch.from_numpy(np.array(indices))
+        numbers, categories = self._numbers[positions], self._categories[positions]
         if self._codes:
-            return {"numbers": numbers, "categories": categories}, self._targets[chosen]
+            return {"numbers": numbers, "categories": categories}, self._targets[positions]
         # Values that don't occur in training have their own index in one_hot, which is cut off. This leaves only zeros.
-        spread = [F.one_hot(categories[:, place], size + 1)[:, :size].float() for place, size in enumerate(self._sizes)]
-        return torch.cat([numbers, *spread], dim=1), self._targets[chosen]
+        one_hot = [
+            F.one_hot(categories[:, index], size + 1)[:, :size].float() for index, size in enumerate(self._sizes)
+        ]
+        return torch.cat([numbers, *one_hot], dim=1), self._targets[positions]
 
 
 def _stack_columns(columns: Sequence[NDArray[Any]], rows: int, dtype: torch.dtype) -> Tensor:

@@ -66,17 +66,20 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
     _check_names(files[0], [*targets, *categories, *ignored])
-    left = [name for name in files[0].column_names if name not in {*targets, *ignored}]
-    if not left:
-        raise UsageError(f"data set table: {request.root} has no column beside {', '.join(targets)} to learn from")
+    input_names = [name for name in files[0].column_names if name not in {*targets, *ignored}]
+    if not input_names:
+        raise UsageError(
+            f"dataset table: {request.root} has no input columns in addition to the target {', '.join(targets)}; add "
+            f"columns, or remove columns from recipe.data.options.ignore"
+        )
     means = options.missing == "mean"
     for table in files:  # whole files, so that row numbers match
-        for name in left:
+        for name in input_names:
             if name not in categories:
                 check_input(name, table[name], means)
         _check_targets(table, targets, options.kind)
     train, validation, rows = _parts(files, options.validation)
-    columns = [column_of(name, train[name], name in categories, means) for name in left]
+    columns = [column_of(name, train[name], name in categories, means) for name in input_names]
     classes = _classes(train, targets, options.kind)
     question = "" if options.kind or classes is None else _question(train, targets[0], classes)
     parts = [
@@ -116,9 +119,9 @@ def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> 
     for name, (mean, std) in zip(targets, scales, strict=False):
         if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
             yield (
-                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, and targets whose size or "
-                f"spread is far from 1 are learned slowly, if at all, by a model that does not scale its outputs, as "
-                f"recipe.model.name=mlp does; for other models subtract the mean, and divide by the deviation"
+                f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
+                f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
+                f"subtract the mean and divide by the standard deviation"
             )
 
 
@@ -126,12 +129,13 @@ def _files(root: Path) -> list[pyarrow.Table]:
     """Return the table of a file, or the training table followed by the validation table if there is one."""
     if not root.is_dir():
         return [read(root)]
-    for kind in (".csv", ".parquet"):
-        train, validation = root / f"train{kind}", root / f"val{kind}"
+    for suffix in (".csv", ".parquet"):
+        train, validation = root / f"train{suffix}", root / f"val{suffix}"
         if train.exists():
             return [*same_columns(validation, read(train), read(validation))] if validation.exists() else [read(train)]
     raise UsageError(
-        f"data set table: {root} holds neither train.csv nor train.parquet; name a file in recipe.data.root"
+        f"dataset table: {root} contains neither train.csv nor train.parquet; set recipe.data.root to a file, or to a "
+        f"folder with one of them"
     )
 
 
@@ -142,16 +146,19 @@ def _parts(
     if len(files) > 1:
         return files[0], files[1], np.arange(len(files[0]))
     table = files[0]
-    chosen = rows_in_share(len(table), share)
-    if share and (not chosen.any() or chosen.all()):
-        raise UsageError(f"data set table: {len(table):,} rows have no share of {share}; use another validation, or 0")
-    return table.filter(~chosen), table.filter(chosen) if share else None, np.flatnonzero(~chosen)
+    is_held_out = rows_in_share(len(table), share)
+    if share and (not is_held_out.any() or is_held_out.all()):
+        raise UsageError(
+            f"dataset table: recipe.data.options.validation: {share} of {len(table):,} rows leaves training or "
+            f"validation without rows; use a different fraction, or 0"
+        )
+    return table.filter(~is_held_out), table.filter(is_held_out) if share else None, np.flatnonzero(~is_held_out)
 
 
 def _check_names(table: pyarrow.Table, names: list[str]) -> None:
     for name in names:
         if name not in table.column_names:
-            raise UsageError(f"data set table: there is no column '{name}'{choices(name, table.column_names)}")
+            raise UsageError(f"dataset table: no column '{name}'{choices(name, table.column_names)}")
 
 
 def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
@@ -163,12 +170,15 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
     if kind == "regression" or (kind is None and (floating or len(targets) > 1)):
         return None
     if len(targets) > 1:
-        raise UsageError(f"data set table: target: {len(targets)} columns cannot be classes; use kind: regression")
-    found = sorted(each for each in column.unique().to_pylist() if each is not None)
-    many = len(found) > _MOST_CLASSES or (len(found) > _MOST_RARE and 10 * len(found) > len(table))
+        raise UsageError(
+            f"dataset table: recipe.data.options.target: {len(targets)} columns, but classification supports only 1; "
+            f"set a single column, or recipe.data.options.kind=regression"
+        )
+    classes = sorted(value for value in column.unique().to_pylist() if value is not None)
+    many = len(classes) > _MOST_CLASSES or (len(classes) > _MOST_RARE and 10 * len(classes) > len(table))
     if kind is None and types.is_integer(column.type) and many:
-        raise UsageError(_ask(table, targets[0], found))
-    return found
+        raise UsageError(_kind_question(table, targets[0], classes))
+    return classes
 
 
 def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
@@ -176,48 +186,54 @@ def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     import pyarrow.types as types
 
     several = types.is_integer(table[target].type) and len(classes) > _MOST_RARE
-    return _ask(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
+    return _kind_question(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
 
 
-def _ask(table: pyarrow.Table, target: str, found: list[Any]) -> str:
+def _kind_question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
     return (
-        f"data set table: target: '{target}' has {len(found):,} different whole numbers in {len(table):,} rows; set "
-        f"options.kind=regression if they are amounts, or options.kind=classification if each is a class"
+        f"dataset table: recipe.data.options.target: '{target}' has {len(classes):,} distinct integers in "
+        f"{len(table):,} rows; set recipe.data.options.kind to regression if they are amounts, or to classification if "
+        f"each is a class"
     )
 
 
 def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> None:
     for name in names:
         column = table[name]
-        problem = f"data set table: target: '{name}'"
+        problem = f"dataset table: recipe.data.options.target: '{name}'"
         if column.null_count:
-            first = column.is_null().to_pylist().index(True)
-            raise UsageError(f"{problem} is missing in row {first:,}; leave such rows out")
+            row = column.is_null().to_pylist().index(True)
+            raise UsageError(f"{problem} is missing in row {row:,}; remove such rows")
         if kind != "classification":
-            refuse_mixed(name, column, "or set options.kind=classification")
+            refuse_mixed(name, column, "or set recipe.data.options.kind=classification")
         if kind_of(column) == "other":
-            raise UsageError(f"{problem} is of {column.type}, neither numbers nor text; name another column")
+            raise UsageError(
+                f"{problem} has type {column.type}, but only numbers and text are supported; set a different column"
+            )
 
 
 def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
     if classes is None:
         return torch.from_numpy(np.stack([_floats(name, table[name]) for name in names], axis=1))
-    codes = {each: number for number, each in enumerate(classes)}
-    found = [codes.get(each, -1) for each in table[names[0]].to_pylist()]
-    if -1 in found:
-        strange = table[names[0]][found.index(-1)].as_py()
-        unknown = f"data set table: target: validation has the class {strange!r}, which training has not"
-        raise UsageError(question or unknown)
-    return torch.tensor(found)
+    codes = {value: number for number, value in enumerate(classes)}
+    numbers = [codes.get(value, -1) for value in table[names[0]].to_pylist()]
+    if -1 in numbers:
+        unknown_class = table[names[0]][numbers.index(-1)].as_py()
+        problem = f"validation has the class {unknown_class!r}, which does not occur in training; remove such rows"
+        raise UsageError(question or f"dataset table: recipe.data.options.target: {problem}")
+    return torch.tensor(numbers)
 
 
 def _floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
-        found: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
+        values: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
     except Exception as error:  # pyarrow raises many types of errors
-        problem = f"'{name}' of {column.type} is no number; use kind: classification"
-        raise UsageError(f"data set table: target: {problem}") from error
-    if not np.isfinite(found).all():
-        row = int((~np.isfinite(found)).argmax())
-        raise UsageError(f"data set table: target: '{name}' is not finite in row {row:,}; leave such rows out")
-    return found
+        problem = f"'{name}' has type {column.type}, and cannot be converted to numbers"
+        advice = "use numbers, or recipe.data.options.kind=classification with a single target"
+        raise UsageError(f"dataset table: recipe.data.options.target: {problem}; {advice}") from error
+    if not np.isfinite(values).all():
+        row = int((~np.isfinite(values)).argmax())
+        raise UsageError(
+            f"dataset table: recipe.data.options.target: '{name}' is not finite in row {row:,}; remove such rows"
+        )
+    return values

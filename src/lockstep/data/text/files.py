@@ -44,16 +44,18 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
     """Return the windows of two texts. If the second text is empty, there is no validation."""
     tokenizer = _tokenizer(train, validation, options)
-    first = TokenArray(tokenizer.encode(train))
-    second = TokenArray(tokenizer.encode(validation)) if validation else None
+    train_tokens = TokenArray(tokenizer.encode(train))
+    validation_tokens = TokenArray(tokenizer.encode(validation)) if validation else None
     facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts}
-    return build_windows(name, first, second, options.context, options.stride, facts, tokenizer.decode)
+    return build_windows(
+        name, train_tokens, validation_tokens, options.context, options.stride, facts, tokenizer.decode
+    )
 
 
-def cut(text: str, share: float) -> tuple[str, str]:
+def split_text(text: str, share: float) -> tuple[str, str]:
     """Return the text without the share at its end, and the share."""
-    here = int(len(text) * (1 - share))
-    return text[:here], text[here:]
+    end = int(len(text) * (1 - share))
+    return text[:end], text[end:]
 
 
 def _tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
@@ -64,35 +66,40 @@ def _tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
 
 def _parts(root: Path, share: float) -> tuple[str, str]:
     if not root.is_dir():
-        return cut(_read(root), share)
+        return split_text(_read(root), share)
     for train, validation in ((root / "train", root / "val"), (root / "train.txt", root / "val.txt")):
         if train.exists() and validation.exists():
             return _text(train), _text(validation)
-    return cut(_text(root), share)
+    return split_text(_text(root), share)
 
 
-def _text(place: Path) -> str:
-    if not place.is_dir():
-        return _read(place)
-    found = []
-    for folder, folders, files in os.walk(place):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        found += [Path(folder) / each for each in sorted(files) if each.endswith(".txt") and not each.startswith(".")]
-    if not found:
-        raise UsageError(f"data set text: no file below {place} ends in .txt; set recipe.data.root to a file or folder")
-    return "".join(map(_read, found))
+def _text(path: Path) -> str:
+    if not path.is_dir():
+        return _read(path)
+    paths = []
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        paths += [Path(folder) / name for name in sorted(files) if name.endswith(".txt") and not name.startswith(".")]
+    if not paths:
+        raise UsageError(
+            f"dataset text: no .txt files below {path}; set recipe.data.root to a text file, or to a folder with .txt "
+            f"files"
+        )
+    return "".join(map(_read, paths))
 
 
 def _read(file: Path) -> str:
     try:
         with plainfile.reader(file, links=True) as stream:
-            found = stream.read().decode()
+            text = stream.read().decode()
     except OSError as error:
-        raise UsageError(f"data set text: {file} cannot be read: {error.strerror}; set recipe.data.root") from None
+        problem = f"cannot read {file}: {error.strerror}"
+        raise UsageError(f"dataset text: {problem}; set recipe.data.root to a readable file or folder") from None
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"data set text: {file} is no UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; convert it"
+            f"dataset text: {file} is not valid UTF-8: byte {error.start:,} is {error.object[error.start]:#04x}; "
+            f"convert the file to UTF-8"
         ) from None
-    if not found:
-        raise UsageError(f"data set text: {file} is empty; put text into it, or remove it")
-    return found
+    if not text:
+        raise UsageError(f"dataset text: {file} is empty; add text to it, or remove it")
+    return text

@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.data.base import DataSet
 from lockstep.data.request import DataRequest
-from lockstep.data.text.files import Options, cut, text_data
+from lockstep.data.text.files import Options, split_text, text_data
 from lockstep.errors import DataError, TrainingError, error_as
 
 _FILE: Final = Path(__file__).with_name("shakespeare.txt.bz2")
@@ -16,14 +16,14 @@ _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
     """Return the windows of the plays. See `text` for the options."""
-    return text_data(request.name, *cut(shakespeare().decode(), options.validation), options)
+    return text_data(request.name, *split_text(shakespeare().decode(), options.validation), options)
 
 
 def shakespeare(file: Path = _FILE) -> bytes:
     """Return the text as ASCII bytes. Raises TrainingError if `file` can't be read or contains a different text."""
     # ValueError: the compressed data ends early.
-    with error_as(TrainingError, (OSError, ValueError), str(file), "; install Lockstep again"):
+    with error_as(TrainingError, (OSError, ValueError), str(file), "; reinstall Lockstep"):
         text = bz2.decompress(file.read_bytes())
-    if (found := hashlib.sha256(text).hexdigest()) != _SHA256:
-        raise DataError(f"{file}: its text has sha256 {found}, not {_SHA256}; install Lockstep again")
+    if (digest := hashlib.sha256(text).hexdigest()) != _SHA256:
+        raise DataError(f"{file}: expected a text with sha256 {_SHA256}, got {digest}; reinstall Lockstep")
     return text

@@ -54,11 +54,11 @@ class Bytes:
     def library(self) -> Any:
         """See Tokenizer."""
         tokenizers = _library()
-        codes = {each: number for number, each in enumerate(_visible_bytes())}
-        found = tokenizers.Tokenizer(tokenizers.models.BPE(codes, []))
-        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        found.decoder = tokenizers.decoders.ByteLevel()
-        return found
+        codes = {character: number for number, character in enumerate(_visible_bytes())}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(codes, []))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        return tokenizer
 
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer."""
@@ -90,12 +90,12 @@ class Characters:
     def library(self) -> Any:
         """See Tokenizer."""
         tokenizers = _library()
-        codes = {each: number for number, each in enumerate(self.characters)}
-        found = tokenizers.Tokenizer(tokenizers.models.WordLevel(codes, unk_token=""))
+        codes = {character: number for number, character in enumerate(self.characters)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(codes, unk_token=""))
         # \s\S, because a dot doesn't match the end of a line.
-        found.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-        found.decoder = tokenizers.decoders.Fuse()
-        return found
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = tokenizers.decoders.Fuse()
+        return tokenizer
 
     @cached_property
     def _points(self) -> NDArray[np.uint32]:
@@ -104,12 +104,12 @@ class Characters:
     def encode(self, text: str) -> NDArray[Any]:
         """See Tokenizer. Raises UsageError for a character that is not in the vocabulary."""
         points = _points(text)
-        found = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
-        strange = self._points[np.minimum(found, len(self.characters) - 1)] != points
-        if strange.any():
-            first = int(strange.argmax())
-            raise UsageError(f"character {text[first]!r}, number {first:,} of the text, is none of the vocabulary")
-        return found
+        tokens = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
+        is_unknown = self._points[np.minimum(tokens, len(self.characters) - 1)] != points
+        if is_unknown.any():
+            index = int(is_unknown.argmax())
+            raise UsageError(f"character {text[index]!r} at index {index:,} is not in the vocabulary; remove it")
+        return tokens
 
     def decode(self, tokens: NDArray[Any]) -> str:
         """See Tokenizer."""
@@ -123,8 +123,8 @@ class FromFile:
 
     def __init__(self, file: str) -> None:
         tokenizers = _library(f"tokenizer {file}")
-        wrong = os_error_as(UsageError, f"tokenizer {file}: cannot be read")
-        with wrong, plainfile.reader(Path(file), links=True) as stream:
+        read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
+        with read_errors, plainfile.reader(Path(file), links=True) as stream:
             content = stream.read(_LARGEST)
         # The library raises plain Exception.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
@@ -154,10 +154,13 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
         return Bytes()
     if facts["by"] == "character":
         return Characters(facts["characters"])
-    found = FromFile(file)
-    if found.facts != facts:
-        raise UsageError(f"tokenizer {file}: its sha256 is {found.facts['sha256']}, not {facts['sha256']}")
-    return found
+    tokenizer = FromFile(file)
+    if tokenizer.facts != facts:
+        advice = "pass the tokenizer file of the run"
+        raise UsageError(
+            f"tokenizer {file}: expected sha256 {facts['sha256']}, got {tokenizer.facts['sha256']}; {advice}"
+        )
+    return tokenizer
 
 
 def characters_of(text: str) -> Characters:
@@ -169,7 +172,7 @@ def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _library(label: str = "a tokenizer of the library tokenizers") -> Any:
+def _library(label: str = "tokenizer") -> Any:
     return import_extra("tokenizers", "text", label)
 
 

@@ -17,8 +17,8 @@ from lockstep.data.text.windows import build_windows
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
 _LARGEST: Final = 1 << 26  # the maximum size of meta.json in bytes
-_PLACES: Final = 16  # places of a file to check before a run,
-_LOOKED_AT: Final = 64  # and tokens to check at each place
+_CHECKS: Final = 16  # places of a file to check before a run,
+_CHECK_LENGTH: Final = 64  # and tokens to check at each place
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     dtype = options.dtype or meta.get("dtype") or "uint16"
     if dtype not in ("uint16", "uint32") or not (vocabulary is None or isinstance(vocabulary, int)):
         raise UsageError(
-            f"data set tokens: {root / 'meta.json'}: dtype {dtype!r}, vocab_size {vocabulary!r}; expected uint16 or "
-            f"uint32, and a whole number"
+            f"dataset tokens: {root / 'meta.json'}: expected dtype uint16 or uint32, and an integer vocab_size, got "
+            f"{dtype!r} and {vocabulary!r}; correct the file"
         )
     if vocabulary is None:
         pickled = (root / "meta.pkl").exists()
-        opened = "; meta.pkl is not opened, since reading a pickle runs what is in it" if pickled else ""
+        note = " (meta.pkl is not read, since a pickle can run code)" if pickled else ""
         raise UsageError(
-            f"data set tokens: nothing says how many different tokens there are{opened}; give options.vocabulary "
-            f'(50257 for GPT-2), or write {root / "meta.json"}: {{"vocab_size": 65}}'
+            f"dataset tokens: the size of the vocabulary is unknown{note}; set recipe.data.options.vocabulary (50257 "
+            f'for GPT-2), or write {{"vocab_size": 65}} to {root / "meta.json"}'
         )
     if vocabulary > 1 << 8 * np.dtype(dtype).itemsize:
         raise UsageError(
-            f"data set tokens: {dtype} has no room for a vocabulary of {vocabulary:,}; mend options.dtype or "
-            f"options.vocabulary"
+            f"dataset tokens: dtype {dtype} cannot hold a vocabulary of {vocabulary:,} tokens; set a larger "
+            f"recipe.data.options.dtype or a smaller recipe.data.options.vocabulary"
         )
     train = TokenFile(root / "train.bin", dtype, vocabulary)
     validation = TokenFile(root / "val.bin", dtype, vocabulary) if (root / "val.bin").exists() else None
@@ -79,22 +79,26 @@ class TokenFile:
         self._file = file
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._vocabulary = vocabulary
-        with os_error_as(UsageError, f"data set tokens: {file} cannot be read", "; set recipe.data.root"):
-            self._opened = plainfile.descriptor(file, links=True)
-        size = os.fstat(self._opened).st_size
+        advice = "; set recipe.data.root to the folder of train.bin"
+        with os_error_as(UsageError, f"dataset tokens: cannot read {file}", advice):
+            self._descriptor = plainfile.descriptor(file, links=True)
+        size = os.fstat(self._descriptor).st_size
         if size % self._dtype.itemsize:
-            raise UsageError(f"data set tokens: {file} has {size:,} bytes, which are no whole number of {dtype}")
+            raise UsageError(
+                f"dataset tokens: {file} has {size:,} bytes, not a multiple of {self._dtype.itemsize}, the size of "
+                f"{dtype}; correct recipe.data.options.dtype or the file"
+            )
         self._length = size // self._dtype.itemsize
-        self._check_some()
+        self._check_samples()
 
-    def _check_some(self) -> None:
+    def _check_samples(self) -> None:
         """Raise UsageError if a token is not in the vocabulary, which means that the dtype is probably wrong.
 
         Only checks some tokens all over the file.
         """
-        length = min(_LOOKED_AT, self._length)
-        starts = np.linspace(0, self._length - length, min(_PLACES, self._length)).astype(np.int64)
-        with error_as(UsageError, TrainingError, "data set tokens"):
+        length = min(_CHECK_LENGTH, self._length)
+        starts = np.linspace(0, self._length - length, min(_CHECKS, self._length)).astype(np.int64)
+        with error_as(UsageError, TrainingError, "dataset tokens"):
             self.windows(np.unique(starts), length)
 
     def __len__(self) -> int:
@@ -102,33 +106,33 @@ class TokenFile:
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """See Tokens. Raises TrainingError if the file can't be read, or contains a token outside the vocabulary."""
-        found = np.empty((len(starts), length), self._dtype)
-        for row, start in zip(found, starts.tolist(), strict=True):
+        tokens = np.empty((len(starts), length), self._dtype)
+        for row, start in zip(tokens, starts.tolist(), strict=True):
             self._read(row, start)
-        if found.size and found.max() >= self._vocabulary:
-            place = int((starts[:, None] + np.arange(length))[found >= self._vocabulary][0])
+        if tokens.size and tokens.max() >= self._vocabulary:
+            position = int((starts[:, None] + np.arange(length))[tokens >= self._vocabulary][0])
             raise DataError(
-                f"{self._file}: token {place:,} is {found.max()}, and the vocabulary has {self._vocabulary:,}; mend "
-                f"options.vocabulary or options.dtype"
+                f"{self._file}: token {position:,} is {tokens.max()}, but the vocabulary has {self._vocabulary:,} "
+                f"tokens; correct recipe.data.options.vocabulary or recipe.data.options.dtype"
             )
-        return found.astype(np.int64)
+        return tokens.astype(np.int64)
 
     def _read(self, row: NDArray[Any], start: int) -> None:
         offset = start * self._dtype.itemsize
         with os_error_as(DataError, f"{self._file}: cannot be read", "; check the disk it is on"):
-            read = os.preadv(self._opened, [row.view(np.uint8).data], offset)
+            read = os.preadv(self._descriptor, [row.view(np.uint8).data], offset)
         if read != row.nbytes:
-            raise DataError(f"{self._file}: it was cut off while it was in use, at byte {offset + read:,}")
+            raise DataError(f"{self._file}: truncated while in use, at byte {offset + read:,}; copy it again")
 
 
 def _meta(file: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         return {}
-    label = f"data set tokens: {file}"
-    with os_error_as(UsageError, f"{label} cannot be read"), plainfile.reader(file, links=True) as stream:
+    label = f"dataset tokens: {file}"
+    with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.reader(file, links=True) as stream:
         content = stream.read(_LARGEST)
-    with error_as(UsageError, ValueError, f"{label} is no JSON"):
-        found = plainfile.parse_json(content)
-    if not isinstance(found, dict):
-        raise UsageError(f"{label}: expected an object with vocab_size, got {type(found).__name__}")
-    return found
+    with error_as(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
+        meta = plainfile.parse_json(content)
+    if not isinstance(meta, dict):
+        raise UsageError(f"{label}: expected an object with vocab_size, got {type(meta).__name__}; correct the file")
+    return meta

@@ -41,8 +41,8 @@ class TokenArray:
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """See Tokens."""
-        found: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(length)].astype(np.int64)
-        return found
+        windows: NDArray[np.int64] = self._tokens[starts[:, None] + np.arange(length)].astype(np.int64)
+        return windows
 
 
 @final
@@ -63,8 +63,8 @@ class TrainingWindows:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
         """See Split."""
-        found = torch.from_numpy(self._tokens.windows(indices * self._stride, self._context + 1))
-        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        windows = torch.from_numpy(self._tokens.windows(indices * self._stride, self._context + 1))
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @final
@@ -87,19 +87,19 @@ class ValidationWindows:
         inputs = torch.zeros(len(indices), self._context, dtype=torch.int64)
         targets = torch.full((len(indices), self._context), IGNORED)
         starts = indices * self._context
-        whole = starts + self._context < len(self._tokens)
-        self._fill(inputs, targets, whole, starts, self._context)
-        self._fill(inputs, targets, ~whole, starts, (len(self._tokens) - 1) % self._context)
+        is_full = starts + self._context < len(self._tokens)
+        self._fill(inputs, targets, is_full, starts, self._context)
+        self._fill(inputs, targets, ~is_full, starts, (len(self._tokens) - 1) % self._context)
         return inputs, targets
 
     def _fill(
         self, inputs: Tensor, targets: Tensor, rows: NDArray[np.bool_], starts: NDArray[np.int64], length: int
     ) -> None:
         if rows.any():
-            found = torch.from_numpy(self._tokens.windows(starts[rows], length + 1))
-            where = torch.from_numpy(rows)
-            inputs[where, :length] = found[:, :-1]
-            targets[where, :length] = found[:, 1:]
+            windows = torch.from_numpy(self._tokens.windows(starts[rows], length + 1))
+            mask = torch.from_numpy(rows)
+            inputs[mask, :length] = windows[:, :-1]
+            targets[mask, :length] = windows[:, 1:]
 
 
 def build_windows(
@@ -119,19 +119,21 @@ def build_windows(
     """
     step = stride or context
 
-    def begins(number: int) -> str:
-        at = np.array([number * step])
-        return f"token {at[0]}" if decode is None else repr(decode(train.windows(at, min(context, _SHOWN))[0]))
+    def sample_name(number: int) -> str:
+        starts = np.array([number * step])
+        return f"token {starts[0]}" if decode is None else repr(decode(train.windows(starts, min(context, _SHOWN))[0]))
 
-    for name, part, least in (("training", train, context + 1), ("validation", validation, 2)):
-        if part is not None and len(part) < least:
+    for name, part, minimum, advice in (
+        ("training", train, context + 1, "use more text, or a smaller recipe.data.options.context"),
+        ("validation", validation, 2, "use more text"),
+    ):
+        if part is not None and len(part) < minimum:
             raise UsageError(
-                f"data set {label}: its {name} part has {len(part):,} tokens, and a window needs {least:,}; use more "
-                f"text or, for training, a shorter options.context"
+                f"dataset {label}: the {name} part has {len(part):,} tokens, but a window needs {minimum:,}; {advice}"
             )
     return DataSet(
         train=TrainingWindows(train, context, step),
         validation=None if validation is None else ValidationWindows(validation, context),
         facts={**facts, "context": context},
-        name=begins,
+        name=sample_name,
     )
