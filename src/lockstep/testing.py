@@ -119,7 +119,7 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     ranks, with both values. Raises UsageError if nothing is reported, and VerificationError if the function fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
-        raise UsageError(f"worlds is {tuple(worlds)}; give two or more numbers of ranks, from 1")
+        raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
         reference, *others = (_run(function, size, Path(folder) / str(place)) for place, size in enumerate(worlds))
@@ -141,7 +141,7 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
     # The files were written by the processes above, in a folder that only this user can access.
     found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
     if not any(found[0]):
-        raise UsageError("the function reported nothing; call the trace's methods in it, such as trace.weights(model)")
+        raise UsageError("the function reported no values; call methods of its trace, such as trace.weights(model)")
     return found
 
 
@@ -163,7 +163,7 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
         taken, dealt = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
         if taken != dealt:
             lost, new = ([*(Counter(one) - Counter(two))] for one, two in ((taken, dealt), (dealt, taken)))
-            difference = f"{list_some(new, _SHOWN) or 'none'} in place of {list_some(lost, _SHOWN) or 'none'}"
+            difference = f"{list_some(new, _SHOWN) or 'none'} instead of {list_some(lost, _SHOWN) or 'none'}"
             yield f"step {number}, {ORDER}: {difference}"
         outputs: dict[str, Tensor] = {}
         for each in expected:
@@ -188,7 +188,7 @@ def _first(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], toleranc
     With `partial`, values may be missing because other ranks reported them.
     """
     if not partial and expected.keys() != found.keys():
-        return f"{list_some([*found], _SHOWN) or 'nothing'} in place of {list_some([*expected], _SHOWN) or 'nothing'}"
+        return f"{list_some([*found], _SHOWN) or 'nothing'} instead of {list_some([*expected], _SHOWN) or 'nothing'}"
     for name in (name for name in found if name in expected):
         values = farthest(expected[name], found[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
@@ -201,7 +201,8 @@ def _by(values: Values) -> str:
     """Return a remark if a difference is so small that it may be rounding, or ""."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
-    return f" ({values.distance / values.scale:.1e} of the largest: it may be rounding, which tolerance= allows)"
+    relative = values.distance / values.scale
+    return f" ({relative:.1e} of the largest value, which may be rounding: pass tolerance= to allow it)"
 
 
 def _multiple(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
@@ -214,4 +215,6 @@ def _multiple(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> st
     one, other = (torch.cat([each.double().flatten() for each in side.values()]) for side in (expected, found))
     factor = float(one @ other / (one @ one)) if one.any() else math.nan
     alike = float((other - factor * one).norm()) < _ROUNDING * float(other.norm())
-    return f"; all of it is {factor:.6g} times the other" if alike and abs(factor - 1) > _ROUNDING else ""
+    if not alike or abs(factor - 1) <= _ROUNDING:
+        return ""
+    return f"; the whole gradient is {factor:.6g} times the expected gradient"

@@ -83,13 +83,13 @@ def test_a_bare_value_is_unset_by_the_key_that_it_stands_for():
 
 def test_a_key_below_a_number_is_refused():
     assert problems("recipe.batch.size=3") == [
-        "override recipe.batch: 64 (r.yaml:3:3) has no keys below it; give recipe.batch as a whole"
+        "override recipe.batch: 64 (r.yaml:3:3) has no keys below it; set recipe.batch as a whole"
     ]
 
 
 @pytest.mark.parametrize("override", ["recipe.batch", "recipe..batch=3", "=3", ".a=3", ""])
 def test_an_override_is_key_equals_value(override):
-    assert problems(override) == [f"override '{override}' is not of the form key=value, such as recipe.batch=64"]
+    assert problems(override) == [f"override '{override}' is not a key=value pair; write it like recipe.batch=64"]
 
 
 def test_a_value_that_is_no_yaml_is_told_with_its_key():

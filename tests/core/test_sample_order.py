@@ -30,13 +30,13 @@ def test_a_function_gives_the_samples_of_an_epoch(make: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("random", "run.steps: order is 'random'; give 'shuffled', 'sequential', or a function of the epoch"),
-        (lambda epoch: [0.5], "the order of epoch 1 is an array of float64 of shape .1.; return one whole number"),
-        (lambda epoch: [[1]], r"of shape \[1, 1\]; return one whole number for each sample"),
-        (lambda epoch: [], "return one whole number"),
-        (lambda epoch: [3, 10], "has sample 3 to 10, of 10 samples; return numbers from 0 to 9"),
-        (lambda epoch: [-1], "has sample -1 to -1"),
-        (lambda epoch: [0] * (5 + epoch), "has 6 samples in epoch 1, and 5 in epoch 0; return equally many"),
+        ("random", "run.steps: order is 'random'; pass 'shuffled', 'sequential', or a function of the epoch"),
+        (lambda epoch: [0.5], "the order of epoch 1 has dtype float64 and shape .1.; return a list"),
+        (lambda epoch: [[1]], r"and shape \[1, 1\]; return a list or 1-dim array of integers, one for each"),
+        (lambda epoch: [], "return a list or 1-dim array of integers"),
+        (lambda epoch: [3, 10], "has indices from 3 to 10, but there are 10 samples; return indices from 0 to 9"),
+        (lambda epoch: [-1], "has indices from -1 to -1"),
+        (lambda epoch: [0] * (5 + epoch), "has 6 samples in epoch 1, but 5 in epoch 0; return the same number"),
         (lambda epoch: 1 // 0, "run.steps: order: ZeroDivisionError"),
     ],
 )

@@ -64,13 +64,13 @@ def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch:
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ({}, r"^--on node: no variables say which node this is \(Kubeflow Trainer: PET_NODE_RANK and PET_NNODES; "),
-        ({"JOB_COMPLETION_INDEX": "1"}, r"no variables say which node this is"),  # of any indexed Job
-        (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, r"SKYPILOT_NODE_IPS is not set, and node 1 cannot find the first one"),
-        (SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, r"SKYPILOT_NODE_RANK=3 of SKYPILOT_NUM_NODES=3 nodes, from 0"),
-        (SKYPILOT | {"SKYPILOT_NUM_NODES": "0"}, r"SKYPILOT_NODE_RANK=1 of SKYPILOT_NUM_NODES=0 nodes"),
-        (SKYPILOT | {"SKYPILOT_NODE_RANK": "one"}, r"SKYPILOT_NODE_RANK='one'; expected a whole number"),
-        (KUBEFLOW | {"PET_MASTER_PORT": ""}, r"PET_MASTER_PORT=''; expected a whole number"),
+        ({}, r"^--on node: the index of this node is not set; .* \(Kubeflow Trainer: PET_NODE_RANK and PET_NNODES; "),
+        ({"JOB_COMPLETION_INDEX": "1"}, r"the index of this node is not set"),  # of any indexed Job
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, r"SKYPILOT_NODE_IPS is not set, so node 1 cannot find the first node"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, r"SKYPILOT_NODE_RANK=3 is out of range for SKYPILOT_NUM_NODES=3; "),
+        (SKYPILOT | {"SKYPILOT_NUM_NODES": "0"}, r"SKYPILOT_NODE_RANK=1 is out of range for SKYPILOT_NUM_NODES=0"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "one"}, r"SKYPILOT_NODE_RANK='one'; expected an integer"),
+        (KUBEFLOW | {"PET_MASTER_PORT": ""}, r"PET_MASTER_PORT=''; expected an integer"),
     ],
 )
 def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None:
@@ -90,7 +90,7 @@ def test_a_rank_is_told_its_place_and_finds_it() -> None:
     assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
     assert READS_SECRET in commands(replace(job, signed=True))["rank 2"]
     assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]
-    with pytest.raises(UsageError, match=r"^--on node: no launcher to give --tee to$"):
+    with pytest.raises(UsageError, match=r"^--on node: there is no launcher to pass --tee to; remove --option$"):
         commands(replace(job, options=("--tee",)))
 
 

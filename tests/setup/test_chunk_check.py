@@ -170,7 +170,7 @@ def _opened(net: str, flips: str) -> Setup:
 
 
 def test_a_run_is_refused_before_it_starts_with_the_layer_that_mixes_features(net: str) -> None:
-    with pytest.raises(UsageError, match=r"recipe\.model\.plan: in 4 chunks 3 computes something else than whole: "):
+    with pytest.raises(UsageError, match=r"recipe\.model\.plan: 3 computes different outputs in 4 chunks "):
         _opened(net, "true")
 
 

@@ -22,9 +22,9 @@ def _path(text: str) -> str:
     """Reject paths that no file system can store, before a run has begun to write."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
     if longest > _LONGEST_NAME:
-        raise ValueError(f"a name of {longest} bytes; file systems take {_LONGEST_NAME}")
+        raise ValueError(f"has a name of {longest} bytes; use names of at most {_LONGEST_NAME} bytes")
     if "\0" in text:
-        raise ValueError("a NUL character, which no file name can have")
+        raise ValueError("contains a NUL character, which is not allowed in file names; remove it")
     return text
 
 
@@ -83,6 +83,6 @@ Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(as_tuple)]
 Patterns = Annotated[
     tuple[Name, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else as_tuple(value)),
-    Field(description="a pattern such as layer1.*, or a list of them"),
+    Field(description="a pattern such as layer1.*, or a list of patterns"),
 ]
 Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(as_tuple)]

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError, UsageError
 # The beginnings of errors about the object that a section names.
 _SUBJECTS: Final = {
     "model ": "recipe.model",
+    "dataset ": "recipe.data",
     "data set ": "recipe.data",
     "optimizer ": "recipe.optimizer",
     "schedule ": "recipe.schedule",
@@ -53,7 +54,7 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
         inside = [key for key, word in below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         found |= dict.fromkeys([named] if named in origins else inside)
     if not found:
-        told = [f"{section}.root" for section in sections if "no such data set" not in text]
+        told = [f"{section}.root" for section in sections if not re.search("no such data ?set", text)]
         given = [key for key in told if origins.get(key, "default") != "default"]
         found = dict.fromkeys(given or [f"{section}.name" for section in sections])
     here = [(key, origins.get(key, "default")) for key in found]

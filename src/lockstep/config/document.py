@@ -111,7 +111,7 @@ def parse(text: str, source: str) -> Document:
         why = error.problem or error.context or ""
         if why.startswith(_LATE):
             place, why = _mislaid(text, place) or (place, why)
-        values, why = UNREADABLE, "a tab, where YAML has spaces" if r"'\t'" in why else why
+        values, why = UNREADABLE, "a tab; use spaces" if r"'\t'" in why else why
         reader.problems.append(KeyProblem(place, (), f"not valid YAML: {why}"))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -201,11 +201,7 @@ class _Reader:
             value = self._mapping(path)
         else:
             value = self._list(path)
-        return (
-            value
-            if event.tag is None
-            else self._tell(event, path, f"tags such as {event.tag} are not allowed; remove it")
-        )
+        return value if event.tag is None else self._tell(event, path, f"the tag {event.tag} is not allowed; remove it")
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -218,7 +214,7 @@ class _Reader:
             inner = (*path, event.value)
             if event.value in values:
                 first = self.places[inner]
-                self._tell(event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two")
+                self._tell(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
             self.places[inner] = self.place(event.start_mark)
@@ -244,7 +240,7 @@ class _Reader:
     def _limit(self, event: Any, depth: int) -> None:
         # The time of PyYAML grows with the square of the depth, so stop instead of looking for more problems.
         if depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=event.start_mark)
         self._read += 1
         if self._read > _MOST:
             raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)

@@ -25,7 +25,7 @@ def with_values(text: str, source: str, given: Mapping[Path, Any]) -> str:
     found = parse(text, source)
     if found.problems or found.values != expected:
         listed = ", ".join(".".join(map(str, path)) for path in given)
-        raise UsageError(f"{source}: {listed} cannot be set in a file that is written like this; set them by hand")
+        raise UsageError(f"{source}: cannot set {listed} in a file with this formatting; edit the file by hand")
     return text
 
 

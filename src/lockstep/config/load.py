@@ -143,7 +143,7 @@ def _find(source: str) -> FilePath:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError([f"{printable_line(source)[:200]}: cannot be read: {reason}"]) from error
     if file.is_dir():
-        raise ConfigError([f"{source}: a folder; give a YAML file, such as {file / 'config.yaml'}"])
+        raise ConfigError([f"{source}: is a folder; pass a YAML file, such as {file / 'config.yaml'}"])
     if file.exists():
         return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
@@ -159,7 +159,7 @@ def _read(file: FilePath, label: str) -> str:
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
     if len(content) > _LARGEST:
-        raise ConfigError([f"{label}: larger than {_LARGEST} bytes; a recipe is a short text"])
+        raise ConfigError([f"{label}: larger than {_LARGEST} bytes, the maximum size of a recipe; pass a YAML recipe"])
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

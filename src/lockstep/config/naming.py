@@ -54,8 +54,8 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
             if value not in (_default(path), {})
         ]
         if dropped:
-            names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} of another source"
-            notes.append(f"{format_key(section)} is {names}; dropped what was set for that: {', '.join(dropped)}")
+            names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} from a different source"
+            notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
         for path, _ in foreign:
             _remove(after, path)
     return [*notes, *_other_ways(after)]
@@ -70,7 +70,7 @@ def _other_ways(document: Document) -> Iterator[str]:
                 continue
             if (place := document.places[other]) != OVERRIDE:
                 del _at(document, other[:-1])[other[-1]]
-                yield f"{format_key(given)} instead of {format_key(other)}={flow(value)[:60]} ({place})"
+                yield f"{format_key(given)} replaces {format_key(other)}={flow(value)[:60]} ({place})"
 
 
 def _name(document: Document, section: Path) -> Any:

@@ -37,10 +37,10 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         key, equals, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            text = f"{format_value(override)} is not of the form key=value, such as recipe.batch=64"
+            text = f"{format_value(override)} is not a key=value pair; write it like recipe.batch=64"
             result.problems.append(KeyProblem(OVERRIDE, (), text))
         elif len(path) > DEEPEST:
-            result.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} deep"))
+            result.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} levels deep"))
         elif text.strip():
             _set(result, path, text)
         else:
@@ -103,7 +103,7 @@ def _enter(document: Document, path: Path) -> dict[str, Any] | None:
                 inner = {SHORTHAND[here]: inner}
                 document.places[(*here, SHORTHAND[here])] = found or OVERRIDE
             else:
-                text = f"{format_value(inner)} ({found}) has no keys below it; give {format_key(here)} as a whole"
+                text = f"{format_value(inner)} ({found}) has no keys below it; set {format_key(here)} as a whole"
                 document.problems.append(KeyProblem(OVERRIDE, here, text))
                 return None
             section[str(name)] = inner

@@ -50,7 +50,7 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and parameters of the model in `train`."""
 
     target_modules: Annotated[
-        Patterns, Field(min_length=1, description="the end of a module's name, or a list of them")
+        Patterns, Field(min_length=1, description="the end of a module name, or a list of such ends")
     ]
     r: PositiveInt = 8
     alpha: PositiveFloat = 16.0
@@ -60,7 +60,7 @@ class LoraConfig(Section):
 
 
 Plan = Annotated[
-    dict[str, str], Field(description="patterns of names of modules, and what is done to them: colwise, rowwise, ...")
+    dict[str, str], Field(description="a mapping from module name patterns to kinds of splits: colwise, rowwise, ...")
 ]
 
 
@@ -83,9 +83,9 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _chunks_of_plain_layers(self) -> Self:
         if self.plan and self.chunks == 1:
-            raise ValueError("plan: it says what is cut into chunks, and chunks is 1; set chunks, or leave plan out")
+            raise ValueError("plan: requires more than 1 chunk, but chunks is 1; set chunks, or unset plan")
         if self.lora is not None and self.chunks > 1:
-            raise ValueError("chunks: layers that have adapters cannot be cut; leave chunks out, or lora")
+            raise ValueError("chunks: layers with adapters cannot be split into chunks; unset chunks or lora")
         return self
 
 
@@ -141,7 +141,7 @@ class ParameterGroupConfig(Section):
     @model_validator(mode="after")
     def _one_rate(self) -> Self:
         if self.lr is not None and self.lr_factor is not None:
-            raise ValueError("give either lr or lr_factor, one of the two")
+            raise ValueError("lr and lr_factor are both set; set only one of the two")
         return self
 
 
@@ -192,7 +192,7 @@ class ScheduleConfig(Section):
     @model_validator(mode="after")
     def _only_of_an_own_one(self) -> Self:
         if self.options and ":" not in self.name:
-            raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
+            raise ValueError(f"options: only supported for a custom schedule, not for {self.name}; unset options")
         return self
 
     @model_validator(mode="after")
@@ -200,9 +200,9 @@ class ScheduleConfig(Section):
         if self.warmup_steps is None:
             return self
         if self.warmup_epochs:
-            raise ValueError("give either warmup_epochs or warmup_steps, one of the two")
+            raise ValueError("warmup_epochs and warmup_steps are both set; set only one of the two")
         if self.each == "epoch":
-            raise ValueError("each: epoch has no rate for single steps; use warmup_epochs instead of warmup_steps")
+            raise ValueError("each: epoch does not support warmup_steps; use warmup_epochs instead")
         return self
 
 
@@ -251,7 +251,7 @@ class LossScaleConfig(Section):
     @model_validator(mode="after")
     def _static_or_dynamic(self) -> Self:
         if self.static is not None and (self.initial, self.growth_interval) != (65536.0, 2000):
-            raise ValueError("static: it does not move, so initial and growth_interval mean nothing; leave them out")
+            raise ValueError("static: a static loss scale does not use initial and growth_interval; unset them")
         return self
 
 
@@ -326,19 +326,21 @@ def idle_keys(recipe: Recipe) -> Iterator[str]:
     schedule = recipe.schedule
     for key, curve in _OF_A_CURVE.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
-            yield f"recipe.schedule.{key} has no effect: it is of the schedule {curve}, and this one is {schedule.name}"
+            yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:
-        yield "recipe.schedule has no effect: steps changes the rate at its milestones, and there are none"
+        yield "recipe.schedule has no effect: steps changes the learning rate at milestones, but none are set"
     if recipe.precision not in SCALED and recipe.loss_scale != default_loss_scale(recipe.precision):
-        yield f"recipe.loss_scale has no effect: {recipe.precision} needs none, {', '.join(sorted(SCALED))} have one"
+        yield f"recipe.loss_scale has no effect: only {', '.join(sorted(SCALED))} use it, not {recipe.precision}"
 
 
 def contradictions(given: Mapping[str, object]) -> list[str]:
     """Return the contradictions between keys of a recipe. The values may not be validated yet."""
     found = []
     if (given.get("epochs") is None) == (given.get("steps") is None):
-        why = "neither is given" if given.get("steps") is None else "the override recipe.epochs= unsets the former"
-        found.append(f"give either epochs or steps, one of the two; {why}")
+        if given.get("steps") is None:
+            found.append("neither epochs nor steps is set; set one of the two")
+        else:
+            found.append("epochs and steps are both set; set only one of the two (recipe.epochs= unsets epochs)")
     batch, count = given.get("batch"), given.get("microbatches")
     if type(batch) is int and type(count) is int and count > batch > 0:  # `type` excludes bool
         found.append(
@@ -349,7 +351,7 @@ def contradictions(given: Mapping[str, object]) -> list[str]:
     sized = default_microbatches(batch, size) if type(batch) is int and type(size) is int and size > 0 else count
     if type(count) is int and count != sized:
         found.append(
-            f"microbatch: at most {size} of {batch} samples are not {count} micro-batches; give either microbatch, "
-            f"their size, or microbatches, their number; recipe.microbatches= unsets that"
+            f"microbatch: {batch} samples in micro-batches of at most {size} samples are {sized} micro-batches, but "
+            f"microbatches is {count}; set only one of the two (recipe.microbatches= unsets microbatches)"
         )
     return found

@@ -30,7 +30,8 @@ class IntervalConfig(Section):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs, one of the two")
+            found = "neither steps nor epochs is set" if self.steps is None else "steps and epochs are both set"
+            raise ValueError(f"{found}; set one of the two")
         return self
 
 
@@ -68,15 +69,15 @@ def _once(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     names = [sink.name for sink in sinks]
     for name in SINKS:
         if names.count(name) > 1:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"{name} is listed twice; keep one of the two")
     return sinks
 
 
 def _check_local(folder: str) -> str:
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", folder):
         raise ValueError(
-            f"an address ({scheme[1]}://), and a run is kept in a folder; give a folder of this host or of a file "
-            f"system that all hosts mount, and copy it afterwards"
+            f"is a URL ({scheme[1]}://), but a run is saved in a folder; use a folder on this host or on a file system "
+            f"that all hosts mount, and copy it afterwards"
         )
     return folder
 

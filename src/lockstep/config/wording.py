@@ -17,7 +17,7 @@ from lockstep.config.schema import Config
 from lockstep.config.write import format_value
 
 _EXPECTED: Final = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -25,18 +25,18 @@ _EXPECTED: Final = {
     "model_type": "a mapping of key: value lines",
     "dict_type": "a mapping of key: value lines",
     "tuple_type": "a list, such as [1, 5]",
-    "string_too_short": "some text",
+    "string_too_short": "a text that is not empty",
     "string_too_long": "at most {max_length} characters",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "string_pattern_mismatch": "text like {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
 _SURE: Final = 0.8  # similarity above which a key is a typo, not a custom option
-_COMMA: Final = "a number has a point, as in 0.1, and no comma"
+_COMMA: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
 # Quoted texts that would have the expected type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
@@ -117,7 +117,7 @@ def _hint(found: ErrorDetails) -> str:
     """Suggest a fix for quoted numbers, decimal commas, and a number given as an interval. Otherwise returns ""."""
     if type(found["input"]) is int and section_at(found["loc"]) is IntervalConfig:
         keys = [f"{format_key((*found['loc'], name))}={found['input']}" for name in IntervalConfig.model_fields]
-        return f"; write {' or '.join(keys)}"
+        return f"; set {' or '.join(keys)}"
     text, kind = found["input"], found["type"].partition("_")[0]
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""

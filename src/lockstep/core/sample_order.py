@@ -38,8 +38,8 @@ class SampleOrder:
         known = self.asked in (SHUFFLED, SEQUENTIAL) if isinstance(self.asked, str) else callable(self.asked)
         if not known:
             raise UsageError(
-                f"{self.label}: order is {self.asked!r}; give 'shuffled', 'sequential', or a function of the epoch "
-                f"that returns the numbers of its samples"
+                f"{self.label}: order is {self.asked!r}; pass 'shuffled', 'sequential', or a function of the epoch "
+                f"that returns sample indices"
             )
 
     @property
@@ -66,8 +66,8 @@ class SampleOrder:
         numbers = self._numbers(epoch)
         if len(numbers) != self.length:
             raise UsageError(
-                f"{self.label}: the order has {len(numbers)} samples in epoch {epoch}, and {self.length} in epoch 0; "
-                f"return equally many for each epoch, by repeating some or leaving some out"
+                f"{self.label}: the order has {len(numbers)} samples in epoch {epoch}, but {self.length} in epoch 0; "
+                f"return the same number for each epoch, by repeating or omitting some"
             )
         return numbers.__getitem__
 
@@ -88,14 +88,14 @@ class SampleOrder:
             given = np.asarray(self.asked(epoch))
         if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
             raise UsageError(
-                f"{self.label}: the order of epoch {epoch} is an array of {given.dtype} of shape {list(given.shape)}; "
-                f"return one whole number for each sample"
+                f"{self.label}: the order of epoch {epoch} has dtype {given.dtype} and shape {list(given.shape)}; "
+                f"return a list or 1-dim array of integers, one for each sample"
             )
         numbers = given.astype(np.int64)
         if numbers.min() < 0 or numbers.max() >= self.samples:
             raise UsageError(
-                f"{self.label}: the order of epoch {epoch} has sample {numbers.min()} to {numbers.max()}, of "
-                f"{self.samples} samples; return numbers from 0 to {self.samples - 1}"
+                f"{self.label}: the order of epoch {epoch} has indices from {numbers.min()} to {numbers.max()}, but "
+                f"there are {self.samples} samples; return indices from 0 to {self.samples - 1}"
             )
         return numbers
 

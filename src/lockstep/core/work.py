@@ -36,7 +36,7 @@ def check_several(processes: int, strategy: str) -> None:
     """Raise UsageError for a single process with a strategy that shards the model."""
     if processes == 1:
         raise UsageError(
-            f"strategy {strategy}: one process has nobody to share with; use 2 or more, or strategy single"
+            f"strategy {strategy}: requires at least 2 processes, got 1; use 2 or more, or strategy single"
         )
 
 
@@ -48,10 +48,10 @@ def too_few(processes: int, microbatches: int, microbatch: int | None = None) ->
     parts, most = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
     found = f"{processes} processes but only {microbatches} {parts}; use at most {microbatches} {most}, or set"
     if microbatch is not None:
-        return f"{found} recipe.batch={processes * microbatch}, which changes the numbers: it is another recipe"
+        return f"{found} recipe.batch={processes * microbatch}, which changes the results: it is a different recipe"
     return (
-        f"{found} recipe.microbatches={processes}, which changes the numbers: BatchNorm normalises over fewer samples, "
-        f"and sums are added in another order"
+        f"{found} recipe.microbatches={processes}, which changes the results: BatchNorm normalizes over fewer samples, "
+        f"and sums are added in a different order"
     )
 
 

@@ -63,16 +63,16 @@ def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], 
     if own.limited and (len(here) == 1 or any(seats[number].usable != own.usable for number in here)):
         return Binding(own.usable, "bound before it started")
     if not own.near:
-        return Binding(own.usable, "the kernel does not say which cores are near its card")
+        return Binding(own.usable, "the kernel does not report the cores near its GPU")
     near = own.near & own.usable
     if not near:
-        return Binding(own.usable, "it may use none of the cores near its card")
+        return Binding(own.usable, "it may not use any of the cores near its GPU")
     sharers = [number for number in here if seats[number].near == own.near]
     if len(sharers) == 1:
-        return Binding(near, "near its card")
+        return Binding(near, "near its GPU")
     physical = sorted({siblings.get(core, core) for core in near})
     whole = [frozenset(physical[number] for number in part) for part in cut(len(physical), len(sharers))]
     parts = [frozenset(core for core in near if siblings.get(core, core) in part) for part in whole]
     if min(map(len, parts)) < least:
-        return Binding(near, f"near its card, as {len(sharers)} ranks: too few to share out")
-    return Binding(parts[sharers.index(rank)], f"near its card, shared out among {len(sharers)} ranks")
+        return Binding(near, f"near its GPU, shared by {len(sharers)} ranks: too few to divide")
+    return Binding(parts[sharers.index(rank)], f"near its GPU, divided among {len(sharers)} ranks")

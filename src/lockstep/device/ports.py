@@ -23,7 +23,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
     """
     place = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
-        raise UsageError(f"{place}ports go from 1 to 65535; choose another port")
+        raise UsageError(f"{place}ports go from 1 to 65535; choose a different port")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may only have IPv6
@@ -36,10 +36,10 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             reason = (error.strerror or str(error)).partition(" (while")[0]
-            raise UsageError(f"{place}{reason}; name an address of rank 0's host, or another port") from error
+            raise UsageError(f"{place}{reason}; use an address of the host of rank 0, or a different port") from error
         held = holder(port)
         used = f"Address already in use{f' by {held}' if held else ''}"
-        raise UsageError(f"{place}{used}; choose another port, or end what holds it") from error
+        raise UsageError(f"{place}{used}; choose a different port, or stop that process") from error
 
 
 def check_known(host: str, port: int) -> None:
@@ -53,8 +53,8 @@ def check_known(host: str, port: int) -> None:
 def unknown(host: str, port: int, error: OSError) -> UsageError:
     """Return the error for a name that this host can't resolve."""
     return UsageError(
-        f"rendezvous {host}:{port}: {socket.gethostname()} does not know the host {host} ({error.strerror}); "
-        f"name an address of rank 0's host instead: placement.rendezvous=tcp://ADDRESS:{port}"
+        f"rendezvous {host}:{port}: {socket.gethostname()} cannot resolve the host {host} ({error.strerror}); "
+        f"use an address of the host of rank 0 instead: placement.rendezvous=tcp://ADDRESS:{port}"
     )
 
 
@@ -90,4 +90,4 @@ def command(pid: int) -> str:
         text = " ".join(psutil.Process(pid).cmdline())
         if text:
             return text if len(text) <= 200 else f"{text[:197]}..."
-    return "of no known command"
+    return "unknown command"

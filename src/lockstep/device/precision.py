@@ -96,7 +96,7 @@ def fix_workspace() -> None:
     chosen = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
     if chosen not in _EXACT_WORKSPACES:
         raise UsageError(
-            f"{_WORKSPACE}={chosen}: cuBLAS may then compute a product in another order each time; "
+            f"{_WORKSPACE}={chosen}: cuBLAS may compute a product in a different order each time; "
             f"unset it, or use {' or '.join(_EXACT_WORKSPACES)}"
         )
 
@@ -157,13 +157,13 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise UsageError(
-            f"recipe.precision: tf32 is a way of CUDA's tensor cores to multiply, and this run computes on the "
-            f"{device.type.upper()}; use fp32, bf16, or a GPU of compute capability 8.0 or above"
+            f"recipe.precision: tf32 requires a CUDA device, but this run uses the {device.type.upper()}; use fp32, "
+            f"bf16, or a GPU with compute capability 8.0 or higher"
         )
     found = torch.cuda.get_device_capability(device)
     if found < _TF32_CAPABILITY:
         raise UsageError(
-            f"recipe.precision: tf32 needs a GPU of compute capability 8.0 or above, and "
+            f"recipe.precision: tf32 requires a GPU with compute capability 8.0 or higher, but "
             f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; use fp32 or fp16"
         )
 
@@ -181,8 +181,8 @@ def check_threads(threads: int) -> None:
             started.append(thread)
     except RuntimeError as error:
         raise PreflightError(
-            f"recipe.threads: {threads} asked for, and this process could start {len(started)}; "
-            f"choose fewer, or raise the limit (ulimit -u)"
+            f"recipe.threads: got {threads}, but this process could only start {len(started)}; "
+            f"use fewer, or raise the limit (ulimit -u)"
         ) from error
     finally:
         over.set()

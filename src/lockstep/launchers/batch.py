@@ -54,14 +54,16 @@ def check_batch(batch: Batch) -> Batch:
         problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
     elif limit is not None and batch.warn_before_s >= limit:
         problems.append(
-            f"--warn-before: {batch.warn_before_s} s before the end is before the start with --time {batch.time}"
+            f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"
         )
     problems += resource_problems(batch.job)
     words = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
     words |= batch.job.resources.named
     words |= {f"--option {word!r}": word for word in batch.job.options}
     problems += [
-        f"{name}: a line of a batch script has no place for a line break" for name in words if "\n" in words[name]
+        f"{name}: contains a line break, which a batch script does not support; remove it"
+        for name in words
+        if "\n" in words[name]
     ]
     if problems:
         raise UsageError("\n".join(problems))
@@ -82,30 +84,31 @@ def submit(file: Path) -> int:
     if done.returncode:
         printed = (done.stderr or done.stdout).strip() or "nothing"
         raise LockstepError(
-            f"sbatch failed with exit code {done.returncode}, and the job is not submitted; it printed:\n{printed}"
+            f"sbatch failed with exit code {done.returncode}, and the job was not submitted; it printed:\n{printed}"
         )
     number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by the name of a cluster
     if not number.isdecimal():
-        raise LockstepError(f"sbatch: expected the number of the job, got {done.stdout!r}; look for it in squeue --me")
+        raise LockstepError(f"sbatch: expected a job ID, got {done.stdout!r}; look for the job in squeue --me")
     return int(number)
 
 
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
     """Return the state and reason of each job that Slurm knows, and a warning or "".
 
-    Without jobs and without squeue the first is None; where squeue fails too, and the warning has the cause.
+    The states are None if there are no jobs, if squeue isn't installed, or if it fails. If it fails, the warning has
+    the cause.
     """
     if not jobs or shutil.which("squeue") is None:
         return None, ""
-    # Each number twice: of a single job that it does not know any more squeue makes an error, of several it does not.
+    # Each ID twice: squeue fails for a single job that it no longer knows, but not for several jobs.
     line = ["squeue", "--noheader", "--format=%i|%T|%r", f"--jobs={','.join(map(str, 2 * sorted(jobs)))}"]
     try:
         done = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
-        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: what follows from Slurm's queue is left out"
+        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: states from the queue of Slurm are omitted"
     if done.returncode:
         cause = done.stderr.strip() or f"exit code {done.returncode}"
-        return None, f"squeue failed: what follows from Slurm's queue is left out: {cause}"
+        return None, f"squeue failed: states from the queue of Slurm are omitted: {cause}"
     return states(done.stdout), ""
 
 

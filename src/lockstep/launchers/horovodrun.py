@@ -14,7 +14,7 @@ VARIABLES: Final = (
 )
 _MISSING: Final = "horovodrun sets it in each process"
 # HOROVOD_GLOO_RENDEZVOUS_ADDR is the host of horovodrun itself, which may not be one of the hosts of the job.
-_ADVICE: Final = "horovodrun does not say on which host rank 0 runs: export MASTER_ADDR=HOST before it"
+_ADVICE: Final = "horovodrun does not provide the host of rank 0: export MASTER_ADDR=HOST before horovodrun"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:

@@ -22,7 +22,7 @@ def hosts(text: str) -> tuple[str, ...]:
     for part in _parts(text):
         pieces = _BRACKETS.split(part)  # text, inside of brackets, text, ...
         if not part or any(mark in piece for piece in pieces[::2] for mark in "[]"):
-            raise ValueError("expected names of hosts such as n[1-2,5],login")
+            raise ValueError("expected host names such as n[1-2,5],login")
         choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
         _check_length(len(found) + prod(map(len, choices)))
         found += ("".join(chosen) for chosen in product(*choices))
@@ -60,7 +60,7 @@ def _numbers(inside: str) -> list[str]:
         match = _RANGE.fullmatch(each)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or last < first:
-            raise ValueError(f"expected numbers such as 1-2,5 in the brackets, not {inside}")
+            raise ValueError(f"expected numbers such as 1-2,5 in the brackets, got {inside}")
         _check_length(len(found) + last - first + 1)
         found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
     return found

@@ -67,7 +67,7 @@ def run_on_hosts(
                     _kill(running)
                     deadline = None
                 elif _stops(event) and running and not received and len(running) + _well(ended) >= needed:
-                    say(f"{_reason(event)}; going on with {', '.join(running)}")
+                    say(f"{_reason(event)}; continuing with {', '.join(running)}")
                     continue
                 elif _stops(event) and running:
                     say(f"{_reason(event)}; ending {', '.join(running)}")

@@ -155,25 +155,27 @@ def check_job(job: Job) -> Job:
     """Return the job, or raise UsageError with all problems if its options are incomplete or contradict each other."""
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
-        problems.append("nothing to start; give a command after --, such as -- train digits")
+        problems.append("no command to start; pass one after --, such as -- train digits")
     elif not job.is_script and _OTHER_PYTHON.fullmatch(job.words[0]):
         script = " ".join(job.words[1:]) or "train.py"
-        problems.append(f"{job.words[0]}: processes run with the Python of this environment; write python {script}")
+        problems.append(f"{job.words[0]}: processes run with the Python of this environment; use python {script}")
     if job.fewest is not None and job.fewest > job.nodes:
-        problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
+        problems.append(f"--nodes: {job.fewest}:{job.nodes} has a larger minimum than maximum; pass MIN:MAX")
     elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
         asked = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
-        problems.append(f"--nodes: {asked} asked for, but {len(job.hosts)} hosts are named; leave one of them out")
+        problems.append(f"--nodes: got {asked}, but --hosts names {len(job.hosts)} hosts; remove one of the options")
     if job.fewest is not None and job.rendezvous == "static":
-        problems.append("--rendezvous: static wants all hosts; for a number that changes use c10d or etcd-v2")
+        problems.append("--rendezvous: static does not support --nodes MIN:MAX; use c10d or etcd-v2")
     if job.rendezvous == "etcd-v2" and not job.endpoint:
-        problems.append("--rendezvous: etcd-v2, but no place of it; give --endpoint HOST:PORT")
+        problems.append("--rendezvous: etcd-v2 requires an endpoint; pass --endpoint HOST:PORT")
     if job.endpoint and not (job.endpoint.rpartition(":")[0] and job.endpoint.rpartition(":")[2].isdecimal()):
         problems.append(f"--endpoint: expected HOST:PORT, got {job.endpoint}")
     twice = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
     if twice:
-        problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")
-    problems += [f"--hosts: {host} cannot be the name of a host" for host in job.hosts if host.startswith("-")]
+        problems.append(
+            f"--hosts: named more than once: {', '.join(twice)}; name each host once, and set --processes-per-node"
+        )
+    problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
     problems += resource_problems(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
     if processes and job.trains and job.fewest is None:
@@ -190,7 +192,7 @@ def resource_problems(job: Job) -> list[str]:
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
     given = {word.partition("=")[0] for word in job.options}
     problems += [
-        f"{name}: given in --option too; leave one of them out" for name in job.resources.named if name in given
+        f"{name}: also set with --option; remove one of the two" for name in job.resources.named if name in given
     ]
     return problems
 
@@ -199,5 +201,5 @@ def other_processes(asked: str | int, processes: int) -> list[str]:
     """Return a problem if placement.processes differs from the number of processes of the job."""
     if str(asked) in ("auto", str(processes)):
         return []
-    made = f"--nodes and --processes-per-node make {processes}"
-    return [f"{_PROCESSES}: {asked} asked for, but {made}; leave {_PROCESSES} out"]
+    made = f"--nodes and --processes-per-node start {processes}"
+    return [f"{_PROCESSES}: got {asked}, but {made}; unset {_PROCESSES}"]

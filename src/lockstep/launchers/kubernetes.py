@@ -48,13 +48,15 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
     longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
     if not _NAME.fullmatch(cluster.name) or len(longest) > _LONGEST_NAME:
         most = _LONGEST_NAME - len(longest) + len(cluster.name)
-        problems.append(f"--name: expected a-z, 0-9 and -, a letter first, {most} at most, got {cluster.name!r}")
+        problems.append(
+            f"--name: expected at most {most} characters from a-z, 0-9 and -, with a letter first, got {cluster.name!r}"
+        )
     if not cluster.image:
-        problems.append("--image: left out; name one that has Lockstep, such as registry.example/train:1")
+        problems.append("--image: not set; name an image that contains Lockstep, such as registry.example/train:1")
     if not (cluster.claim and cluster.mount.startswith("/")):
-        problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and where the nodes are to have it")
+        problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and its mount path on the nodes")
     elif run is not None and not PurePosixPath(run).is_relative_to(cluster.mount):
-        problems.append(f"run.dir: {run or 'left out'}; all nodes write to it: name one in {cluster.mount}")
+        problems.append(f"run.dir: {run or 'not set'}; all nodes write to it, so set a folder in {cluster.mount}")
     if job.resources.gpus_per_node and not job.resources.gpus_per_node.isdecimal():
         problems.append(f"--gpus-per-node: expected a number such as 8, got {job.resources.gpus_per_node}")
     if cluster.grace_s < 1:

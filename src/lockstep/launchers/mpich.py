@@ -10,7 +10,7 @@ from lockstep.launchers.variables import place
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
 PORT: Final = 29_500  # torch's default, because Hydra doesn't pass a job ID to its processes
 _MISSING: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
-_ADVICE: Final = "mpiexec does not say on which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ..."
+_ADVICE: Final = "mpiexec does not provide the host of rank 0: mpiexec -genv MASTER_ADDR HOST ..."
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:

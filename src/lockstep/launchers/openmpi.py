@@ -13,7 +13,7 @@ from lockstep.launchers.variables import MASTER, PLACE, place, port_of
 VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
 # OMPI_MCA_orte_hnp_uri is the host of mpirun itself, which may not be one of the hosts of the job.
-_ADVICE: Final = "mpirun does not say on which host rank 0 runs: mpirun -x MASTER_ADDR=HOST ..."
+_ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -44,7 +44,7 @@ def command(job: Job) -> list[str]:
 
 def unused_port(job: Job) -> str:
     """Return why the job doesn't use --port, or "" if it does."""
-    return "" if len(job.hosts) > 1 else "it follows from the number of the job, or is mpirun's -x MASTER_PORT=PORT"
+    return "" if len(job.hosts) > 1 else "the port is derived from the job ID, or set by mpirun -x MASTER_PORT=PORT"
 
 
 LAUNCHER: Final = Launcher("openmpi", detect, VARIABLES, command, unused_port=unused_port)

@@ -22,7 +22,7 @@ VARIABLES: Final = (
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and so on
 _ANSWER_S: Final = 5.0
 _STEPS: Final = 16  # ports between two jobs, so that the first steps of consecutive jobs have different ports
-_MISSING: Final = "srun sets it in each task; start lockstep by srun itself, with its variables left as they are"
+_MISSING: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -46,7 +46,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if not variables.problems and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
         variables.problems.append(
             f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
-            f"{env['SLURM_STEP_NODELIST']}, and srun does not say on which; export MASTER_ADDR=HOST"
+            f"{env['SLURM_STEP_NODELIST']}, and srun does not provide its host; export MASTER_ADDR=HOST"
         )
     variables.check()
     master = env.get("MASTER_ADDR") or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
@@ -54,9 +54,10 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
-    """Return what to tell the user of a process that no launcher started, in a job with several tasks; "" elsewhere.
+    """Return a warning for a process that no launcher started, in a job with several tasks, or "".
 
-    `processes` are those that Lockstep starts itself, on this host. As many as tasks, all of them here, are fine.
+    `processes` is the number of processes that Lockstep starts itself on this host. There is no warning if it is the
+    number of tasks, and all tasks are on this host.
     """
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
@@ -64,8 +65,8 @@ def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
     if nodes == "1" and str(processes) == tasks:
         return ""
     return (
-        f"warning: Slurm has {tasks} tasks for this job (SLURM_NTASKS), and srun did not start this process: the run "
-        f"uses this host alone; write srun before the command, or ask for one task (--ntasks=1)"
+        f"warning: this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the run "
+        f"only uses this host; start the command with srun, or request one task (--ntasks=1)"
     )
 
 
@@ -120,7 +121,7 @@ def command(job: Job) -> list[str]:
     return ["srun", *layout, *named, "--kill-on-bad-exit=1", *asked, *job.options, *job.program]
 
 
-_UNUSED_PORT: Final = "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
+_UNUSED_PORT: Final = "the port is derived from the job and step IDs, or set by MASTER_PORT"
 LAUNCHER: Final = Launcher(
     "slurm", detect, VARIABLES, command, unused_port=lambda _: _UNUSED_PORT, resources=True, followed=True
 )
@@ -139,11 +140,14 @@ def _check(
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
         variables.problems.append(
-            f"SLURM_STEP_TASKS_PER_NODE says {sum(on_nodes)} tasks on {len(on_nodes)} hosts, "
-            f"SLURM_STEP_NUM_TASKS {size}, SLURM_STEP_NODELIST {nodes} hosts, SLURM_NODEID host {node}"
+            f"the variables contradict each other: SLURM_STEP_TASKS_PER_NODE has {sum(on_nodes)} tasks on "
+            f"{len(on_nodes)} hosts, SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_NODELIST has {nodes} hosts, "
+            f"SLURM_NODEID={node}; do not change the variables of srun"
         )
     elif local_rank >= on_nodes[node]:
-        variables.problems.append(f"SLURM_LOCALID={local_rank} with {on_nodes[node]} tasks on host {node}")
+        variables.problems.append(
+            f"SLURM_LOCALID={local_rank}: expected less than {on_nodes[node]}, the number of tasks on host {node}"
+        )
 
 
 def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:

@@ -17,7 +17,7 @@ def commands(job: Job) -> dict[str, list[str]]:
     The remote processes end when the local ssh ends.
     """
     if not job.hosts:
-        raise UsageError("--on ssh: no hosts are given; name them in --hosts FILE, one on each line")
+        raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
     return {host: _line(replace(job, host=number)) for number, host in enumerate(job.hosts)}
 
 

@@ -139,7 +139,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
                 ended = True
                 _raise(message)
             if process.exitcode:
-                raise TrainingError(f"the background process ended with code {process.exitcode}")
+                raise TrainingError(f"the background process exited with code {process.exitcode}")
     finally:
         if not ended:
             process.terminate()  # the run saves and stops

@@ -62,11 +62,11 @@ class Checkpoints:
         for line in feedback_lost(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         for line in machine.numerics_differences(state.numerics, rank.numerics):
-            rank.warn(f"{line}: the bits of an uninterrupted run are not promised")
+            rank.warn(f"{line}: results may differ from an uninterrupted run")
         if changed := source_changes(state.source, rank.source):
             rank.warn(
-                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run goes on with "
-                f"the new ones, and not to the bits of an uninterrupted one"
+                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run continues "
+                f"with the new files, and its results can differ from an uninterrupted run"
             )
 
     def save(self) -> list[Saved]:

@@ -118,7 +118,7 @@ def open_checkpoint(
     """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
-            f"{request.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
+            f"{request.path}: is a file; pass a run folder or a checkpoint, or evaluate weights with their recipe: "
             f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
     is_new = found is None
@@ -156,8 +156,8 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     if foreign and not request.trust:
         words = " ".join(map(shlex.quote, foreign))
         raise UsageError(
-            f"{request.path}: its recipe names code, which would run with your rights: {words}; it runs only if your "
-            f"command names it: add these words, or --trust for all (from Python trust=True)"
+            f"{request.path}: its recipe names code, which would run with your permissions: {words}; to run this code, "
+            f"add these overrides to your command, or pass --trust (from Python, trust=True)"
         )
     return keys
 
@@ -171,7 +171,7 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
     for key in overridden:
         idle = key.startswith(_OF_TRAINING) or (alone and key.startswith("placement.") and key != "placement.device")
         if idle and key != "run.key_file":
-            raise UsageError(f"{key}: lockstep {request.command} does not use it; leave it out")
+            raise UsageError(f"{key}: not used by lockstep {request.command}; remove it")
 
 
 def _check_run(found: store.FoundCheckpoint) -> None:
@@ -183,7 +183,7 @@ def _check_run(found: store.FoundCheckpoint) -> None:
     if comparable(run) != comparable(own):
         lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
         raise UsageError(
-            "\n".join([f"{found.path}: is not of the run that {config} is of; move it to a folder of its own:", *lines])
+            "\n".join([f"{found.path}: does not belong to the run of {config}; move it to a separate folder:", *lines])
         )
 
 
@@ -198,16 +198,16 @@ def _prepare(loaded: Loaded, found: store.FoundCheckpoint | None, processes: int
         model = placed.resolved.recipe.model
         if placed.first is None and not model.pretrained:
             raise UsageError(
-                f"model {model.name}: the recipe names no weights to evaluate; give recipe.model.weights=FILE, "
-                f"recipe.model.pretrained=true, or in the place of the recipe a run folder"
+                f"model {model.name}: the recipe names no weights to evaluate; set recipe.model.weights=FILE or "
+                f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
             )
     else:
         placed = Placed(check(loaded, processes, training=False))
     prepared = placed.open(training=False)
     if prepared.ready.data.validation is None:
         raise UsageError(
-            f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
-            f"give it one"
+            f"dataset {loaded.config.recipe.data.name}: has no validation split, so there is nothing to evaluate; add "
+            f"a validation split"
         )
     return prepared
 

@@ -46,8 +46,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
 _SEEDED: Final = (
-    "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
-    "seeded before it is called"
+    "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
+    "seeded before the model is built"
 )
 _FILES: Final = 100  # unreadable files in one event
 

@@ -39,7 +39,7 @@ def check_sinks(run: RunConfig) -> None:
     for number, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
-                raise UsageError(f"sink {sink.name}: it is not callable; name a class or a function ({_CONTRACT})")
+                raise UsageError(f"sink {sink.name}: is not callable; name a class or a function ({_CONTRACT})")
         elif sink.name == "csv":
             _check_options(number, sink, ())
         else:
@@ -52,8 +52,8 @@ def check_sinks(run: RunConfig) -> None:
         for key, text in _texts(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
-                    f"run.sinks.{number}.{key}: a secret, which config.yaml and environment.json would keep; put it in "
-                    f"an environment variable, and its name here: ${{NAME}}"
+                    f"run.sinks.{number}.{key}: contains a secret, which config.yaml and environment.json would store; "
+                    f"put the secret into an environment variable NAME, and write ${{NAME}} here"
                 )
 
 
@@ -130,7 +130,7 @@ def _own(path: str, folder: Path, options: Mapping[str, Any]) -> _Own:
         made = import_object(path, "sink")(folder, **options)
         found = dir(made)
     if missing := [name for name in ("write", "close") if name not in found]:
-        raise UsageError(f"sink {path}: it has no {' and no '.join(missing)}; add it ({_CONTRACT})")
+        raise UsageError(f"sink {path}: has no {' and no '.join(missing)} method; add it ({_CONTRACT})")
     return _Own(made)
 
 
@@ -160,7 +160,7 @@ def _expand_variables(label: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if missing := [name for name in _VARIABLE.findall(value) if name not in os.environ]:
-        raise UsageError(f"{label}: the environment variable {missing[0]} is not set, and an option asks for it")
+        raise UsageError(f"{label}: an option uses the environment variable {missing[0]}, which is not set; set it")
     return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
 
 
@@ -170,5 +170,5 @@ def _check_options(number: int, sink: Named, valid: tuple[str, ...]) -> None:
             raise UsageError(f"run.sinks.{number}.{key}: sink {sink.name} has no such option{choices(key, valid)}")
         listed = isinstance(value, list) and all(isinstance(each, str) for each in value)
         if not (listed if key == "tags" else isinstance(value, str)):
-            expected = "a list of texts" if key == "tags" else "text"
+            expected = "a list of strings" if key == "tags" else "text"
             raise UsageError(f"run.sinks.{number}.{key}: expected {expected}; got {value!r}")

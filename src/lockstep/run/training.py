@@ -72,9 +72,9 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
         return code
     others = f"without rank {', '.join(map(str, wrong))}"
     fewer = without(loaded, wrong, resolved.processes, claim.folder)
-    with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot go on {others}"):
+    with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot continue {others}"):
         check(fewer)
-    run_folder.say(f"placement.on_corruption: going on {others}")
+    run_folder.say(f"placement.on_corruption: continuing {others}")
     return train_here(fewer, also)
 
 
@@ -199,12 +199,12 @@ def _check_launch(config: Config, info: RankInfo) -> None:
             torchrun.check_leaving(agent, os.environ)
     elif goes_on:
         raise UsageError(
-            f"placement.on_corruption: go_on: the launcher ({info.launcher}) starts nothing again; use torchrun, "
-            f"lockstep launch --nodes FEWEST:MOST or lockstep train, or end"
+            f"placement.on_corruption: go_on requires a launcher that restarts ranks, got {info.launcher}; use "
+            f"torchrun, lockstep launch --nodes MIN:MAX or lockstep train, or set placement.on_corruption=end"
         )
     asked = config.placement.processes
     if asked not in ("auto", info.size):
         raise UsageError(
-            f"placement.processes: {asked} asked for, but the launcher says WORLD_SIZE={info.size}; "
-            f"start as many, or leave placement.processes out"
+            f"placement.processes: got {asked}, but the launcher started {info.size} processes (WORLD_SIZE); "
+            f"start {asked} processes, or unset placement.processes"
         )

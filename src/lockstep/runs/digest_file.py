@@ -34,7 +34,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
         records = _records(path)
     except UsageError as error:
         records = _parse(b"")
-        warn(f"{error}; begun anew")
+        warn(f"{error}; replaced by a new file")
     kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
     wrong = os_error_as(HostError, f"{path}: not written")
     with wrong, os.fdopen(plainfile.descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
@@ -62,7 +62,7 @@ def _records(path: Path) -> NDArray[np.uint64]:
     with wrong, suppress(FileNotFoundError), plainfile.reader(path) as file:
         head, data = file.read(len(_HEAD)), file.read()
     if head != _HEAD:
-        what = "of a newer version" if head.startswith(_HEAD[:8]) else "not a file of digests"
+        what = "written by a newer version" if head.startswith(_HEAD[:8]) else "not a digest file"
         raise UsageError(f"{path}: {what}")
     return _parse(data)
 

@@ -142,7 +142,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     _refuse_foreign(folder)
-    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose another run.dir"):
+    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
         held = lock(folder)
     try:
         if words := done():
@@ -162,7 +162,7 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
-            raise UsageError(f"{folder}: holds a run of a recipe, which its loop did not make; choose another dir")
+            raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
         newest = store.newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
@@ -287,11 +287,11 @@ def _refuse_foreign(folder: Path) -> None:
     folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
     if strange := next((path for path in paths if path.exists() and not path.is_file()), None):
-        raise UsageError(f"{strange}: not a file, as a run writes it; move it away, or choose another run.dir")
+        raise UsageError(f"{strange}: must be a regular file; move it away, or choose a different run.dir")
     paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
     for path in paths:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise UsageError(
-                f"{path}: a link that leads out of the run folder, to {path.readlink()}; put there what it leads to, "
-                f"or let the run folder itself be a link"
+                f"{path}: is a link out of the run folder, to {path.readlink()}; replace the link by its target, or "
+                f"make the run folder itself a link"
             )

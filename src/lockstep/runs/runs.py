@@ -48,9 +48,9 @@ def run_folders(*folders: Path) -> Iterator[Path]:
                     found.add(real)
                     yield run
         except FileNotFoundError:
-            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder that has some") from None
+            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder with run folders") from None
         except OSError as error:
-            raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
+            raise UsageError(f"{error.filename}: cannot be searched: {error.strerror}") from error
 
 
 def record_job(folder: Path, submitted: Submitted) -> None:
@@ -64,11 +64,11 @@ def job_of(folder: Path) -> Submitted | None:
         match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
-        raise ValueError("not a job's record")
+        raise ValueError("not a job record")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it holds the number of the job") from error
+        raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it should contain the job ID") from error
 
 
 def failure(folder: Path) -> str:

@@ -223,8 +223,8 @@ def _check_computing(
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
             raise UsageError(
-                f"recipe.model.sequence_chunks: model {name} has BatchNorm, which would normalise over a chunk; leave "
-                f"the key out, or use another model"
+                f"recipe.model.sequence_chunks: model {name} has BatchNorm layers, which would normalize each chunk "
+                f"separately; unset recipe.model.sequence_chunks, or use a different model"
             )
         given, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
         inputs = check_sequences(models.cut, task, given, chunks, f"model {name}")
@@ -255,12 +255,13 @@ def _warnings(recipe: Recipe, steps: Steps, summary: Summary, first: First | Non
 def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
     if recipe.batchnorm == "sync" and not summary.batchnorm:
         raise UsageError(
-            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that trains; leave the key out"
+            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that computes batch statistics; "
+            f"unset recipe.batchnorm"
         )
     if recipe.batchnorm == "local" and summary.synchronised:
         raise UsageError(
-            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, and recipe.batchnorm is "
-            f"local; write batchnorm: sync, to normalise over all micro-batches of a step, or give the model "
+            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
+            f"local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or build the model with "
             f"torch.nn.BatchNorm layers"
         )
 

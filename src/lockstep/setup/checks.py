@@ -38,16 +38,18 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
         return
     if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
         raise UsageError(
-            f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
-            f"or use ddp, zero1, zero2, zero3 or hsdp"
+            f"placement.audit_every: strategy {resolved.strategy_name} does not support audits; unset "
+            f"placement.audit_every, or use strategy ddp, zero1, zero2, zero3 or hsdp"
         )
     if placement.audit_every is not None and not strategy.traits.audits:
         raise UsageError(
-            f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
-            f"the same weights, so nothing can be compared; leave audit_every out"
+            f"placement.audit_every: strategy {resolved.strategy_name} with these options has no two ranks with the "
+            f"same weights to compare; unset placement.audit_every"
         )
     if placement.on_corruption == "go_on" and placement.audit_every is None:
-        raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
+        raise UsageError(
+            "placement.on_corruption: go_on requires audits, which find the faulty ranks; set placement.audit_every"
+        )
     _check_batchnorm(resolved)
     _check_sequences(resolved)
     if strategy.traits.cuts_rows or recipe.model.chunks > 1:
@@ -61,18 +63,19 @@ def _check_compile(resolved: Resolved) -> None:
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
-            "recipe.compile: layers in chunks are called one chunk after the other, which torch.compile cannot follow; "
-            "set it to false, or leave recipe.model.chunks out"
+            "recipe.compile: not supported with recipe.model.chunks, because torch.compile cannot trace layers that "
+            "are called one chunk after the other; set recipe.compile=false, or unset recipe.model.chunks"
         )
     if recipe.compile and computing_dtype(recipe.precision) is not None:
         raise UsageError(
-            f"recipe.compile: with recipe.precision {recipe.precision} nothing has shown that a compiled model gives "
-            f"the same bits everywhere; use precision bf16 or fp16, or set recipe.compile to false"
+            f"recipe.compile: not supported with recipe.precision={recipe.precision}, because a compiled model has not "
+            f"been shown to give the same bits on every placement; set recipe.precision to bf16 or fp16, or set "
+            f"recipe.compile=false"
         )
     if recipe.compile and not resolved.strategy.traits.compiles:
         raise UsageError(
-            f"recipe.compile: strategy {resolved.strategy_name} takes the backward of a block apart, and a compiled "
-            f"block does it as one; use another schedule, such as 1f1b, or set it to false"
+            f"recipe.compile: strategy {resolved.strategy_name} splits the backward of each block, which a compiled "
+            f"block does not support; use a different schedule, such as 1f1b, or set recipe.compile=false"
         )
 
 
@@ -83,17 +86,21 @@ def _check_batchnorm(resolved: Resolved) -> None:
         return
     key, count = "recipe.batchnorm: sync", recipe.microbatches
     if recipe.model.chunks > 1:
-        raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
+        raise UsageError(
+            f"{key}: not supported with recipe.model.chunks, because the model is called once per chunk; unset "
+            f"recipe.model.chunks"
+        )
     _check_waiting(resolved, key)
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
-            f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
-            f"single, ddp or zero1, or with {count} processes zero2, zero3 or hsdp"
+            f"{key}: strategy {resolved.strategy_name} does not run the forwards of a step together, layer by layer; "
+            f"use strategy single, ddp or zero1, or zero2, zero3 or hsdp with {count} processes"
         )
     if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < count:
         raise UsageError(
-            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch after the other, and "
-            f"{resolved.processes} processes have {count}; use as many processes as micro-batches, or ddp or zero1"
+            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch at a time, but "
+            f"{resolved.processes} processes share {count} micro-batches; use {count} processes, or strategy ddp or "
+            f"zero1"
         )
 
 
@@ -101,11 +108,14 @@ def _check_waiting(resolved: Resolved, key: str) -> None:
     """Raise UsageError for settings that don't work if forwards wait for each other, which `key` requires."""
     placement = resolved.placement
     if resolved.recipe.compile:
-        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+        raise UsageError(
+            f"{key}: not supported with recipe.compile, because a compiled block cannot wait for other forwards in its "
+            f"middle; set recipe.compile=false"
+        )
     if placement.recompute != "none":
         raise UsageError(
-            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
-            f"placement.recompute out"
+            f"{key}: not supported with placement.recompute, because a block that is recomputed in the backward would "
+            f"wait for other forwards; unset placement.recompute"
         )
 
 
@@ -118,22 +128,23 @@ def _check_sequences(resolved: Resolved) -> None:
     if chunks % context_size:
         fitting = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
-            f"{key}: {context_size} processes cannot share chunks of which each sequence has {chunks}; let a replica "
-            f"have {fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
-            f"{context_size}, which is another recipe: other bits"
+            f"{key}: {chunks} is not divisible by {context_size}, the number of processes that share a sequence; use "
+            f"{fitting} processes per replica (placement.strategy.replicate is the number of replicas), or set {key} "
+            f"to a multiple of {context_size}, which is a different recipe and changes the results"
         )
     if chunks == 1:
         return
     if not strategy.traits.cuts_sequences:
         raise UsageError(
-            f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
-            f"tensor, pipeline by any schedule but zero_bubble, single, zero1, ddp without compress, or mesh likewise, "
-            f"without expert"
+            f"{key}: strategy {resolved.strategy_name} does not support sequence chunks; use strategy context, tensor, "
+            f"single, zero1, ddp without compress, pipeline with any schedule except zero_bubble, or mesh without "
+            f"expert and zero_bubble"
         )
     if strategy.mesh(resolved.processes).shard > 1 and context_size != chunks:
         raise UsageError(
-            f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
-            f"process has one; set context to {chunks}, or leave shard out"
+            f"{key}: strategy {resolved.strategy_name} with shard gathers parameters for one chunk at a time, so each "
+            f"process needs exactly one chunk; set placement.strategy.context={chunks}, or unset "
+            f"placement.strategy.shard"
         )
     _check_waiting(resolved, key)
 
@@ -174,6 +185,6 @@ def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) 
     if found := cuda_refusals(ready, training=training):
         listed = "".join(f"\n  {each}" for each in found)
         raise UsageError(
-            f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
-            f"Change these, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
+            f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{listed}\n"
+            f"Replace them, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
         )

@@ -22,8 +22,9 @@ from lockstep.setup.examples import examples, repeat_samples
 from lockstep.tasks.base import Task
 
 ADVICE: Final = (
-    "between a colwise and a rowwise layer each feature, or head, must be treated by itself: give the kind colwise:2 "
-    "to a layer whose outputs are split in two, such as a GLU's, count heads by heads:NAMES, or let it be whole"
+    "between a colwise and a rowwise layer, each feature or head must be computed independently: use colwise:2 for a "
+    "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
+    "heads, or keep the layer whole"
 )
 # Relative to the largest magnitude. Chunks add in a different order, which differs far less. A different function
 # differs far more.
@@ -48,8 +49,8 @@ def check_plan(ready: Setup) -> list[str]:
         return []
     if parameters > LARGEST:
         return [
-            f"recipe.model: the model in chunks was not compared with the whole model, of which {parameters:,} "
-            f"parameters would be copied twice; `lockstep verify` compares them"
+            f"recipe.model: the model in chunks was not compared with the whole model, because this would copy "
+            f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
         check_chunks(ready, quickly=True)
@@ -86,16 +87,16 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
         found = quick_departure(copy.deepcopy(model), cut_features, inputs)
     if found:
         raise UsageError(
-            f"{path}: recipe.model.plan: {describe(found, config.chunks)}; these weights were trained in chunks, "
-            f"and the whole model does not compute what they learned: `lockstep eval` computes in chunks"
+            f"{path}: recipe.model.plan: {describe(found, config.chunks)}, so the whole model does not match these "
+            f"weights, which were trained in chunks; use `lockstep eval`, which computes in chunks"
         )
 
 
 def describe(found: Departure, chunks: int) -> str:
     """Return which part differs, and by how much."""
     return (
-        f"in {chunks} chunks {found[0] or 'the model'} computes something else than whole: its outputs differ by "
-        f"{found[1]:.2g} of the largest"
+        f"{found[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
+        f"{found[1]:.2g} of the largest value"
     )
 
 
@@ -112,9 +113,10 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
         found = sequence_departure(whole, ready.task, batch, config.sequence_chunks, features, bounds)
     if found:
         raise VerificationError(
-            f"recipe.model.sequence_chunks: in {config.sequence_chunks} chunks {name} computes something else than "
-            f"whole: {found[0]} differs by {found[1]:.2g} of the largest value; outside of attention it must treat "
-            f"each position by itself, where position_ids place it: no convolution, pooling or shift along a sequence"
+            f"recipe.model.sequence_chunks: {name} computes different values in {config.sequence_chunks} chunks than "
+            f"on whole sequences: {found[0]} differs by {found[1]:.2g} of the largest value; outside of attention, "
+            f"compute each position independently and at its position_ids, without convolution, pooling or shift "
+            f"along the sequence"
         )
 
 

@@ -60,8 +60,8 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
     chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # the first matching pattern applies
     if not cut_layers(model):
         raise UsageError(
-            f"recipe.model.chunks: of model {name} no layers are known that could be cut; say in recipe.model.plan "
-            f"which they are (docs/model-parallel.md)"
+            f"recipe.model.chunks: model {name} has no layers that are known to be splittable; name the layers in "
+            f"recipe.model.plan (docs/model-parallel.md)"
         )
     return chunked
 
@@ -110,8 +110,8 @@ def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, devic
     takes = argument_names(model)
     if POSITIONS not in takes:
         raise UsageError(
-            f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
-            f"forward that argument, of shape [1, positions], or leave the key out"
+            f"{KEY}: the forward of {name} has no argument {POSITIONS}, so it cannot know the position of a chunk in "
+            f"its sequence; add this argument, of shape [1, positions], or unset {KEY}"
         )
     given = map_tensors(lambda each: each.to(device), batch)
     with torch.no_grad():

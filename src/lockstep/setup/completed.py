@@ -22,7 +22,7 @@ def completion_notice(loaded: Loaded) -> str:
     if done is None:
         return ""
     steps, line = f"{done.step:,} steps", wording.hash_line(done.weights_sha256)
-    return f"{loaded.config.run.dir}: already done, {steps}; to train again choose another run.dir\n{line}"
+    return f"{loaded.config.run.dir}: already done, {steps}; to train again, choose a different run.dir\n{line}"
 
 
 def completed(loaded: Loaded) -> Done | None:

@@ -46,14 +46,17 @@ def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path
     for name, before in learned.items():
         if name in here and here[name] != before and name not in _CHOSEN:
             found = _difference(before, here[name])
-            raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")
+            raise UsageError(
+                f"{place}: {name} of its training data does not match: {found}; set recipe.data.root to the data that "
+                f"it was trained on"
+            )
 
 
 def _difference(before: Any, now: Any) -> str:
     """Return how two facts differ: the first list item that differs, or the lengths of the lists."""
     if not (isinstance(before, list) and isinstance(now, list)):
-        return f"{before!r}, and in the data here {now!r}"
+        return f"{before!r} in the checkpoint, {now!r} in this data"
     if len(before) != len(now):
-        return f"{len(before)} of them, and the data here has {len(now)}"
+        return f"{len(before)} in the checkpoint, {len(now)} in this data"
     number, (one, other) = next((n, pair) for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
-    return f"number {number} is {one!r}, and in the data here {other!r}"
+    return f"number {number} is {one!r} in the checkpoint, {other!r} in this data"

@@ -33,8 +33,8 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
     request, fetched = _few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
-            f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
-            f"leave mixup and cutmix out"
+            f"dataset {recipe.data.name}: its targets are already mixtures, which recipe.mix cannot mix again; unset "
+            f"recipe.mix.mixup and recipe.mix.cutmix"
         )
     _, validation = _few(data.train if data.validation is None else data.validation)
     return change.for_training(change.prepare(fetched, request), 0, 0), change.for_evaluation(validation)
@@ -81,21 +81,21 @@ def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
         smallest = step.samples if whole else min(map(len, step.microbatches(recipe.microbatches)))
         if smallest < _FEW_SAMPLES and whole:
             yield (
-                f"recipe.batch: BatchNorm normalises over {which}, which has only {smallest} samples; use a larger "
+                f"recipe.batch: BatchNorm normalizes over {which}, which has only {smallest} samples; use a larger "
                 f"batch{_drop(step)}"
             )
             return
         if smallest < _FEW_SAMPLES:
             yield (
-                f"recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with "
-                f"{recipe.microbatches} micro-batches in {which} of {step.samples} samples it sees only {smallest} "
+                f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
+                f"{recipe.microbatches} micro-batches in {which} of {step.samples} samples, it sees only {smallest} "
                 f"of them; use fewer micro-batches or a larger batch{_drop(step)}"
             )
             return
 
 
 def _drop(step: Step) -> str:
-    return ", or recipe.last_batch=drop" if step.number else ""
+    return ", or set recipe.last_batch=drop" if step.number else ""
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:

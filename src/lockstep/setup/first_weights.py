@@ -78,7 +78,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
     weights, start_from = recipe.model.weights, run.start_from
     if weights is not None and (start_from is not None or recipe.model.pretrained):
         other = _START if start_from is not None else "recipe.model.pretrained"
-        raise UsageError(f"{_WEIGHTS}: {other} gives first weights too; keep one of the two")
+        raise UsageError(f"{_WEIGHTS}: {other} also sets the first weights; set only one of the two")
     before = _previous_recipe(run) if weights or start_from or recipe.start else None
     if weights is not None:
         return _from_file(loaded, weights, before)
@@ -86,7 +86,8 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
         return _from_run(loaded, start_from, before)
     if recipe.start is not None and (before is None or before.start != recipe.start):
         raise UsageError(
-            f"recipe.start: it says which weights the run began from, not where they are; name that run in {_START}"
+            f"recipe.start: records the first weights of a run, but not their location; set {_START} to the run that "
+            f"they come from"
         )
     return loaded, None
 
@@ -108,19 +109,20 @@ def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) ->
         if known is not None and known.sha256 is not None and weights.path in (None, known.path):
             return _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": known.sha256})), None
         if weights.path is None:
-            raise UsageError(f"{_WEIGHTS}.path: missing; give a file of tensors, a folder with one, or a run")
+            raise UsageError(f"{_WEIGHTS}.path: missing; set it to a file of tensors, a folder with one, or a run")
     path = Path(weights.path)
     is_run = (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
     found = _checkpoint(path, loaded.config.run) if is_run else None
     if found is None and weights.ema:
-        raise UsageError(f"{_WEIGHTS}.ema: {path} is no run of ours; leave it out")
+        raise UsageError(f"{_WEIGHTS}.ema: {path} is not a run of Lockstep; unset {_WEIGHTS}.ema")
     tensors = read_tensors(path) if found is None else _of_run(found, weights.ema)
-    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", "; save it in a common dtype"):
+    advice = "; save its tensors in a common dtype"
+    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", advice):
         sha256 = store.weights_sha256(tensors)
     if weights.sha256 not in (None, sha256):
         raise UsageError(
-            f"{_WEIGHTS}: the tensors of {path} have SHA-256 {sha256}, not {weights.sha256}; give those, or leave "
-            f"sha256 out"
+            f"{_WEIGHTS}: expected tensors with SHA-256 {weights.sha256}, but {path} has {sha256}; use the expected "
+            f"tensors, or unset {_WEIGHTS}.sha256"
         )
     named = strip_prefix(tensors, str(path), weights.prefix or "")
     said = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
@@ -135,9 +137,9 @@ def _from_run(loaded: Loaded, asked: StartFromConfig, before: Recipe | None) -> 
     start = _start(found, asked.optimizer)
     if recipe.start not in (None, start):
         raise UsageError(
-            f"{_START}: {found.path} has weights of SHA-256 {start.weights_sha256}"
-            f"{' and its optimizer' if asked.optimizer else ''}, which is not what recipe.start says; name another "
-            f"checkpoint, or leave recipe.start out"
+            f"{_START}: {found.path} (weights with SHA-256 {start.weights_sha256}"
+            f"{', and its optimizer' if asked.optimizer else ''}) does not match recipe.start; use a different "
+            f"checkpoint, or unset recipe.start"
         )
     first = First(str(found.path), _of_run(found, ema=False), found=found, optimizer=asked.optimizer)
     return _with_first_weights(loaded, start=start), first
@@ -167,7 +169,7 @@ def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
 def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
     snapshot = found.snapshot
     if ema and snapshot.ema is None:
-        raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
+        raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; unset {_WEIGHTS}.ema")
     held = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
     return {name: local_tensor(each) for name, each in held.items()}
 

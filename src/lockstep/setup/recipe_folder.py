@@ -52,8 +52,8 @@ def _beginning(
     holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
     if holds_run and resume != "auto":
         raise UsageError(
-            f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
-            f"or run.resume=auto to go on with it"
+            f"{folder}: contains a run, but run.resume is {resume}; choose a different run.dir, or set run.resume=auto "
+            f"to continue the run"
         )
     if other is not None:
         check_recipe(other.path, checkpoint_recipe(other.path, other.snapshot), loaded.config.recipe)
@@ -62,14 +62,14 @@ def _beginning(
         return None, []
     if not os.path.lexists(folder / CONFIG):
         raise UsageError(
-            f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
+            f"{folder}: contains a run without config.yaml, such as a run of a custom loop; choose a different run.dir"
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
     if newest is None:  # nothing is lost by starting again with a different recipe, such as a fixed one
         changed = recipe_differences(recipe, loaded.config.recipe)
-        again = f"{folder}: the run in it saved no checkpoint; beginning again"
-        return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
+        again = f"{folder}: the run in it saved no checkpoint; starting again"
+        return None, [f"{again}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
     # The checkpoint may have been copied here from another run, which its hashes don't show.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
@@ -81,5 +81,5 @@ def _read_recipe(config: Path) -> Recipe:
         return read_run_recipe(config)
     except ConfigError as error:
         raise UsageError(
-            f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
+            f"{config.parent}: cannot read the configuration of the run in it; choose a different run.dir\n{error}"
         ) from error

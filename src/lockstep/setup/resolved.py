@@ -82,7 +82,7 @@ def local_processes(config: Config) -> int:
     if gpus and placement.processes > gpus and placement.backend != "gloo":
         see = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
         raise UsageError(
-            f"placement.processes: {placement.processes} processes but {see}; "
+            f"placement.processes: {placement.processes} processes but only {see}; "
             f"use at most {gpus}, or placement.device=cpu, or {SHARING}"
         )
     return placement.processes

@@ -52,11 +52,13 @@ def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
         return
     if (place / CONFIG).exists():  # a run folder, not a checkpoint
         resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
-        lines.append(f"{resuming} goes on with it")
+        lines.append(f"to continue that run: {resuming}")
     if (before.epochs, before.steps) != (now.epochs, now.steps):
-        lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
+        lines.append("to start a longer run from its weights: set run.start_from to that run, and choose a new run.dir")
     raise UsageError(
-        "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
+        "\n".join(
+            [f"{place}: contains a run of a different recipe; choose a different run.dir, or undo the changes:", *lines]
+        )
     )
 
 
@@ -65,14 +67,14 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
-            f"{path}: of a loop of one's own, and no recipe; its script goes on with it, and "
-            f"lockstep.load(..., model=...) gives its model"
+            f"{path}: is a checkpoint of a custom loop and has no recipe; run its script to resume it, or load its "
+            f"model with lockstep.load(..., model=...)"
         )
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
-        raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None
+        raise UsageError("\n".join([f"{path}: its recipe is not valid in this version:", *lines])) from None
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
@@ -117,8 +119,8 @@ def feedback_lost(before: Snapshot, now: State) -> list[str]:
     if before.feedback is None or now.feedback is not None:
         return []
     return [
-        "the checkpoint has what its ranks held back of their gradients, by compress=powersgd; this placement takes no "
-        "such thing, and the run goes on without it"
+        "the checkpoint contains the part of the gradients that its ranks held back with compress=powersgd; this "
+        "placement does not use it, and the run continues without it"
     ]
 
 
@@ -132,8 +134,8 @@ def check_first(ready: Setup) -> None:
         tensors, saved = first.found.snapshot.optimizer, first.state.engine.optimizer
         problems = list(_optimizer_forms_problems(tensors, saved, *_trial(ready, steps=1)))
         if problems:
-            advice = "take its weights alone, with run.start_from.optimizer=false"
-            text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
+            advice = "set run.start_from.optimizer=false to load only its weights"
+            text = f"run.start_from: {first.found.path}: its optimizer does not match this recipe; {advice}:"
             raise UsageError("\n".join([text, *problems[:_SHOWN]]))
 
 
@@ -144,8 +146,8 @@ def check_beginning(ready: Setup) -> None:
         raise UsageError(ready.data.question)
     if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
-            "first weights: they are not where they were when the run first started, and it saved no checkpoint; put "
-            "them back, or choose another run.dir"
+            "first weights: not found where they were when the run first started, and the run saved no checkpoint; put "
+            "them back, or choose a different run.dir"
         )
 
 
@@ -183,7 +185,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
         return
     more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     raise UsageError(
-        "\n".join([f"{path}: not a checkpoint of this run, though its hashes are right:", *problems[:_SHOWN], *more])
+        "\n".join([f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_SHOWN], *more])
     )
 
 
@@ -195,12 +197,12 @@ def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str,
     yield from _differing(what, {*found}, {*expected})
     for name in sorted(found.keys() & expected.keys()):
         if found[name] != expected[name]:
-            yield f"{what}: {name} is {found[name]}, in this run {expected[name]}"
+            yield f"{what}: {name} is {found[name]}, but {expected[name]} in this run"
 
 
 def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
     if (snapshot.ema is None) != (ready.recipe.ema is None):
-        yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
+        yield f"averaged weights: {'missing' if snapshot.ema is None else 'not part of this run'}"
     elif snapshot.ema is not None:
         averages = {name: form.as_average() for name, form in ready.summary.tensors.items()}
         yield from _forms_problems("averaged weights", _forms(snapshot.ema), averages)
@@ -213,9 +215,9 @@ def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str
         shape = tuple(local_tensor(held).shape)
         form = ready.summary.trained.get(owner)
         if form is None or slot not in ("error", "factor"):
-            yield f"feedback: {name} is none of this run's"
+            yield f"feedback: {name} is not part of this run"
         elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
-            yield f"feedback: {name} is {shape}, and {owner} in this run {form.shape}"
+            yield f"feedback: {name} has shape {shape}, but {owner} has shape {form.shape} in this run"
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
@@ -233,7 +235,7 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
         yield from _differing(place, {*own}, {*own} & {*last})
         for name in sorted(own.keys() & last.keys()):
             if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
-                yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
+                yield f"{place}: {name} is {own[name]}, but {last[name]} in this run"
     counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
     yield from _count_problems(counts, expected, after, updates)
 
@@ -245,7 +247,7 @@ def _optimizer_forms_problems(
     yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
     yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
-        yield f"optimizer: {len(optimizer.groups)} groups of parameters, in this run {len(after['groups'])}"
+        yield f"optimizer: {len(optimizer.groups)} parameter groups, but {len(after['groups'])} in this run"
 
 
 def _count_problems(
@@ -258,9 +260,9 @@ def _count_problems(
     once = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
     for name, value in sorted(found.items()):
         if name.rpartition("/")[2] == "step" and once.get(name) == 1 and value != updates:
-            yield f"optimizer: {name} is {value}, after {updates} updates"
+            yield f"optimizer: {name} is {value} after {updates} updates"
         elif value is not None and not math.isfinite(value):
-            yield f"optimizer: {name} is {value}"
+            yield f"optimizer: {name} is {value}, which is not finite"
 
 
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
@@ -273,20 +275,21 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
     fixed = [name for name in expected if name not in ("scale", "_growth_tracker")]
     for name in fixed:
         if found[name] != expected[name]:
-            yield f"loss scale: {name} is {found[name]}, in this run {expected[name]}"
+            yield f"loss scale: {name} is {found[name]}, but {expected[name]} in this run"
     if scale.static is not None:
         if (found["scale"], found["_growth_tracker"]) != (scale.static, 0):
-            yield f"loss scale: {found['scale']}, in this run {scale.static} at each step"
+            yield f"loss scale: {found['scale']}, but {scale.static} at each step of this run"
         return
     ratio = found["scale"] / scale.initial
     if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # only doubling and halving are possible
         yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"
     if found["_growth_tracker"] not in range(scale.growth_interval):
-        yield f"loss scale: {found['_growth_tracker']} steps since it grew, at most {scale.growth_interval - 1}"
+        most = scale.growth_interval - 1
+        yield f"loss scale: {found['_growth_tracker']} steps since it grew, but at most {most} in this run"
 
 
 def _differing(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
-    yield from (f"{what}: {name} is none of this run's" for name in sorted(found - expected))
+    yield from (f"{what}: {name} is not part of this run" for name in sorted(found - expected))
     yield from (f"{what}: {name} is missing" for name in sorted(expected - found))
 
 

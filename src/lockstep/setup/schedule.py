@@ -41,8 +41,8 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
     for number, samples, value in zip(reversed(numbers), reversed(seen), reversed(values), strict=True):
         if rate.at(samples) != value:
             raise UsageError(
-                f"schedule {recipe.schedule.name}: asked for step {number + 1} again it gives another rate; let it "
-                f"follow from its arguments alone, for a resumed run asks for no earlier step ({_CONTRACT})"
+                f"schedule {recipe.schedule.name}: returned a different rate when called again for step {number + 1}; "
+                f"compute it only from the arguments, because a resumed run skips the earlier steps ({_CONTRACT})"
             )
 
 
@@ -57,7 +57,7 @@ def _own(recipe: Recipe) -> Shape:
         if not isinstance(found, Real) or not math.isfinite(found) or found < 0:
             value = found if isinstance(found, Real) else f"{type(found).__name__}"
             raise UsageError(
-                f"schedule {path}: at epoch {epoch:g} of {epochs:g} it gives {value}; return a finite number, 0 or more"
+                f"schedule {path}: returned {value} at epoch {epoch:g} of {epochs:g}; return a finite number, 0 or more"
             )
         return float(found)
 

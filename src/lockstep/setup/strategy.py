@@ -28,8 +28,8 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
         name = "single" if processes == 1 else "ddp"
     if name == FASTEST:
         raise UsageError(
-            "placement.strategy: fastest: only lockstep train finds it, on ranks that it starts itself; name one here, "
-            "such as that which lockstep plan --write puts into a recipe"
+            "placement.strategy: fastest is only supported by lockstep train, on ranks that it starts itself; name a "
+            "strategy, such as the one that lockstep plan --write sets in a recipe"
         )
     kind = _own(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
@@ -43,10 +43,10 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
         made = _build_strategy(kind, options)
         traits = made.traits
         if not isinstance(traits, Traits):
-            raise UsageError(f"strategy {name}: its traits are a {type(traits).__name__}; return Traits ({_CONTRACT})")
+            raise UsageError(f"strategy {name}: traits returned {type(traits).__name__}; return Traits ({_CONTRACT})")
         if traits.exactness not in ("bits", "close", "none"):
             raise UsageError(
-                f"strategy {name}: its exactness is {traits.exactness!r}; make it 'bits', 'close' or 'none'"
+                f"strategy {name}: traits.exactness is {traits.exactness!r}; set it to 'bits', 'close' or 'none'"
             )
     return name, made
 
@@ -72,8 +72,8 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
     if mesh.size != processes or min(mesh) < 1:
         axes = " x ".join(f"{axis}={length}" for axis, length in mesh._asdict().items() if length != 1) or "one rank"
         raise UsageError(
-            f"strategy {name}: its mesh for {processes} processes is {axes}; let the lengths multiply to {processes} "
-            f"({_CONTRACT})"
+            f"strategy {name}: mesh returned {axes} for {processes} processes; return lengths whose product is "
+            f"{processes} ({_CONTRACT})"
         )
 
 
@@ -81,13 +81,13 @@ def _own(path: str) -> type[Any]:
     """Return the user's class. Raise UsageError if it lacks a member that a strategy must have."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
-        what = "a class, but no dataclass" if isinstance(kind, type) else f"of type {type(kind).__name__}"
-        raise UsageError(f"strategy {path}: it is {what}; name a frozen dataclass ({_CONTRACT})")
+        what = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"
+        raise UsageError(f"strategy {path}: {what}; name a frozen dataclass ({_CONTRACT})")
     needed = [each for each in vars(Strategy) if not each.startswith("_")]
     found = dir(kind)
     missing = [each for each in needed if each not in found]
     if missing:
-        raise UsageError(f"strategy {path}: it has no {', '.join(missing)}; add it ({_CONTRACT})")
+        raise UsageError(f"strategy {path}: has no {', '.join(missing)}; add the missing members ({_CONTRACT})")
     return cast(type[Any], kind)
 
 

@@ -66,11 +66,11 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
         for library, marks in _TABULATED.items():
             if any(key in typed for key in marks):
                 raise UsageError(
-                    f"{file}: a configuration of {library} is not imported; docs/coming-from.md"
-                    f"#keys-of-accelerate-and-the-trainer has a table of its keys and ours"
+                    f"{file}: importing a configuration of {library} is not supported; see docs/coming-from.md"
+                    f"#keys-of-accelerate-and-the-trainer for a table of its keys and the keys of Lockstep"
                 )
         raise UsageError(
-            f"{file}: its keys are not those of Distribuuuu or pycls; a recipe of ours is given without --cfg: "
+            f"{file}: its keys do not match Distribuuuu or pycls; pass a Lockstep recipe without --cfg: "
             f"lockstep train {file}"
         )
     typed, places = ({table.renamed.get(key, key): each for key, each in of.items()} for of in (typed, places))
@@ -87,7 +87,7 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
     The last pair of a key wins, as in yacs.
     """
     if len(words) % 2:
-        raise UsageError(f"{words[-1]}: a key without a value; they come as KEY VALUE, such as OPTIM.BASE_LR 0.1")
+        raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
     if document.problems:
         raise ConfigError([str(each) for each in document.problems])
     leaves = list(write.leaves(document.values))

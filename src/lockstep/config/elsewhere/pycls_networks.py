@@ -37,7 +37,7 @@ def network(keys: Translation) -> tuple[str, str]:
         depth = keys["MODEL.DEPTH"]
         found = _found(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
         if found and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
-            keys.note("the stride of a bottleneck is on its 3x3 convolution here, on its first 1x1 there")
+            keys.note("the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls")
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
         depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
@@ -48,8 +48,8 @@ def network(keys: Translation) -> tuple[str, str]:
         found = by_numbers[kind](keys)
     if found is None:
         raise UsageError(
-            f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
-            f"recipe.model.name=efficientnet_b0 (lockstep import takes overrides, too)"
+            f"MODEL.TYPE: no known library has this {kind or 'network'}; set a model yourself, such as "
+            f"recipe.model.name=efficientnet_b0 (lockstep import accepts overrides, too)"
         )
     return found
 
@@ -85,7 +85,7 @@ def _efficientnet(keys: Translation) -> tuple[str, str] | None:
         keys.take("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
     if keys["EN.DC_RATIO"]:
         keys.take("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
-        keys.note("blocks are dropped the more often the deeper they are, up to EN.DC_RATIO, here; all alike there")
+        keys.note("EN.DC_RATIO is the rate of the deepest block in Lockstep, and the rate of all blocks in pycls")
     return "timm", name
 
 
@@ -94,7 +94,7 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
-        raise UsageError(f"VIT.HIDDEN_DIM: {keys['VIT.HIDDEN_DIM']}; expected at least 1")
+        raise UsageError(f"VIT.HIDDEN_DIM: expected at least 1, got {keys['VIT.HIDDEN_DIM']}")
     taken = {"img_size": "TRAIN.IM_SIZE", "patch_size": "VIT.PATCH_SIZE", "embed_dim": "VIT.HIDDEN_DIM"}
     taken |= {"depth": "VIT.NUM_LAYERS", "num_heads": "VIT.NUM_HEADS"}
     for name, key in taken.items():

@@ -91,7 +91,7 @@ def type_mismatch(default: Any, value: Any) -> str:
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
-        return "" if number and value == int(value) else "a whole number"
+        return "" if number and value == int(value) else "an integer"
     if isinstance(default, float):
         return "" if number else "a number"
     if isinstance(default, list):
@@ -185,7 +185,7 @@ class Translation:
             self.leave(reason, *keys)
         forgotten = [key for key in {**self._table.defaults, **self._typed} if key not in self._used]
         if forgotten:
-            raise AssertionError(f"nothing was done with {', '.join(forgotten)}")
+            raise AssertionError(f"keys without a translation: {', '.join(forgotten)}")
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
         left = {key: reason for key, reason in self._left.items() if key in self._typed and key not in mapped}
         return TranslatedConfig(self._values, self._origins, left, tuple(self._notes))
