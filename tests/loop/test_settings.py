@@ -25,7 +25,7 @@ def test_sections_are_those_of_a_configuration():
     ("words", "text"),
     [
         ({"seed": -1}, "seed: expected at least 0; got -1"),
-        ({"precision": "bf16-mixed"}, "precision: bf16-mixed is called bf16 here"),
+        ({"precision": "bf16-mixed"}, "precision: bf16-mixed is named bf16 in Lockstep"),
         ({"precision": "fp64"}, "precision: expected one of fp32, "),
         (
             {"placement": {"timeot_s": 5}},

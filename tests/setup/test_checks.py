@@ -39,7 +39,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
     ready = setup(config.recipe)
     check_kernels(config.placement, ready)  # there is no card
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"its_pools:pooled: on CUDA .*\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
+    with pytest.raises(UsageError, match=r"its_pools:pooled: .* on CUDA:\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
         check_kernels(config.placement, ready)
     check_kernels(config.placement, ready, training=False)  # which has no backward
     check_kernels(load("digits", [pooled, "placement.device=cpu"]).config.placement, ready)
