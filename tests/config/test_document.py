@@ -66,7 +66,7 @@ def test_quoted_scalars_are_text(text):
 def test_every_key_and_item_has_its_place():
     document = parse("a:\n  b: [1, {c: 2}]\n", "r.yaml")
     assert document.values == {"a": {"b": [1, {"c": 2}]}}
-    assert {path: str(place) for path, place in document.places.items()} == {
+    assert {path: str(place) for path, place in document.positions.items()} == {
         (): "r.yaml:1:1",
         ("a",): "r.yaml:1:1",
         ("a", "b"): "r.yaml:2:3",

@@ -54,16 +54,16 @@ def test_mappings_are_made_where_there_are_none():
 def test_a_mapping_is_replaced_with_all_its_places():
     document = applied("recipe.optimizer=5")
     assert document.values["recipe"]["optimizer"] == 5
-    assert ("recipe", "optimizer", "lr") not in document.places
-    assert str(document.places["recipe", "optimizer"]) == "override"
+    assert ("recipe", "optimizer", "lr") not in document.positions
+    assert str(document.positions["recipe", "optimizer"]) == "override"
 
 
 def test_a_bare_value_that_stands_for_a_mapping_is_kept_in_it():
     document = applied("recipe.optimizer.lr.per_samples=128", "placement.strategy.replicate=2")
     assert document.values["recipe"]["optimizer"]["lr"] == {"value": 0.1, "per_samples": 128}
     assert document.values["placement"]["strategy"] == {"name": "hsdp", "replicate": 2}
-    assert str(document.places["recipe", "optimizer", "lr", "value"]) == "r.yaml:5:15"
-    assert str(document.places["recipe", "optimizer", "lr", "per_samples"]) == "override"
+    assert str(document.positions["recipe", "optimizer", "lr", "value"]) == "r.yaml:5:15"
+    assert str(document.positions["recipe", "optimizer", "lr", "per_samples"]) == "override"
 
 
 @pytest.mark.parametrize("text", ["", " "])

@@ -58,7 +58,7 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
 def test_cores_of_made_up_hosts(placed: list[Seat], least: int, cores: list[str], why: str | None) -> None:
     found = [choose_cores(rank, placed, SIBLINGS, least) for rank in range(len(placed))]
     assert [format_cores(each.cores) for each in found] == cores
-    assert why is None or {each.why for each in found} == {why}
+    assert why is None or {each.reason for each in found} == {why}
 
 
 @given(

@@ -29,7 +29,7 @@ from lockstep.launchers.hosts import run_on_hosts
 stop_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 command = {{"waits": {WAITS!r}, "stays": {STAYS!r}, "saves": {SAVES!r}}}[kind]
 commands = {{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}
-ended = run_on_hosts(commands, print, stop_s, here=kind == "saves")
+ended = run_on_hosts(commands, print, stop_s, is_local=kind == "saves")
 sys.exit(ended.code)
 """
 

@@ -44,7 +44,7 @@ def stored(kind: str, path: str) -> Any:
 
 
 def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store() -> None:
-    info = ray.place(Context(), STORE)
+    info = ray.rank_info(Context(), STORE)
     assert (info.rank, info.size, info.local_rank, info.local_size, info.hosted) == (2, 3, 1, 2, True)
     assert rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
 
@@ -64,7 +64,7 @@ def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytes
 )
 def test_without_rays_store_it_says_what_sets_it(env: Mapping[str, str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        rendezvous_address(ray.place(Context(), env), "env://")
+        rendezvous_address(ray.rank_info(Context(), env), "env://")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])

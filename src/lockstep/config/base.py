@@ -38,11 +38,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, section: Any) -> Any:
         """Drop known keys that are null. They get their defaults, as if they weren't set."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
+        if not isinstance(section, dict):
+            return section
+        return {name: value for name, value in section.items() if value is not None or name not in cls.model_fields}
 
 
 def values(section: Section) -> dict[str, Any]:
@@ -67,7 +67,7 @@ BY_NAME: Final = shorthand("name", str)
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return values(value)
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def as_tuple(value: Any) -> Any:

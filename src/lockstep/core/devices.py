@@ -10,9 +10,9 @@ SHARING: Final = "placement.backend=gloo, which lets processes share a device"
 SLOWLY: Final = "gloo communicates through host memory: the same bits, at a different speed"
 
 
-def check_cuda(device: Literal["auto", "cpu", "cuda"], count: int) -> None:
+def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> None:
     """Raise UsageError if `device` is cuda and there are no CUDA devices."""
-    if device == "cuda" and not count:
+    if device == "cuda" and not device_count:
         raise UsageError(
             "placement.device: cuda is not available, because torch finds no CUDA device; use cpu or auto, or run "
             "lockstep doctor gpu to find the cause"
@@ -52,9 +52,9 @@ def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, 
         return local_rank % visible
     if visible == 1 and hidden:
         return 0
-    see = "1 CUDA device" if visible == 1 else f"{visible} CUDA devices"
+    devices = "1 CUDA device" if visible == 1 else f"{visible} CUDA devices"
     raise UsageError(
-        f"placement.processes: {local_size} processes on this host but only {see}; use at most {visible}, or "
+        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {visible}, or "
         f"placement.device=cpu, or {SHARING}, or let the launcher show each process only its own device "
         f"(CUDA_VISIBLE_DEVICES, as with srun --gpus-per-task=1)"
     )

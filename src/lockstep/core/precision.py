@@ -35,9 +35,9 @@ def translate_precision(name: object) -> object:
     text = str(name)
     if text in APEX:
         return APEX[text]
-    for refused, why in _REFUSED.items():
+    for refused, reason in _REFUSED.items():
         if text.startswith(refused):
-            raise ValueError(f"{text} is not supported: {why}")
+            raise ValueError(f"{text} is not supported: {reason}")
     if text in _ELSEWHERE:
         raise ValueError(f"{text} is named {_ELSEWHERE[text]} in Lockstep; use {_ELSEWHERE[text]}")
     return name

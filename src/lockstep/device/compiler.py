@@ -120,17 +120,17 @@ def _check_triton() -> None:
             f"recipe.compile: Triton requires a C compiler to start its kernels, but none is found on this host; "
             f"install gcc, set the environment variable CC to a different compiler, {advice}"
         )
-    found = torch.cuda.get_device_capability()
-    if found < _OLDEST_GPU:
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST_GPU:
         raise UsageError(
             f"recipe.compile: Triton requires a GPU with compute capability 7.0 or higher, but "
-            f"{torch.cuda.get_device_name()} has {found[0]}.{found[1]}; use a different GPU, {advice}"
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use a different GPU, {advice}"
         )
 
 
 def _triton() -> str | None:
-    found = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
-    return next(filter(None, found), None)
+    versions = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
+    return next(filter(None, versions), None)
 
 
 def _cxx() -> str:

@@ -44,13 +44,13 @@ class Refused:
 
 def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
     """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
-    named = operation._schema.name.rstrip("_")
-    entries = [each for each in REFUSED if each.named == named]
+    name = operation._schema.name.rstrip("_")
+    entries = [entry for entry in REFUSED if entry.named == name]
     if not entries:
         return None
     names = [argument.name for argument in operation._schema.arguments]
     call = {**dict(zip(names, arguments, strict=False)), **options}
-    return next((each for each in entries if each.applies(call)), None)
+    return next((entry for entry in entries if entry.applies(call)), None)
 
 
 def _along_a_dim(call: Call) -> bool:

@@ -45,11 +45,12 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
     `run` is None for a script, whose run folder isn't known here.
     """
     problems = []
-    longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
-    if not _NAME.fullmatch(cluster.name) or len(longest) > _LONGEST_NAME:
-        most = _LONGEST_NAME - len(longest) + len(cluster.name)
+    longest_name = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
+    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _LONGEST_NAME:
+        limit = _LONGEST_NAME - len(longest_name) + len(cluster.name)
         problems.append(
-            f"--name: expected at most {most} characters from a-z, 0-9 and -, with a letter first, got {cluster.name!r}"
+            f"--name: expected at most {limit} characters from a-z, 0-9 and -, with a letter first, "
+            f"got {cluster.name!r}"
         )
     if not cluster.image:
         problems.append("--image: not set; name an image that contains Lockstep, such as registry.example/train:1")
@@ -67,11 +68,11 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
 
 def manifest(job: Job, cluster: Cluster) -> str:
     """Return the manifest as YAML, with the objects in the order in which they must be created."""
-    words = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
+    arguments = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
     return template(_MANIFEST).render(
         job=job,
         cluster=cluster,
-        words=[word.replace("$(", "$$(") for word in words],  # Kubernetes expands $(NAME)
+        words=[word.replace("$(", "$$(") for word in arguments],  # Kubernetes expands $(NAME)
         exits_again=EXITS_AGAIN,
         exit_saved=EXIT_SAVED,
         variables=(NODES, FIRST_NODE, SECRET),

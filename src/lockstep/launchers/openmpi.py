@@ -8,7 +8,7 @@ from lockstep.common.hashing import VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import MASTER, PLACE, place, port_of
+from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
 VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
@@ -21,25 +21,36 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the job ID, the same on all ranks
-    return place(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:
     """Return the command line of mpirun. Without host names, it runs here or on the hosts of a batch system."""
-    count = job.processes_per_node
+    per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
-    named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
+    host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
     secret = ["-x", SECRET] if job.signed else []  # passed through the environment, not on the command line
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = [
         "--map-by",
-        f"ppr:{count}:node",
+        f"ppr:{per_node}:node",
         "--bind-to",
         "none",
     ]  # by default it binds a process and its threads to one core
-    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *hashes, *secret, *job.options, *job.program]
+    return [
+        "mpirun",
+        "-n",
+        str(job.processes),
+        *layout,
+        *host_words,
+        *address,
+        *hashes,
+        *secret,
+        *job.options,
+        *job.program,
+    ]
 
 
 def unused_port(job: Job) -> str:

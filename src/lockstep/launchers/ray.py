@@ -32,13 +32,13 @@ def worker() -> Worker | None:
     if train is None:
         return None
     try:
-        found: Worker = train.get_context()
+        context: Worker = train.get_context()
     except (RuntimeError, DeprecationWarning):  # the driver, or a trial of Ray Tune
         return None
-    return found
+    return context
 
 
-def place(worker: Worker, env: Mapping[str, str]) -> RankInfo:
+def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
     """Return the rank of a worker. The store of Ray's process group listens at MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
     port = variables.port(None)

@@ -42,8 +42,12 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     nodes = variables.parse("SLURM_STEP_NODELIST", hosts)
     port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
     if not variables.problems:
-        _check(variables, rank, size, local_rank, node, on_nodes, len(nodes))
-    if not variables.problems and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
+        _check_consistency(variables, rank, size, local_rank, node, on_nodes, len(nodes))
+    if (
+        not variables.problems
+        and not env.get("MASTER_ADDR")
+        and not _rank_0_is_on_first_host(env, rank, node, len(nodes))
+    ):
         variables.problems.append(
             f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
             f"{env['SLURM_STEP_NODELIST']}, and srun does not provide its host; export MASTER_ADDR=HOST"
@@ -76,14 +80,14 @@ def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     If Slurm doesn't know the address either, the name is kept, and the error comes from the rendezvous.
     """
     name = info.master or ""
-    if info.launcher != "slurm" or env.get("MASTER_ADDR") or _is_known(name):
+    if info.launcher != "slurm" or env.get("MASTER_ADDR") or _can_resolve(name):
         return info
-    found = node_address(_show_node(name))
-    if not found and env.get("ENVIRONMENT") == "BATCH" and name in _first(env.get("SLURM_JOB_NODELIST", "")):
-        found = env.get(
+    address = node_address(_show_node(name))
+    if not address and env.get("ENVIRONMENT") == "BATCH" and name in _first_host(env.get("SLURM_JOB_NODELIST", "")):
+        address = env.get(
             "SLURM_LAUNCH_NODE_IPADDR", ""
         )  # the host of srun: batch scripts run on the first host of the job
-    return replace(info, master=found) if _is_known(found) else info
+    return replace(info, master=address) if _can_resolve(address) else info
 
 
 def node_address(text: str) -> str:
@@ -99,13 +103,13 @@ def _show_node(name: str) -> str:
     return ""
 
 
-def _first(nodes: str) -> tuple[str, ...]:
+def _first_host(nodes: str) -> tuple[str, ...]:
     with suppress(ValueError):
         return hosts(nodes)[:1]
     return ()
 
 
-def _is_known(host: str) -> bool:
+def _can_resolve(host: str) -> bool:
     """Return whether a host name or address can be resolved on this host."""
     with suppress(OSError, UnicodeError):
         return bool(host and socket.getaddrinfo(host, None))
@@ -114,11 +118,11 @@ def _is_known(host: str) -> bool:
 
 def command(job: Job) -> list[str]:
     """Return the command line of srun, inside an allocation or with a new one. A failed task ends all tasks."""
-    count = job.processes_per_node
-    layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
-    named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
-    asked = [f"{option}={value}" for option, value in job.resources.named.items()]
-    return ["srun", *layout, *named, "--kill-on-bad-exit=1", *asked, *job.options, *job.program]
+    per_node = job.processes_per_node
+    layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={per_node}"]
+    host_words = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
+    resource_words = [f"{option}={value}" for option, value in job.resources.named.items()]
+    return ["srun", *layout, *host_words, "--kill-on-bad-exit=1", *resource_words, *job.options, *job.program]
 
 
 _UNUSED_PORT: Final = "the port is derived from the job and step IDs, or set by MASTER_PORT"
@@ -133,7 +137,7 @@ def _is_task_of_many(env: Mapping[str, str]) -> bool:
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
-def _check(
+def _check_consistency(
     variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
 ) -> None:
     """Record problems if the values contradict each other."""
@@ -150,7 +154,7 @@ def _check(
         )
 
 
-def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
+def _rank_0_is_on_first_host(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
     """Return whether rank 0 is on the first host. Only an arbitrary distribution can place it elsewhere."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return nodes == 1 or not (arbitrary or (rank == 0 and node))

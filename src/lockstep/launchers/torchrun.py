@@ -45,9 +45,9 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     fewest, most = _hosts(agent, env)
     if not folder and (restarts != "0" or fewest < most):
-        asked = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
+        option = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
-            f"run.dir: not set, but torchrun may restart the run ({asked}), and each restart would begin a new run; "
+            f"run.dir: not set, but torchrun may restart the run ({option}), and each restart would begin a new run; "
             f"set a folder to resume from, such as run.dir=runs/a"
         )
 
@@ -80,14 +80,14 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
 
 def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
     """Return the minimum and maximum number of hosts that were requested from torchrun."""
-    given = [env.get("PET_NNODES", "")]
-    for word, following in zip(agent, [*agent[1:], ""], strict=True):
+    values = [env.get("PET_NNODES", "")]
+    for word, next_word in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--nnodes":
-            given.append(value or following)
-    fewest, _, most = given[-1].partition(":")
-    number = int(fewest) if fewest.isdecimal() else 1
-    return number, int(most) if most.isdecimal() else number
+            values.append(value or next_word)
+    fewest, _, most = values[-1].partition(":")
+    minimum = int(fewest) if fewest.isdecimal() else 1
+    return minimum, int(most) if most.isdecimal() else minimum
 
 
 def unused_port(job: Job) -> str:

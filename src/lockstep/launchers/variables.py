@@ -62,7 +62,7 @@ class Variables:
             raise UsageError("\n".join(self.problems))
 
 
-def place(
+def rank_info(
     env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
 ) -> RankInfo:
     """Return the rank from four variables: `names` of the rank, the world size, the local rank and the local size.
@@ -74,7 +74,7 @@ def place(
     """
     variables = Variables(env, missing)
     rank, size, local_rank, local_size = map(variables.number, names)
-    chosen = variables.port(port)
+    master_port = variables.port(port)
     if not variables.problems:
         check_range(variables, names[0], rank, names[1], size)
         check_range(variables, names[2], local_rank, names[3], local_size)
@@ -82,7 +82,7 @@ def place(
             variables.problems.append(f"{names[3]}={local_size}: more processes on this host than {names[1]}={size}")
     variables.check()
     master = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
-    return RankInfo(rank, size, local_rank, local_size, launcher, master, chosen, advice)
+    return RankInfo(rank, size, local_rank, local_size, launcher, master, master_port, advice)
 
 
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:

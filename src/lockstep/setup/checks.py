@@ -14,7 +14,7 @@ from lockstep.parallel.optimizer_trials import check_rows
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
-from lockstep.setup.optimizing import optimizer, with_each
+from lockstep.setup.optimizing import optimizer, optimizer_factories
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import check_strategy
 from lockstep.strategies.base import CutsModel, ExternalEngine
@@ -31,8 +31,8 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # on a GPU, each rank checks its own device
-    shares = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
-    check_strategy(resolved.strategy_name, strategy, resolved.processes, shares)
+    microbatches = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
+    check_strategy(resolved.strategy_name, strategy, resolved.processes, microbatches)
     _check_compile(resolved)
     if not training:
         return
@@ -84,7 +84,7 @@ def _check_batchnorm(resolved: Resolved) -> None:
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
-    key, count = "recipe.batchnorm: sync", recipe.microbatches
+    key, microbatches = "recipe.batchnorm: sync", recipe.microbatches
     if recipe.model.chunks > 1:
         raise UsageError(
             f"{key}: not supported with recipe.model.chunks, because the model is called once per chunk; unset "
@@ -94,13 +94,13 @@ def _check_batchnorm(resolved: Resolved) -> None:
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} does not run the forwards of a step together, layer by layer; "
-            f"use strategy single, ddp or zero1, or zero2, zero3 or hsdp with {count} processes"
+            f"use strategy single, ddp or zero1, or zero2, zero3 or hsdp with {microbatches} processes"
         )
-    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < count:
+    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < microbatches:
         raise UsageError(
             f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch at a time, but "
-            f"{resolved.processes} processes share {count} micro-batches; use {count} processes, or strategy ddp or "
-            f"zero1"
+            f"{resolved.processes} processes share {microbatches} micro-batches; use {microbatches} processes, or "
+            f"strategy ddp or zero1"
         )
 
 
@@ -126,11 +126,11 @@ def _check_sequences(resolved: Resolved) -> None:
     mesh = strategy.mesh(resolved.processes)
     context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % context_size:
-        fitting = ", ".join(map(str, divisors(chunks)))
+        valid_counts = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
             f"{key}: {chunks} is not divisible by {context_size}, the number of processes that share a sequence; use "
-            f"{fitting} processes per replica (placement.strategy.replicate is the number of replicas), or set {key} "
-            f"to a multiple of {context_size}, which is a different recipe and changes the results"
+            f"{valid_counts} processes per replica (placement.strategy.replicate is the number of replicas), or set "
+            f"{key} to a multiple of {context_size}, which is a different recipe and changes the results"
         )
     if chunks == 1:
         return
@@ -153,20 +153,22 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     """Raise UsageError if the strategy can't shard this model or optimizer for this number of processes."""
     strategy = resolved.strategy
     if strategy.traits.cuts_rows or ready.chunked:
-        stored = stored_dtype(ready.recipe.precision)
-        for make in with_each(ready.recipe, ready.special)[1:]:  # the plain optimizer is checked with the placement
-            check_rows(make, resolved.strategy_name, stored)
-        for dtype in NARROW if stored is None else ():  # dtypes in which the model itself may have weights
+        weight_dtype = stored_dtype(ready.recipe.precision)
+        for make in optimizer_factories(ready.recipe, ready.parameter_settings)[
+            1:
+        ]:  # the plain optimizer is checked with the placement
+            check_rows(make, resolved.strategy_name, weight_dtype)
+        for dtype in NARROW if weight_dtype is None else ():  # dtypes in which the model itself may have weights
             if any(form.dtype == dtype for form in ready.summary.trained.values()):
-                for make in with_each(ready.recipe, ready.special):
+                for make in optimizer_factories(ready.recipe, ready.parameter_settings):
                     check_rows(make, resolved.strategy_name, dtype)
     if isinstance(strategy, ExternalEngine):
-        for make in with_each(ready.recipe, ready.special)[1:]:
+        for make in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make)
         strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
-        whole = ready.recipe.compile
-        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
+        whole_blocks = ready.recipe.compile
+        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
@@ -182,9 +184,9 @@ def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) 
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)
-    if found := cuda_refusals(ready, training=training):
-        listed = "".join(f"\n  {each}" for each in found)
+    if refusals := cuda_refusals(ready, training=training):
+        lines = "".join(f"\n  {refusal}" for refusal in refusals)
         raise UsageError(
-            f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{listed}\n"
+            f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"
             f"Replace them, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
         )

@@ -65,7 +65,9 @@ def test_each_key_is_mapped_or_named(tmp_path: Path, framework: str, changed: di
     found = imported(tmp_path, _nested(typed)).translated
     words = " ".join([*found.origins.values(), *found.notes])
     off = [key for key, value in typed.items() if not value]  # a switch that is off leads to nothing, as a path of ""
-    assert set(typed) - set(found.left) - set(off) - {each for each in typed if each in words} <= {"TRAIN.AUTO_RESUME"}
+    assert set(typed) - set(found.unmapped) - set(off) - {each for each in typed if each in words} <= {
+        "TRAIN.AUTO_RESUME"
+    }
 
 
 def test_the_batch_of_a_gpu_becomes_that_of_all(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
     else:
         keys.set("recipe.data.name", "folder", "its loader")
         keys.take("TRAIN.DATASET", "recipe.data.root")
-        _pictures(keys)
+        _crops(keys)
         if keys["TRAIN.IM_SIZE"] != _CROP:
             keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP} in Distribuuuu")
     batch = keys["TRAIN.BATCH_SIZE"] * gpus
@@ -57,7 +57,7 @@ def pycls(keys: Translation, model_given: bool) -> None:
         raise UsageError(f"TRAIN.DATASET: dataset {keys['TRAIN.DATASET']!r} cannot be imported; use imagenet")
     keys.set("recipe.data.name", "folder", "TRAIN.DATASET")
     keys.set("recipe.data.root", _ROOT, "the default location in pycls")
-    _pictures(keys)
+    _crops(keys)
     gpus = keys["NUM_GPUS"]
     keys.set("recipe.microbatches", gpus, "NUM_GPUS, because BatchNorm normalizes per GPU")
     keys.set("recipe.evaluation_batch", max(1, keys["TEST.BATCH_SIZE"] // gpus), "TEST.BATCH_SIZE / NUM_GPUS")
@@ -87,7 +87,7 @@ def pycls(keys: Translation, model_given: bool) -> None:
         keys.take("OUT_DIR", "run.dir")
 
 
-def _pictures(keys: Translation) -> None:
+def _crops(keys: Translation) -> None:
     """Translate the crops of training and validation. The folders must be named train and val, as in Lockstep."""
     keys.take("TRAIN.IM_SIZE", "recipe.data.image_size")
     keys.take("TEST.IM_SIZE", "recipe.data.resize_size")
@@ -139,7 +139,7 @@ def _loop(keys: Translation) -> None:
         keys.leave(f"used by the policy steps, but the policy is {policy}", "OPTIM.STEPS", "OPTIM.LR_MULT")
     elif policy == "steps":
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY")
-        keys.set("recipe.schedule.milestones", [each for each in steps if each], "OPTIM.STEPS")
+        keys.set("recipe.schedule.milestones", [step for step in steps if step], "OPTIM.STEPS")
         keys.set("recipe.schedule.gamma", factor, "OPTIM.LR_MULT")
         keys.leave("the policy steps does not use it", "OPTIM.MIN_LR")
     elif policy == "exp" and low > 0 and 1 <= epochs <= _MOST_EPOCHS:
