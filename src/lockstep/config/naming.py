@@ -42,10 +42,10 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
     """
     notes = []
     for section, kept_keys in _KEPT.items():
-        old, new = _name(before, section), _name(after, section)
-        if not isinstance(old, str) or new is UNREADABLE:
+        old_name, new_name = _name(before, section), _name(after, section)
+        if not isinstance(old_name, str) or new_name is UNREADABLE:
             continue
-        if new == old and not _changes_source(before, after, section):
+        if new_name == old_name and not _changes_source(before, after, section):
             continue
         name_dependent = list(_name_dependent_values(after, section, kept_keys))
         dropped = [
@@ -54,7 +54,11 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
             if value not in (_default(path), {})
         ]
         if dropped:
-            names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} from a different source"
+            names = (
+                f"{flow(new_name)} instead of {flow(old_name)}"
+                if new_name != old_name
+                else f"{flow(new_name)} from a different source"
+            )
             notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
         for path, _ in name_dependent:
             _remove(after, path)
@@ -82,8 +86,8 @@ def _name(document: Document, section: Path) -> Any:
 
 def _changes_source(before: Document, after: Document, section: Path) -> bool:
     """Return whether an override changes the `source` of a section, so that the same name means a different object."""
-    old, new = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
-    return old != new and new is not None
+    old_source, new_source = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
+    return old_source != new_source and new_source is not None
 
 
 def _default(path: Path) -> Any:

@@ -47,7 +47,7 @@ class Step(NamedTuple):
         add nothing, and the sum is the same tree without these leaves.
         """
         parts = cut(self.samples, min(count, self.samples))
-        return [range(self.first + part.start, self.first + part.stop) for part in parts]
+        return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def new_tensors_dropped() -> Iterator[None]:
 
 
 def _all_tensors() -> list[Tensor]:
-    return _tensors_in(each for _, namespace in _namespaces() for each in [*namespace.values()])
+    return _tensors_in(value for _, namespace in _namespaces() for value in [*namespace.values()])
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:

@@ -144,10 +144,17 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     """Put termination signals into the queue while the block runs."""
     # SIGHUP stays ignored if it was, as under nohup.
-    numbers = [number for number in _ASKING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
+    signal_numbers = [
+        signal_number
+        for signal_number in _ASKING
+        if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
+    ]
+    before = {
+        signal_number: signal.signal(signal_number, lambda got, _: events.put(signal.Signals(got)))
+        for signal_number in signal_numbers
+    }
     try:
         yield
     finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+        for signal_number, action in before.items():
+            signal.signal(signal_number, action)

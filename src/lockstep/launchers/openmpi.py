@@ -10,7 +10,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
 from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
-VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
+VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
 # OMPI_MCA_orte_hnp_uri is the host of mpirun itself, which may not be one of the hosts of the job.
 _ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."

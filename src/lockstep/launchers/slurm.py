@@ -15,8 +15,8 @@ from lockstep.launchers.job import Job
 from lockstep.launchers.variables import MASTER, Variables, check_range, port_of
 
 VARIABLES: Final = (
-    *(f"SLURM_{each}" for each in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
-    *(f"SLURM_STEP_{each}" for each in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
+    *(f"SLURM_{suffix}" for suffix in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
+    *(f"SLURM_STEP_{suffix}" for suffix in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
     *("SLURM_DISTRIBUTION", *MASTER),
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and so on

@@ -90,7 +90,7 @@ def evaluate(
     Raises the same errors as `train`.
     """
     request = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
-    [message] = _messages(lambda pipe: evaluate_here(request, lambda found: pipe.write(found.event, 0.0)))
+    [message] = _messages(lambda pipe: evaluate_here(request, lambda result: pipe.write(result.event, 0.0)))
     event = _event(message)
     assert isinstance(event, Evaluated)
     return event

@@ -261,8 +261,8 @@ def _remove(folder: Path, created: Sequence[Path]) -> None:
         (folder / LOGS).rmdir()
     with suppress(OSError):
         (folder / LOCK).unlink()
-        for each in created:
-            each.rmdir()
+        for parent in created:
+            parent.rmdir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -288,7 +288,7 @@ def _refuse_foreign(folder: Path) -> None:
     paths = [folder / name for name in _FILES]
     if irregular := next((path for path in paths if path.exists() and not path.is_file()), None):
         raise UsageError(f"{irregular}: must be a regular file; move it away, or choose a different run.dir")
-    paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
+    paths += [*folders, *(path for subfolder in folders if subfolder.is_dir() for path in subfolder.iterdir())]
     for path in paths:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise UsageError(

@@ -224,7 +224,7 @@ def sequence_departure(
         yield "the loss", _distance(loss, chunk_loss)
         # The same scale for all gradients, because a gradient that is zero except for rounding, such as that of a key
         # bias, has no meaningful scale.
-        scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
+        scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
             yield (

@@ -73,7 +73,7 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
+        lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_SHOWN]]
         raise UsageError("\n".join([f"{path}: its recipe is not valid in this version:", *lines])) from None
 
 
@@ -169,7 +169,7 @@ def continuation_state(ready: Setup, current: State) -> State:
     _, after_step = _trial(ready, steps=1)
     groups = [
         {
-            name: own_scale.get(name, value) if not _same(value, last.get(name)) else value
+            name: own_scale.get(name, value) if not _is_equal(value, last.get(name)) else value
             for name, value in before.items()
         }
         for own_scale, before, last in zip(optimizer.groups, before_step["groups"], after_step["groups"], strict=True)
@@ -241,7 +241,7 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
         label = f"optimizer: group {index}"
         yield from _differing(label, {*group}, {*group} & {*last})
         for name in sorted(group.keys() & last.keys()):
-            if name in first and _same(first[name], last[name]) and not _same(group[name], last[name]):
+            if name in first and _is_equal(first[name], last[name]) and not _is_equal(group[name], last[name]):
                 yield f"{label}: {name} is {group[name]}, but {last[name]} in this run"
     counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
     yield from _count_problems(counts, expected, after, updates)
@@ -300,7 +300,7 @@ def _differing(label: str, actual: set[str], expected: set[str]) -> Iterator[str
     yield from (f"{label}: {name} is missing" for name in sorted(expected - actual))
 
 
-def _same(left: object, right: object) -> bool:
+def _is_equal(left: object, right: object) -> bool:
     return type(left) is type(right) and left == right
 
 

@@ -36,12 +36,12 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
         return
     rate = find_rate(recipe, steps)
     step_numbers = sorted({round(fraction * (steps.total - 1) / _LOOKED_AT) for fraction in range(_LOOKED_AT + 1)})
-    samples_seen = [steps[number].samples_seen for number in step_numbers]
+    samples_seen = [steps[step].samples_seen for step in step_numbers]
     values = [rate.at(samples) for samples in samples_seen]
-    for number, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):
+    for step, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):
         if rate.at(samples) != value:
             raise UsageError(
-                f"schedule {recipe.schedule.name}: returned a different rate when called again for step {number + 1}; "
+                f"schedule {recipe.schedule.name}: returned a different rate when called again for step {step + 1}; "
                 f"compute it only from the arguments, because a resumed run skips the earlier steps ({_CONTRACT})"
             )
 

@@ -78,9 +78,9 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     )
     _check(table, file_values, places)
     keys = Translation(table, file_values, gpus)
-    keys.take_listed()
+    keys.copy_listed()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
-    return ImportedConfig(table.framework, file, _apply_overrides(keys.done(), overrides))
+    return ImportedConfig(table.framework, file, _apply_overrides(keys.finish(), overrides))
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:

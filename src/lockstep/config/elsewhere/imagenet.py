@@ -19,14 +19,14 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
     keys.set("recipe.model.source", source, "where Distribuuuu gets the network from")
     if keys["MODEL.WEIGHTS"]:
-        keys.leave("only weights are loaded, and a run starts at epoch 1", "TRAIN.LOAD_OPT")
+        keys.skip("only weights are loaded, and a run starts at epoch 1", "TRAIN.LOAD_OPT")
     if keys["MODEL.DUMMY_INPUT"]:
         options = {"samples": 1000, "validation_samples": 1000, "classes": keys["MODEL.NUM_CLASSES"]}
         keys.set("recipe.data", {"name": "synthetic", "image_size": _CROP, "options": options}, "MODEL.DUMMY_INPUT")
-        keys.leave("MODEL.DUMMY_INPUT is set", "TRAIN.DATASET", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "*.SPLIT")
+        keys.skip("MODEL.DUMMY_INPUT is set", "TRAIN.DATASET", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "*.SPLIT")
     else:
         keys.set("recipe.data.name", "folder", "its loader")
-        keys.take("TRAIN.DATASET", "recipe.data.root")
+        keys.copy("TRAIN.DATASET", "recipe.data.root")
         _crops(keys)
         if keys["TRAIN.IM_SIZE"] != _CROP:
             keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP} in Distribuuuu")
@@ -47,8 +47,8 @@ def pycls(keys: Translation, model_given: bool) -> None:
     If `model_given`, an override names the model, and the model keys of pycls are ignored.
     """
     if model_given:
-        keys.leave("recipe.model is set", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
-        keys.leave("recipe.model is set", "VIT.*")
+        keys.skip("recipe.model is set", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
+        keys.skip("recipe.model is set", "VIT.*")
     else:
         source, name = network(keys)
         keys.set("recipe.model.name", name, f"MODEL.TYPE {keys['MODEL.TYPE']}, and its keys")
@@ -64,11 +64,11 @@ def pycls(keys: Translation, model_given: bool) -> None:
     kind = keys["OPTIM.OPTIMIZER"]
     if kind == "sgd":
         _momentum(keys)
-        keys.leave("used by adam and adamw, but the optimizer is sgd", "OPTIM.BETA1", "OPTIM.BETA2")
+        keys.skip("used by adam and adamw, but the optimizer is sgd", "OPTIM.BETA1", "OPTIM.BETA2")
     elif kind in ("adam", "adamw"):
         betas = [keys["OPTIM.BETA1"], keys["OPTIM.BETA2"]]
         keys.set("recipe.optimizer.options.betas", betas, "OPTIM.BETA1, OPTIM.BETA2")
-        keys.leave(f"used by sgd, but the optimizer is {kind}", "OPTIM.MOMENTUM", "OPTIM.NESTEROV", "OPTIM.DAMPENING")
+        keys.skip(f"used by sgd, but the optimizer is {kind}", "OPTIM.MOMENTUM", "OPTIM.NESTEROV", "OPTIM.DAMPENING")
     else:
         raise UsageError(f"OPTIM.OPTIMIZER: {kind!r} is not supported; use sgd, adam or adamw")
     _decays(keys)
@@ -82,27 +82,27 @@ def pycls(keys: Translation, model_given: bool) -> None:
     if keys["TRAIN.AUGMENT"]:
         keys.note(f"TRAIN.AUGMENT {keys['TRAIN.AUGMENT']!r} has no counterpart: images are cropped and flipped")
     if keys["OUT_DIR"] in (".", "/tmp"):
-        keys.leave("each run has its own folder", "OUT_DIR")
+        keys.skip("each run has its own folder", "OUT_DIR")
     else:
-        keys.take("OUT_DIR", "run.dir")
+        keys.copy("OUT_DIR", "run.dir")
 
 
 def _crops(keys: Translation) -> None:
     """Translate the crops of training and validation. The folders must be named train and val, as in Lockstep."""
-    keys.take("TRAIN.IM_SIZE", "recipe.data.image_size")
-    keys.take("TEST.IM_SIZE", "recipe.data.resize_size")
+    keys.copy("TRAIN.IM_SIZE", "recipe.data.image_size")
+    keys.copy("TEST.IM_SIZE", "recipe.data.resize_size")
     keys.set("recipe.data.augment", {"resized_crop": True, "flip": True}, "its loader")
     for key, folder in (("TRAIN.SPLIT", "train"), ("TEST.SPLIT", "val")):
         if keys[key] != folder:
             raise UsageError(f"{key}: expected {folder!r}, got {keys[key]!r}; name the folders train and val")
-        keys.leave("Lockstep uses the same folder names", key)
+        keys.skip("Lockstep uses the same folder names", key)
 
 
 def _momentum(keys: Translation) -> None:
-    keys.take("OPTIM.MOMENTUM", "recipe.optimizer.momentum")
-    keys.take("OPTIM.NESTEROV", "recipe.optimizer.nesterov")
+    keys.copy("OPTIM.MOMENTUM", "recipe.optimizer.momentum")
+    keys.copy("OPTIM.NESTEROV", "recipe.optimizer.nesterov")
     if keys["OPTIM.DAMPENING"]:
-        keys.take("OPTIM.DAMPENING", "recipe.optimizer.options.dampening")
+        keys.copy("OPTIM.DAMPENING", "recipe.optimizer.options.dampening")
 
 
 def _decays(keys: Translation) -> None:
@@ -136,24 +136,24 @@ def _loop(keys: Translation) -> None:
     if policy in _CURVES:
         keys.set("recipe.schedule.name", _CURVES[policy], "OPTIM.LR_POLICY")
         keys.set("recipe.schedule.min_lr", low * keys["OPTIM.BASE_LR"], "OPTIM.MIN_LR, a fraction of OPTIM.BASE_LR")
-        keys.leave(f"used by the policy steps, but the policy is {policy}", "OPTIM.STEPS", "OPTIM.LR_MULT")
+        keys.skip(f"used by the policy steps, but the policy is {policy}", "OPTIM.STEPS", "OPTIM.LR_MULT")
     elif policy == "steps":
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY")
         keys.set("recipe.schedule.milestones", [step for step in steps if step], "OPTIM.STEPS")
         keys.set("recipe.schedule.gamma", factor, "OPTIM.LR_MULT")
-        keys.leave("the policy steps does not use it", "OPTIM.MIN_LR")
+        keys.skip("the policy steps does not use it", "OPTIM.MIN_LR")
     elif policy == "exp" and low > 0 and 1 <= epochs <= _MOST_EPOCHS:
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY, a step after each epoch")
         keys.set("recipe.schedule.milestones", list(range(1, epochs)), "OPTIM.MAX_EPOCH")
         keys.set("recipe.schedule.gamma", low ** (1 / epochs), "OPTIM.MIN_LR ** (1 / OPTIM.MAX_EPOCH)")
-        keys.leave("used by the policy steps, but the policy is exp", "OPTIM.STEPS", "OPTIM.LR_MULT")
+        keys.skip("used by the policy steps, but the policy is exp", "OPTIM.STEPS", "OPTIM.LR_MULT")
     else:
         raise UsageError(
             f"OPTIM.LR_POLICY: {policy!r} is not supported with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a "
             f"MIN_LR above 0 and a MAX_EPOCH from 1 to {_MOST_EPOCHS:,}"
         )
     if keys["OPTIM.WARMUP_EPOCHS"]:
-        keys.take("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")
-        keys.take("OPTIM.WARMUP_FACTOR", "recipe.schedule.warmup_factor")
+        keys.copy("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")
+        keys.copy("OPTIM.WARMUP_FACTOR", "recipe.schedule.warmup_factor")
     else:
-        keys.leave("OPTIM.WARMUP_EPOCHS is 0", "OPTIM.WARMUP_FACTOR")
+        keys.skip("OPTIM.WARMUP_EPOCHS is 0", "OPTIM.WARMUP_FACTOR")

@@ -82,9 +82,9 @@ def _efficientnet(keys: Translation) -> tuple[str, str] | None:
     if name is None:
         return None
     if keys["EN.DROPOUT_RATIO"]:
-        keys.take("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
+        keys.copy("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
     if keys["EN.DC_RATIO"]:
-        keys.take("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
+        keys.copy("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
         keys.note("EN.DC_RATIO is the rate of the deepest block in Lockstep, and the rate of all blocks in pycls")
     return "timm", name
 
@@ -98,7 +98,7 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
     options = {"img_size": "TRAIN.IM_SIZE", "patch_size": "VIT.PATCH_SIZE", "embed_dim": "VIT.HIDDEN_DIM"}
     options |= {"depth": "VIT.NUM_LAYERS", "num_heads": "VIT.NUM_HEADS"}
     for name, key in options.items():
-        keys.take(key, f"recipe.model.options.{name}")
+        keys.copy(key, f"recipe.model.options.{name}")
     ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
     keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
     if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean after the last norm, without a class token

@@ -110,7 +110,7 @@ class Translation:
     """A translation in progress: the table translates its keys, and code translates the rest one by one.
 
     `file_values` are the keys and values of a file, and `gpus` the number of GPUs that it is for. A key that neither
-    the table nor code uses is a bug in this package, and `done` raises AssertionError.
+    the table nor code uses is a bug in this package, and `finish` raises AssertionError.
     """
 
     def __init__(self, table: KeyTable, file_values: Mapping[str, Any], gpus: int) -> None:
@@ -149,14 +149,14 @@ class Translation:
         if isinstance(value, dict):
             self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
 
-    def take(self, key: str, path: str) -> None:
+    def copy(self, key: str, path: str) -> None:
         """Set a Lockstep key to the value of a key of the framework."""
         self.set(path, self[key], key)
 
-    def leave(self, reason: str, *keys: str) -> None:
+    def skip(self, reason: str, *keys: str) -> None:
         """Record why keys of the framework, or key patterns, have no counterpart. The first reason for a key is kept.
 
-        Keys that appear in the origin of a value have a counterpart, and `done` ignores their reasons.
+        Keys that appear in the origin of a value have a counterpart, and `finish` ignores their reasons.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
@@ -167,22 +167,22 @@ class Translation:
         """Record another difference between the framework and Lockstep."""
         self._notes.append(text)
 
-    def take_listed(self) -> None:
+    def copy_listed(self) -> None:
         """Translate the keys for which the table has a counterpart."""
         for key, path in self._table.mapped.items():
             if self[key] is not None:
-                self.take(key, path)
+                self.copy(key, path)
         for key, path in self._table.mapped_if_set.items():
             if self[key]:
-                self.take(key, path)
+                self.copy(key, path)
         for key, lockstep_values in self._table.switches.items():
             for path, value in lockstep_values.items() if self[key] else ():
                 self.set(path, value, key)
 
-    def done(self) -> TranslatedConfig:
+    def finish(self) -> TranslatedConfig:
         """Return the translated configuration, with the table's reasons for keys without a counterpart."""
         for reason, keys in self._table.unmapped.items():
-            self.leave(reason, *keys)
+            self.skip(reason, *keys)
         unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._used]
         if unused:
             raise AssertionError(f"keys without a translation: {', '.join(unused)}")
