@@ -599,7 +599,7 @@ def clock_behind(run: Run, choose: random.Random) -> Seen:
     first = run.start(["on", "h0", *line, *run.train()])
     _until_listening("h0", 29400)  # were the other there first, torchrun's agents could wait for each other for long
     agents = [first, run.start(["on", "h1", "faketime", "-f", "-20s", *line, *run.train()])]
-    seen = run.seen("h1", agents[0], r"torchrun: --nnodes asks for 2 hosts, and it began with 1.*")
+    seen = run.seen("h1", agents[0], r"torchrun: --nnodes requests 2 hosts, but torchrun started with 1.*")
     agents[0].wait()
     agents[1].process.kill()
     agents[1].wait()
@@ -608,7 +608,7 @@ def clock_behind(run: Run, choose: random.Random) -> Seen:
 
 def slurm_warned(run: Run, choose: random.Random) -> Seen:
     """SIGUSR1 from Slurm, as before a job's time is over; the job is put back into the queue and goes on by itself."""
-    return _by_slurm(run, choose, "scancel --signal=USR1 $job", r"stopped by SIGUSR1 and saved: back into the queue")
+    return _by_slurm(run, choose, "scancel --signal=USR1 $job", r"stopped by SIGUSR1 and saved: requeued")
 
 
 def slurm_requeued(run: Run, choose: random.Random) -> Seen:

@@ -67,7 +67,7 @@ def _work(config: Mapping[str, Loaded]) -> None:
     """Run a rank of the recipe in a worker of Ray Train."""
     worker, loaded = launcher.worker(), config["loaded"]
     assert worker is not None
-    info = launcher.place(worker, os.environ)
+    info = launcher.rank_info(worker, os.environ)
     assert loaded.config.run.dir is not None
     folder = launcher.run_folder(worker, loaded.config.run.dir)
     loaded = loaded.changed("run", {"dir": folder})
@@ -75,8 +75,8 @@ def _work(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
-    if report.reported < 0 and (done := completed(loaded)) is not None:  # done in an earlier start
-        report.write(done, time.time())
+    if report.reported < 0 and (completed_event := completed(loaded)) is not None:  # done in an earlier start
+        report.write(completed_event, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:
         raise TrainingError(f"the run ended with exit code {code}")

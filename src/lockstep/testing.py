@@ -53,8 +53,8 @@ class Trace:
 
         `outputs` are the outputs of the model for these samples, along dim 0.
         """
-        for place, number in enumerate(torch.as_tensor(indices).tolist()):
-            row, name = torch.zeros(()) if outputs is None else outputs[place], f"sample {number}"
+        for index, sample in enumerate(torch.as_tensor(indices).tolist()):
+            row, name = torch.zeros(()) if outputs is None else outputs[index], f"sample {sample}"
             while name in self._steps[-1].get(ORDER, {}):
                 name += " again"
             self._add(ORDER, name, row)
@@ -82,10 +82,10 @@ class Trace:
         If you call it after `weights`, the figure belongs to the step that has just ended.
         """
         ended = len(self._steps) > 1 and not self._steps[-1]
-        self._add(EVALUATION, name, _figure(value), at=-2 if ended else -1)
+        self._add(EVALUATION, name, _figure(value), step=-2 if ended else -1)
 
-    def _add(self, gate: str, name: str, value: Tensor, at: int = -1) -> None:
-        self._steps[at].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
+    def _add(self, gate: str, name: str, value: Tensor, step: int = -1) -> None:
+        self._steps[step].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
 
 
 def _figure(value: float | Tensor) -> Tensor:
@@ -119,17 +119,17 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     ranks, with both values. Raises UsageError if nothing is reported, and VerificationError if the function fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
-        raise UsageError(f"worlds is {tuple(worlds)}; give two or more numbers of ranks, from 1")
+        raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
-        reference, *others = (_run(function, size, Path(folder) / str(place)) for place, size in enumerate(worlds))
-    found = [
+        reference, *others = (_run(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds))
+    differences = [
         f"{size} rank{'s' * (size > 1)} against {worlds[0]}: {difference}"
         for size, ranks in zip(worlds[1:], others, strict=True)
         if (difference := next(_differences(reference, ranks, tolerance), ""))
     ]
-    if found:
-        raise AssertionError("\n".join(found))
+    if differences:
+        raise AssertionError("\n".join(differences))
 
 
 def _run(function: Function, size: int, folder: Path) -> Ranks:
@@ -139,10 +139,10 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
     # The files were written by the processes above, in a folder that only this user can access.
-    found: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
-    if not any(found[0]):
-        raise UsageError("the function reported nothing; call the trace's methods in it, such as trace.weights(model)")
-    return found
+    ranks: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
+    if not any(ranks[0]):
+        raise UsageError("the function reported no values; call methods of its trace, such as trace.weights(model)")
+    return ranks
 
 
 def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
@@ -158,39 +158,52 @@ def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous
 
 def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
     """Yield the differences, in the order in which a step computes the values."""
-    for number, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
-        expected, found = steps[: len(reference)], steps[len(reference) :]
-        taken, dealt = (sorted(name for each in side for name in each.get(ORDER, {})) for side in (expected, found))
-        if taken != dealt:
-            lost, new = ([*(Counter(one) - Counter(two))] for one, two in ((taken, dealt), (dealt, taken)))
-            difference = f"{list_some(new, _SHOWN) or 'none'} in place of {list_some(lost, _SHOWN) or 'none'}"
-            yield f"step {number}, {ORDER}: {difference}"
+    for step, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
+        expected, actual = steps[: len(reference)], steps[len(reference) :]
+        expected_samples, actual_samples = (
+            sorted(name for rank_values in side for name in rank_values.get(ORDER, {})) for side in (expected, actual)
+        )
+        if expected_samples != actual_samples:
+            missing, unexpected = (
+                [*(Counter(left) - Counter(right))]
+                for left, right in ((expected_samples, actual_samples), (actual_samples, expected_samples))
+            )
+            difference = f"{list_some(unexpected, _SHOWN) or 'none'} instead of {list_some(missing, _SHOWN) or 'none'}"
+            yield f"step {step}, {ORDER}: {difference}"
         outputs: dict[str, Tensor] = {}
-        for each in expected:
-            outputs |= each.get(ORDER, {})
-        for rank, each in enumerate(found):
-            if difference := _first(outputs, each.get(ORDER, {}), tolerance, partial=True):
-                yield f"step {number}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
+        for rank_values in expected:
+            outputs |= rank_values.get(ORDER, {})
+        for rank, rank_values in enumerate(actual):
+            if difference := _first(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
+                yield f"step {step}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
-            for rank, each in enumerate(found):
-                sides, norms = ((expected[0].get(of, {}), each.get(of, {})) for of in (gate, NORM))
+            for rank, rank_values in enumerate(actual):
+                sides, norms = (
+                    (expected[0].get(gate_name, {}), rank_values.get(gate_name, {})) for gate_name in (gate, NORM)
+                )
                 if difference := _first(*sides, tolerance):
                     multiple = _multiple(*sides) if gate == GRADIENT else ""
                     # Clipped gradients only differ by rounding, but their norm still shows the loss scale.
-                    if gate == GRADIENT and not _first(*sides, _ROUNDING) and (other := _first(*norms, _ROUNDING)):
-                        difference, multiple = other, _multiple(*norms)
-                    yield f"step {number}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
+                    if (
+                        gate == GRADIENT
+                        and not _first(*sides, _ROUNDING)
+                        and (norm_difference := _first(*norms, _ROUNDING))
+                    ):
+                        difference, multiple = norm_difference, _multiple(*norms)
+                    yield f"step {step}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 
-def _first(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], tolerance: float, partial: bool = False) -> str:
+def _first(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, partial: bool = False
+) -> str:
     """Return a description of the first value that differs, or "" if all are equal.
 
     With `partial`, values may be missing because other ranks reported them.
     """
-    if not partial and expected.keys() != found.keys():
-        return f"{list_some([*found], _SHOWN) or 'nothing'} in place of {list_some([*expected], _SHOWN) or 'nothing'}"
-    for name in (name for name in found if name in expected):
-        values = farthest(expected[name], found[name])
+    if not partial and expected.keys() != actual.keys():
+        return f"{list_some([*actual], _SHOWN) or 'nothing'} instead of {list_some([*expected], _SHOWN) or 'nothing'}"
+    for name in (name for name in actual if name in expected):
+        values = farthest(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
             return f"{name}{index} is {values.found}, not {values.reference}{_by(values)}"
@@ -201,17 +214,20 @@ def _by(values: Values) -> str:
     """Return a remark if a difference is so small that it may be rounding, or ""."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
-    return f" ({values.distance / values.scale:.1e} of the largest: it may be rounding, which tolerance= allows)"
+    relative = values.distance / values.scale
+    return f" ({relative:.1e} of the largest value, which may be rounding: pass tolerance= to allow it)"
 
 
-def _multiple(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+def _multiple(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
     """Return a remark if a gradient is a multiple of the expected gradient, or "".
 
     A factor of 1, up to rounding, doesn't count.
     """
-    if [each.shape for each in expected.values()] != [each.shape for each in found.values()]:
+    if [tensor.shape for tensor in expected.values()] != [tensor.shape for tensor in actual.values()]:
         return ""
-    one, other = (torch.cat([each.double().flatten() for each in side.values()]) for side in (expected, found))
-    factor = float(one @ other / (one @ one)) if one.any() else math.nan
-    alike = float((other - factor * one).norm()) < _ROUNDING * float(other.norm())
-    return f"; all of it is {factor:.6g} times the other" if alike and abs(factor - 1) > _ROUNDING else ""
+    left, right = (torch.cat([tensor.double().flatten() for tensor in side.values()]) for side in (expected, actual))
+    factor = float(left @ right / (left @ left)) if left.any() else math.nan
+    is_multiple = float((right - factor * left).norm()) < _ROUNDING * float(right.norm())
+    if not is_multiple or abs(factor - 1) <= _ROUNDING:
+        return ""
+    return f"; the whole gradient is {factor:.6g} times the expected gradient"

@@ -189,8 +189,8 @@ def test_a_rank_that_dies_is_an_error_of_its_own_kind_on_the_others() -> None:
 @pytest.mark.parametrize(
     ("device", "count", "local_rank", "problem"),
     [
-        ("cuda", 0, 0, "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto"),
-        ("auto", 2, 2, "placement.processes: 3 processes on this host but 2 CUDA devices; use at most 2, or "),
+        ("cuda", 0, 0, "placement.device: cuda is not available, because torch finds no CUDA device; use cpu or auto"),
+        ("auto", 2, 2, "placement.processes: 3 processes on this host but only 2 CUDA devices; use at most 2, or "),
     ],
 )
 def test_devices_that_are_not_there_are_refused(
@@ -210,9 +210,9 @@ def test_ranks_share_devices_where_gloo_carries(monkeypatch: pytest.MonkeyPatch)
     chosen = [choose_device("auto", RankInfo(rank, 3, rank, 3, "torchrun"), "gloo") for rank in range(3)]
     assert chosen == taken == [torch.device("cuda", number) for number in (0, 1, 0)]
     for backend in ("auto", "nccl"):
-        with pytest.raises(UsageError, match=r"3 processes on this host but 2 CUDA devices.*placement\.backend=gloo"):
+        with pytest.raises(UsageError, match=r"3 processes on this host but only 2 CUDA .*placement\.backend=gloo"):
             choose_device("auto", RankInfo(2, 3, 2, 3, "torchrun"), backend)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"^placement\.backend: nccl asked for, but this run is on the CPU"):
+    with pytest.raises(UsageError, match=r"^placement\.backend: nccl does not support CPU tensors, and this run is"):
         choose_device("cpu", RankInfo(0, 1, 0, 1, "none"), "nccl")
 
 

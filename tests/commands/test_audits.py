@@ -69,7 +69,7 @@ def test_it_ends_where_it_cannot_go_on(run):
     broken = ('recipe.model={name: "held:broken_of_three"}', "placement.audit_every=2", "placement.on_corruption=go_on")
     placed = ("placement.strategy={name: mesh, replicate: 3}", "placement.processes=3", "run.dir=run")
     ended = run("train", *DIGITS, "recipe.microbatches=6", *broken, *placed, code=1)
-    assert "error: placement.on_corruption: cannot go on without rank 1: strategy mesh" in ended.err
+    assert "error: placement.on_corruption: cannot continue without rank 1: strategy mesh" in ended.err
 
 
 @pytest.mark.slow("verify trains as train does, and what audits do to a run and find in it is above")

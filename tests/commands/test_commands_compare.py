@@ -105,7 +105,7 @@ def test_all_that_cannot_run_is_refused_together_before_anything_does(run):
 def test_a_folder_of_another_recipe_is_refused(run):
     run("train", "digits", *QUICK, "recipe.seed=3", "run.dir=a/ddp-2")
     command = run("compare", "digits", *QUICK, "--dir", "a", code=2)
-    assert "ddp on 2: a/ddp-2: holds a run of another recipe" in command.err
+    assert "ddp on 2: a/ddp-2: contains a run of a different recipe" in command.err
     assert not (command.folder / "a" / "single-1").exists()
 
 

@@ -69,7 +69,7 @@ def test_a_port_in_use_is_told_with_its_holder():
         (
             {"PMI_RANK": "x", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
             [
-                "PMI_RANK=x: expected a whole number",
+                "PMI_RANK=x: expected an integer",
                 "PMI_SIZE is not set; mpiexec of MPICH and Intel MPI sets it in each process",
             ],
         ),
@@ -77,8 +77,8 @@ def test_a_port_in_use_is_told_with_its_holder():
         (
             {**HYDRA, "PMI_SIZE": "4"},
             [
-                "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them (mpiexec does not say on "
-                "which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ...), or placement.rendezvous to "
+                "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them (mpiexec does not provide "
+                "the host of rank 0: mpiexec -genv MASTER_ADDR HOST ...), or placement.rendezvous to "
                 "tcp://HOST:PORT or file:///PATH"
             ],
         ),

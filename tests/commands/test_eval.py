@@ -43,7 +43,7 @@ def test_code_that_only_the_folder_names_does_not_run(run, start, latest, tmp_pa
 
     forging.change(latest, named)
     refused = run("eval", "run", code=2)
-    assert f"code, which would run with your rights: recipe.{section}.name=evil:anything; it runs only" in refused.err
+    assert f"which would run with your permissions: recipe.{section}.name=evil:anything; to run this" in refused.err
     assert not (tmp_path / "ran").exists()
     start("eval", "run", "--trust").wait()  # whatever comes of it
     assert (tmp_path / "ran").exists()
@@ -55,7 +55,7 @@ def test_nor_does_it_under_other_commands(run, latest, tmp_path, words):
     (tmp_path / "one.png").touch()
     forging.change(latest, lambda state: state["recipe"]["model"].update(name="evil:anything", source="auto"))
     refused = run(*words.split(), "recipe.loss.name=held:cross_entropy", code=2)
-    assert "rights: recipe.model.name=evil:anything; it runs only if your command names it: add these" in refused.err
+    assert "permissions: recipe.model.name=evil:anything; to run this code, add these overrides" in refused.err
     assert not (tmp_path / "ran").exists()
     run(*words.split(), "--trust", code=2)
     assert (tmp_path / "ran").exists()
@@ -85,7 +85,7 @@ def test_the_config_of_the_folder_names_no_code_either(run, latest, tmp_path):
     config = tmp_path / "run" / "config.yaml"
     config.write_text(config.read_text().replace("held:cross_entropy", "evil:anything"))
     refused = run("eval", "run", "recipe.loss.name=held:cross_entropy", code=2).err
-    assert "is not of the run that run/config.yaml is of" in refused
+    assert "does not belong to the run of run/config.yaml" in refused
     assert not (tmp_path / "ran").exists()
 
 
@@ -111,5 +111,5 @@ def test_weights_are_evaluated_without_a_run(run, latest, tmp_path):
 def test_a_checkpoint_of_another_run_in_the_folder_is_refused(run, latest):
     forging.change(latest, lambda state: state["recipe"].update(seed=8))
     refused = run("eval", "run", "--trust", code=2).err
-    assert "is not of the run that run/config.yaml is of" in refused
+    assert "does not belong to the run of run/config.yaml" in refused
     assert "seed: 0 there, 8" in refused

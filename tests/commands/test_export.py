@@ -84,7 +84,7 @@ def test_from_python_the_same_is_written(trained, capfd):
     assert all(torch.equal(each, saved[name]) for name, each in load_file("own.safetensors").items())
     for options, told in (
         ({"out": "own.safetensors", "trust": True}, "own.safetensors: is there already"),
-        ({}, "its recipe names code, which would run with your rights: .*from Python trust=True"),
+        ({}, "its recipe names code, which would run with your permissions: .*from Python, trust=True"),
         ({"weights": "average", "trust": True}, "weights 'average': use 'model' or 'ema'"),
     ):
         with pytest.raises(UsageError, match=told):

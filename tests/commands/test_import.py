@@ -32,9 +32,9 @@ def test_it_prints_a_recipe_with_where_each_value_is_from(folder, run):
     printed = run("import", "old.yaml", "OPTIM.BASE_LR", "0.1", "recipe.seed=5", "--gpus", "2").out
     lines = [" ".join(line.split()) for line in printed.splitlines()]
     assert "lr: 0.1 # OPTIM.BASE_LR" in lines
-    assert "batch: 8 # TRAIN.BATCH_SIZE, for each of 2 GPUs" in lines
+    assert "batch: 8 # TRAIN.BATCH_SIZE, on each of 2 GPUs" in lines
     assert "seed: 5 # override" in lines
-    assert "# not mapped: CUDNN.BENCHMARK: kernels are deterministic, always" in lines
+    assert "# not mapped: CUDNN.BENCHMARK: kernels are always deterministic" in lines
     (folder / "new.yaml").write_text(printed)
     assert "weights sha256" in run("train", "new.yaml", "placement.processes=1").out
 
@@ -47,7 +47,7 @@ def test_it_trains_as_typed_with_one_hash_on_one_and_two_processes(folder, run):
     assert one == two
     other = run(*words, "MODEL.WEIGHTS", "None", "OUT_DIR", "new", "placement.processes=1")
     assert other.out.splitlines()[-1] != one
-    assert "note: TRAIN.BATCH_SIZE is that of a GPU: 8 for 2" in other.err
+    assert "note: TRAIN.BATCH_SIZE is the batch size per GPU: recipe.batch is 8 (--gpus 2)" in other.err
 
 
 def test_mistakes_end_with_the_usage_code(folder, run):
@@ -56,4 +56,4 @@ def test_mistakes_end_with_the_usage_code(folder, run):
     assert not (folder / "exp").exists()
     (folder / "default_config.yaml").write_text("{distributed_type: MULTI_GPU, num_processes: 8}")
     refused = run("import", "default_config.yaml", code=2).err
-    assert "docs/coming-from.md#keys-of-accelerate-and-the-trainer has a table" in refused
+    assert "docs/coming-from.md#keys-of-accelerate-and-the-trainer for a table of its keys" in refused

@@ -171,7 +171,7 @@ def test_a_host_that_may_go_does_not_end_the_others(programs):
     put(programs, "ssh", f'#!/bin/sh\ncase "$*" in *" a cd "*) {after_b};; *) echo $$ > b; exit 7;; esac\n')
     (programs / "hosts.txt").write_text("a\nb\n", encoding="utf-8")
     found = launch("--on", "ssh", "--hosts", "hosts.txt", "--nodes", "1:2", "--", "train", "digits", "run.dir=a")
-    assert found.stderr == "b ended with exit code 7; going on with a\n"
+    assert found.stderr == "b ended with exit code 7; continuing with a\n"
 
 
 def test_one_host_that_meets_at_an_etcd_gets_a_name_too(programs):

@@ -154,7 +154,7 @@ def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
     assert [command.wait() for command in commands] == [2, 2]
     assert "seed: 1 in the run, 0 now" in commands[0].err
     assert commands[1].err.startswith("rank 1 ends with it: [rank 0 of 2, ")
-    assert "run: holds a run of another recipe" in commands[1].err
+    assert "run: contains a run of a different recipe" in commands[1].err
 
 
 def test_ranks_with_different_recipes_do_not_train(start, port):

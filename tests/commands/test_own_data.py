@@ -31,7 +31,7 @@ def test_dicts_with_a_collate_give_the_same_bits_on_three_ranks(run, recipe: str
     three = run("train", recipe, "placement.processes=3", "placement.workers=1", "run.dir=three")
     assert one.sha256 == three.sha256
     refused = run("eval", str(one.folder / "one"), *NAMED, code=2)
-    assert "data set own_words:words: it has no validation part, so there is nothing to evaluate" in refused.err
+    assert "dataset own_words:words: has no validation split, so there is nothing to evaluate" in refused.err
     foreign = run("eval", str(one.folder / "one"), *NAMED[:2], code=2)
     assert "recipe.data.collate=own_words:padded" in foreign.err
 

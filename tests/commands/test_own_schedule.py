@@ -48,8 +48,8 @@ def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
         ("gone", r"schedule own_schedules:gone: at epoch 1\.\d+ of 2 it gives nan; return a finite number, 0 or more"),
         ("negative", r"at epoch 0\.\d+ of 2 it gives -0\.\d+; return a finite"),
         ("words", "at epoch 0 of 2 it gives str; return a finite number"),
-        ("counts", r"asked for step \d+ again it gives another rate; let it follow from its arguments alone"),
-        ("draws", "again it gives another rate"),
+        ("counts", r"a different rate when called again for step \d+; compute it only from the arguments"),
+        ("draws", "returned a different rate when called again"),
         ("number", "schedule own_schedules:number: it is of type int; name a function"),
         ("cycle", "has no 'cycle'"),
     ],
@@ -67,7 +67,7 @@ def test_what_it_raises_has_its_line() -> None:
 
 
 def test_curves_of_ours_take_no_options() -> None:
-    with pytest.raises(UsageError, match="options: they are for a function of your own, and cosine is none"):
+    with pytest.raises(UsageError, match="options: only supported for a custom schedule, not for cosine"):
         load("digits", ["recipe.schedule={name: cosine, options: {peak: 1}}"])
 
 

@@ -102,8 +102,8 @@ def test_a_resumed_run_warns_of_what_changed(run, tmp_path: Path) -> None:
     write(tmp_path, {"zoo/blocks.py": "WIDTH = 2 * 4\n"})
     resumed = run(*again, "run.dir=changed")
     assert resumed.err == (
-        "warning: your source files changed since step 20 was saved: zoo/blocks.py: the run goes on with the new ones, "
-        "and not to the bits of an uninterrupted one\n"
+        "warning: your source files changed since step 20 was saved: zoo/blocks.py: the run continues with the new "
+        "files, and its results can differ from an uninterrupted run\n"
     )
 
 

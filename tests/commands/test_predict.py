@@ -97,7 +97,7 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
         ((), {}, "this run takes pictures or folders of them, and gives classes; give some"),
         ("no.png", {}, "no.png: not found"),
         (files, {"weights": "mean"}, "weights 'mean': use 'model' or 'ema'"),
-        (files, {"overrides": {}}, "names code, which would run with your rights"),
+        (files, {"overrides": {}}, "names code, which would run with your permissions"),
     ):
         with pytest.raises(UsageError, match=told):
             own(inputs, **options)

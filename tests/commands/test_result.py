@@ -38,10 +38,10 @@ def test_a_start_that_is_refused_leaves_the_result_of_the_one_before(run, tmp_pa
     before = (tmp_path / "run" / "result.json").read_bytes()
     for env in ({}, ALONE):
         refused = run(*TRAIN, "run.resume=never", code=2, **env)
-        assert "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto" in refused.err
+        assert "run: contains a run, but run.resume is never; choose a different run.dir, or set" in refused.err
         assert (tmp_path / "run" / "result.json").read_bytes() == before
     refused = run(*TRAIN, "run.resume=auto", MISSING, code=2, **ALONE)
-    assert "holds a run without config.yaml" in refused.err
+    assert "contains a run without config.yaml" in refused.err
     assert (tmp_path / "run" / "result.json").read_bytes() == before
 
 

@@ -77,12 +77,12 @@ def test_a_finished_run_says_its_hash_again_and_trains_nothing(run, finished, tm
     for env in ({}, {"RANK": "0", "WORLD_SIZE": "1"}):
         again = run(*TRAIN, **env)
         assert again.sha256 == first.sha256
-        assert "run: already done, 23 steps; to train again choose another run.dir\n" in again.out
+        assert "run: already done, 23 steps; to train again, choose a different run.dir\n" in again.out
         assert again.err == ""
     assert (tmp_path / "run/events.jsonl").read_bytes() == log
     assert (tmp_path / "run/result.json").read_bytes() == result
     refused = run(*TRAIN, "recipe.seed=1", code=2)
-    assert "run: holds a run of another recipe" in refused.err
+    assert "run: contains a run of a different recipe" in refused.err
 
 
 def test_a_table_s_run_goes_on_whose_recipe_would_have_to_say_more_today(run, killed, tmp_path):
@@ -113,7 +113,7 @@ def test_a_run_that_saved_nothing_begins_again_with_another_recipe_too(start, ru
     stop(start, "recipe.seed=5", "run.save_every={epochs: 1}", step=3, number=signal.SIGKILL)
     resumed = run(*TRAIN)
     assert (
-        "run: the run in it saved no checkpoint; beginning again with another recipe:\nseed: 5 in the run, 0 now"
+        "run: the run in it saved no checkpoint; starting again with a different recipe:\nseed: 5 in the run, 0 now"
         in (resumed.err)
     )
     assert resumed.sha256 == undisturbed(finished).sha256
@@ -131,11 +131,11 @@ def test_a_folder_with_a_run_is_not_trained_over(stopped, run):
     folder = stopped / "run"
     log = (folder / "events.jsonl").read_bytes()
     refused = run(*TRAIN, "run.resume=never", code=2)
-    assert "run: holds a run, and run.resume is never; choose another run.dir, or run.resume=auto" in refused.err
+    assert "run: contains a run, but run.resume is never; choose a different run.dir, or set" in refused.err
     (folder / "config.yaml").write_text("{")
-    assert "run: holds a run whose configuration cannot be read" in run(*TRAIN, code=2).err
+    assert "run: cannot read the configuration of the run in it" in run(*TRAIN, code=2).err
     (folder / "config.yaml").unlink()
-    assert "run: holds a run without config.yaml" in run(*TRAIN, code=2).err
+    assert "run: contains a run without config.yaml" in run(*TRAIN, code=2).err
     assert (folder / "events.jsonl").read_bytes() == log
 
 
@@ -144,12 +144,12 @@ def test_another_recipe_is_refused_with_what_differs(stopped, run):
     config = (folder / "config.yaml").read_bytes()
     refused = run(*TRAIN, "recipe.seed=1", "recipe.batch=32", "recipe.epochs=99", code=2)
     assert refused.err.splitlines() == [
-        "error: run: holds a run of another recipe; choose another run.dir, or undo the changes:",
+        "error: run: contains a run of a different recipe; choose a different run.dir, or undo the changes:",
         "batch: 64 in the run, 32 now",
         "epochs: 1 in the run, 99 now",
         "seed: 0 in the run, 1 now",
-        "lockstep train run/config.yaml run.dir=run goes on with it",
-        "its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir",
+        "to continue that run: lockstep train run/config.yaml run.dir=run",
+        "to start a longer run from its weights: set run.start_from to that run, and choose a new run.dir",
     ]
     assert (folder / "config.yaml").read_bytes() == config
     elsewhere = run(*TRAIN, "run.dir=other", "run.resume=run", "recipe.seed=1", code=2)
@@ -165,11 +165,12 @@ def test_what_powersgd_holds_back_is_taken_over_or_named_as_lost(start, run, fin
     reference = finished("recipe.microbatches=4", *compressed)
     assert resumed.sha256 == reference.sha256 != undisturbed(finished).sha256
     assert resumed.err == ""
-    assert "warning: the checkpoint has what its ranks held back" in run(*TRAIN, "run.dir=plain").err
+    plain = run(*TRAIN, "run.dir=plain").err
+    assert "warning: the checkpoint contains the part of the gradients that its ranks held back" in plain
     newest = (folder / "forged" / "checkpoints" / "latest").resolve()
     forging.write(newest, "feedback.safetensors", safetensors.torch.save({"none.weight/error": torch.ones(2, 2)}))
     refused = run(*TRAIN, *compressed, "run.dir=forged", code=2)
-    assert "feedback: none.weight/error is none of this run's" in refused.err
+    assert "feedback: none.weight/error is not part of this run" in refused.err
 
 
 def test_a_checkpoint_of_another_run_in_the_folder_is_refused(stopped, run):
@@ -184,7 +185,7 @@ def test_a_checkpoint_of_another_run_in_the_folder_is_refused(stopped, run):
     (folder / "run" / "checkpoints" / "step-00000099").rename(folder / "run" / "checkpoints" / "step-00000022")
     forging.change(folder / "run" / "checkpoints" / "step-00000022", lambda state: state["progress"].update(step=22))
     refused = run(*TRAIN, code=2)
-    assert refused.err.startswith("error: run/checkpoints/step-00000022: holds a run of another recipe")
+    assert refused.err.startswith("error: run/checkpoints/step-00000022: contains a run of a different recipe")
     assert "seed: 1 in the run, 0 now" in refused.err
 
 
@@ -196,7 +197,7 @@ def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(sto
     log = (folder / "events.jsonl").read_bytes()
     for processes in (1, 2):
         refused = run(*TRAIN, f"placement.processes={processes}", code=2)
-        assert "not a checkpoint of this run, though its hashes are right:" in refused.err
+        assert "not a checkpoint of this run, although its hashes match:" in refused.err
         assert "and 7 samples; after step" in refused.err
     assert (folder / "events.jsonl").read_bytes() == log
 
@@ -229,7 +230,7 @@ def test_a_link_that_leads_out_of_the_run_folder_is_refused(run, tmp_path, name)
     victim.mkdir() if "." not in name and name != "lock" else victim.write_text("mine\n")
     link.symlink_to(victim)
     refused = run(*TRAIN, code=2)
-    assert refused.err.startswith(f"error: run/{name}: a link that leads out of the run folder, to {victim}")
+    assert refused.err.startswith(f"error: run/{name}: is a link out of the run folder, to {victim}")
     assert [*victim.iterdir()] == [] if victim.is_dir() else victim.read_text() == "mine\n"
 
 
@@ -285,7 +286,7 @@ class TestTheDataOfACheckpoint:
         run(*TRAIN, *FOLDER, "recipe.epochs=1")
         for split in ("train", "val"):
             (images / split / "cat").rename(images / split / "zebra")  # sorted, dog comes first now
-        said = "of other classes: number 0 is 'cat', and in the data here 'dog'; give the data it was trained on"
+        said = "its training data does not match: number 0 is 'cat' in the checkpoint, 'dog' in this data; set recipe"
         resumed = (*TRAIN, *FOLDER, "recipe.epochs=1", "run.dir=other", "run.resume=run")
         for words in (("eval", "run", "--trust"), resumed):
             assert said in run(*words, code=2).err

@@ -19,12 +19,12 @@ def test_it_prints_origins_and_consequences():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ((), "by NCCL, each process on a CUDA device of its own; without CUDA by gloo"),
+        ((), "with NCCL, each process on a separate CUDA device; without CUDA, with gloo"),
         (("placement.device=cpu",), "by gloo"),
-        (("placement.backend=nccl",), "by NCCL, each process on a CUDA device of its own"),
+        (("placement.backend=nccl",), "with NCCL, each process on a separate CUDA device"),
         (
             ("placement.backend=gloo",),
-            "by gloo; on CUDA, processes of a host take its devices in turn, and may share one",
+            "with gloo; on CUDA, the processes of a host use its devices in turn, and may share a device",
         ),
     ],
 )
@@ -36,7 +36,7 @@ def test_it_says_what_carries_tensors(overrides, words):
 def test_it_says_what_another_name_drops():
     result = invoke("show", "digits", "recipe.loss=mine:loss")
     assert result.stderr == (
-        "note: recipe.loss is mine:loss instead of cross_entropy; dropped what was set for that: "
+        "note: recipe.loss is mine:loss instead of cross_entropy; dropped the previous settings: "
         "label_smoothing=0.05 (digits.yaml:10:10)\n"
     )
 

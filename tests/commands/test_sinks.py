@@ -135,7 +135,7 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ],
 )
 def test_a_secret_that_is_written_out_is_refused(mine: ModuleType, text: str) -> None:
-    with pytest.raises(UsageError, match=r"run\.sinks\.0\.\S+: a secret, .* and its name here: \$\{NAME\}"):
+    with pytest.raises(UsageError, match=r"run\.sinks\.0\.\S+: contains a secret, .* and write \$\{NAME\} here"):
         sinks.check_sinks(_options(text))
 
 

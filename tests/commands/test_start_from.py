@@ -114,4 +114,4 @@ def test_the_hash_of_a_runs_weights_is_the_one_it_printed(run, a: Command) -> No
     assert store.manifest(Path("a/checkpoints/best")).weights_sha256 == a.sha256
     run(*words, weights)
     refused = run(*words, weights.replace(a.sha256, "f" * 64), "run.dir=c", code=2)
-    assert f"have SHA-256 {a.sha256}, not {'f' * 64}" in refused.err
+    assert f"expected tensors with SHA-256 {'f' * 64}, but a/checkpoints/best has {a.sha256}" in refused.err

@@ -123,8 +123,8 @@ def test_a_folder_whose_run_saved_nothing_takes_another_recipe(folder: Path) -> 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("echo Invalid partition >&2; exit 1", "error: sbatch failed with exit code 1, and the job is not submitted"),
-        ("echo hello", "error: sbatch: expected the number of the job, got 'hello\\n'"),
+        ("echo Invalid partition >&2; exit 1", "error: sbatch failed with exit code 1, and the job was not submitted"),
+        ("echo hello", "error: sbatch: expected a job ID, got 'hello\\n'"),
     ],
 )
 def test_a_job_that_is_not_taken_leaves_nothing(folder: Path, text: str, problem: str) -> None:

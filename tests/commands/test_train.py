@@ -66,9 +66,9 @@ def test_the_first_recipe_of_the_docs_is_one_model_on_any_number_of_processes(ru
 def test_batchnorm_over_few_samples_is_warned_of_with_their_number(finished):
     few = finished("recipe.microbatches=8", "placement.processes=1")  # 29 samples are left for the last step
     assert few.err == (
-        "warning: recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with 8 micro-batches in "
-        "the last step of an epoch of 29 samples it sees only 3 of them; use fewer micro-batches or a larger batch, "
-        "or recipe.last_batch=drop\n"
+        "warning: recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with 8 micro-batches in "
+        "the last step of an epoch of 29 samples, it sees only 3 of them; use fewer micro-batches or a larger batch, "
+        "or set recipe.last_batch=drop\n"
     )
     usual = finished("recipe.microbatches=4", "placement.processes=1")
     assert usual.err == ""
@@ -220,5 +220,5 @@ def test_another_model_of_a_shipped_recipe_is_a_word(run):
     words = ("recipe.model=test_resnet", "recipe.loss=cross_entropy", "recipe.epochs=", "recipe.steps=1")
     shipped = [word for word in DIGITS if not word.startswith("recipe.model.")]
     trained = run("train", *shipped, *words, "run.dir=run")
-    assert trained.err.startswith("note: recipe.model is test_resnet instead of digits_convnet; dropped what was set")
+    assert trained.err.startswith("note: recipe.model is test_resnet instead of digits_convnet; dropped the previous")
     assert load(str(trained.folder / "run/config.yaml")).config.recipe.model.options == {}

@@ -66,7 +66,7 @@ def test_quoted_scalars_are_text(text):
 def test_every_key_and_item_has_its_place():
     document = parse("a:\n  b: [1, {c: 2}]\n", "r.yaml")
     assert document.values == {"a": {"b": [1, {"c": 2}]}}
-    assert {path: str(place) for path, place in document.places.items()} == {
+    assert {path: str(place) for path, place in document.positions.items()} == {
         (): "r.yaml:1:1",
         ("a",): "r.yaml:1:1",
         ("a", "b"): "r.yaml:2:3",
@@ -88,7 +88,7 @@ def test_a_key_is_text_as_it_stands():
 
 def test_a_key_given_twice_names_both_places():
     text = "a:\n  b: 1\n  c: 2\n  b: {d: [3]}\nz: 5\n"
-    assert problems(text) == ["r.yaml:4:3  a.b: given twice, first at 2:3; keep one of the two"]
+    assert problems(text) == ["r.yaml:4:3  a.b: set twice, first at 2:3; keep one of the two"]
     assert parse(text, "r.yaml").values == {"a": {"b": 1, "c": 2}, "z": 5}
 
 
@@ -101,14 +101,14 @@ def test_an_alias_bomb_is_refused_without_being_followed():
 
 def test_tags_are_refused():
     assert problems("a: !!python/name:os.system x") == [
-        "r.yaml:1:4  a: tags such as tag:yaml.org,2002:python/name:os.system are not allowed; remove it"
+        "r.yaml:1:4  a: the tag tag:yaml.org,2002:python/name:os.system is not allowed; remove it"
     ]
     assert len(problems("a: !!str 1")) == 1
 
 
 @pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "{a: " * 100_000, "? " + "[" * 100_000])
 def test_deep_nesting_is_refused_without_reading_to_its_end(text):
-    assert problems(text)[-1].endswith("not valid YAML: nested more than 32 deep")
+    assert problems(text)[-1].endswith("not valid YAML: nested more than 32 levels deep")
 
 
 def test_a_key_that_is_no_word_is_refused_and_the_rest_still_read():
@@ -141,7 +141,7 @@ def test_a_character_that_yaml_forbids_has_its_place():
     assert problems("a: 1\nb: x\x00y") == [
         "r.yaml:2:5  character 0x00 is not allowed in YAML; save the file as plain text in UTF-8"
     ]
-    assert problems("a:\n\tb: 1") == ["r.yaml:2:1  not valid YAML: a tab, where YAML has spaces"]
+    assert problems("a:\n\tb: 1") == ["r.yaml:2:1  not valid YAML: a tab; use spaces"]
 
 
 def test_a_second_document_is_refused():

@@ -55,5 +55,5 @@ def test_what_is_read_back_has_the_values_alone_changed(inner: object, block: bo
 
 
 def test_what_is_written_in_another_way_is_left_alone() -> None:
-    with pytest.raises(UsageError, match=r"mine\.yaml: placement\.strategy cannot be set in a file"):
+    with pytest.raises(UsageError, match=r"mine\.yaml: cannot set placement\.strategy in a file"):
         with_values("placement:\n  ? strategy\n  : ddp\n", "mine.yaml", {STRATEGY: "ddp"})

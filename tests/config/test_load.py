@@ -66,7 +66,7 @@ def test_a_long_key_is_cut(recipe):
 
 def test_an_override_may_not_be_nested_without_end():
     (found,) = problems("digits", f"recipe.{'a.' * 5000}b=1")
-    assert found.endswith(": nested more than 32 deep")
+    assert found.endswith(": nested more than 32 levels deep")
     assert len(found) < 300
 
 
@@ -106,7 +106,7 @@ def problems(source, *overrides):
 
 
 _ADDRESS = (
-    ", and a run is kept in a folder; give a folder of this host or of a file system that all hosts mount, and copy it "
+    ", but a run is saved in a folder; use a folder on this host or on a file system that all hosts mount, and copy it "
     "afterwards"
 )
 
@@ -177,29 +177,29 @@ recipe:
 """
     found = problems(recipe(text), "placement.processes=two", "nonsense", "run.keep=[1,")
     assert [line.split(";")[0] for line in found[:-1]] == [
-        "recipe.yaml:1:1  recipe: give either epochs or steps, one of the two",
+        "recipe.yaml:1:1  recipe: epochs and steps are both set",
         "recipe.yaml:2:27  recipe.model.pretrained: expected true or false",
-        "recipe.yaml:4:3  recipe.batch: expected a whole number",
+        "recipe.yaml:4:3  recipe.batch: expected an integer",
         "recipe.yaml:5:3  recipe.optimizer.lr: missing",
         "recipe.yaml:6:5  recipe.optimizer.momentun: unknown key",
         "recipe.yaml:7:5  recipe.optimizer.weight_decay: expected at least 0",
         "recipe.yaml:8:14  recipe.schedule.name: expected one of cosine, linear, polynomial, steps, constant, "
         "or package.module:function",
-        "recipe.yaml:11:3  recipe.steps: given twice, first at 10:3",
-        "override 'nonsense' is not of the form key=value, such as recipe.batch=64",
+        "recipe.yaml:11:3  recipe.steps: set twice, first at 10:3",
+        "override 'nonsense' is not a key=value pair",
         "override run.keep: not valid YAML: expected the node content, but found '<stream end>'",
     ]
-    assert found[-1] == "override placement.processes: expected a whole number from 1, or auto; got 'two'"
+    assert found[-1] == "override placement.processes: expected an integer of at least 1, or auto; got 'two'"
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("recipe.batch=two", ": expected a whole number; got 'two'"),
-        ("recipe.batch='64'", ": expected a whole number; got '64'; remove the quotes"),
+        ("recipe.batch=two", ": expected an integer; got 'two'"),
+        ("recipe.batch='64'", ": expected an integer; got '64'; remove the quotes"),
         ("recipe.clip_norm='1.5e0'", ": expected a number; got '1.5e0'; remove the quotes"),
         ("run.save_async='false'", ": expected true or false; got 'false'; remove the quotes"),
-        ("recipe.batch=true", ": expected a whole number; got true"),
+        ("recipe.batch=true", ": expected an integer; got true"),
         ("recipe.batch=", ": missing; it has no default"),
         ("recipe=", ": missing; it has no default"),
         ("recipe.optimizer.lr=", ": missing; it has no default"),
@@ -214,12 +214,15 @@ recipe:
         ("recipe.data.mean=[.nan]", ".0: expected a finite number; got .nan"),
         ("recipe.schedule.milestones=[.inf]", ".0: expected a finite number; got .inf"),
         ("recipe.data.augment.crop_padding=1000000", ": expected at most 16384; got 1000000"),
-        (f"run.dir=runs/{'é' * 128}", f": a name of 256 bytes; file systems take 255; got 'runs/{'é' * 51}..."),
-        ('run.dir="a\\0"', ": a NUL character, which no file name can have; got 'a\\x00'"),
-        ("run.dir=''", ": expected some text; got ''"),
-        ("run.dir=s3://bucket/a", f": an address (s3://){_ADDRESS}; got 's3://bucket/a'"),
-        ("run.dir=memory://a", f": an address (memory://){_ADDRESS}; got 'memory://a'"),
-        ("run.dir=gs:/bucket/a", f": an address (gs://){_ADDRESS}; got 'gs:/bucket/a'"),
+        (
+            f"run.dir=runs/{'é' * 128}",
+            f": has a name of 256 bytes; use names of at most 255 bytes; got 'runs/{'é' * 51}...",
+        ),
+        ('run.dir="a\\0"', ": contains a NUL character, which is not allowed in file names; remove it; got 'a\\x00'"),
+        ("run.dir=''", ": expected a text that is not empty; got ''"),
+        ("run.dir=s3://bucket/a", f": is a URL (s3://){_ADDRESS}; got 's3://bucket/a'"),
+        ("run.dir=memory://a", f": is a URL (memory://){_ADDRESS}; got 'memory://a'"),
+        ("run.dir=gs:/bucket/a", f": is a URL (gs://){_ADDRESS}; got 'gs:/bucket/a'"),
         (f"recipe.model.name={'x' * 256}", f": expected at most 255 characters; got '{'x' * 56}..."),
         ("recipe.optimizer.lr=fast", ": expected a number, or value and per_samples; got 'fast'"),
         ("recipe.optimizer.lr=-1", ".value: expected more than 0; got -1"),
@@ -235,7 +238,7 @@ recipe:
         ("recipe.model=7", ": expected a name, or a mapping of keys; got 7"),
         (
             "run.evaluate_every=3",
-            ": expected a mapping of key: value lines; got 3; write run.evaluate_every.steps=3 or "
+            ": expected a mapping of key: value lines; got 3; set run.evaluate_every.steps=3 or "
             "run.evaluate_every.epochs=3",
         ),
         ("recipe.model.options=7", ": expected a mapping of key: value lines; got 7"),
@@ -247,15 +250,21 @@ recipe:
         ("recipe.precision=16", f": expected one of {PRECISIONS}; got 16"),
         (
             "recipe.loss_scale={static: 8, initial: 2}",
-            ".static: it does not move, so initial and growth_interval mean nothing; leave them out",
+            ".static: a static loss scale does not use initial and growth_interval; unset them",
         ),
-        ("recipe.epochs=", "recipe: give either epochs or steps, one of the two; neither is given"),
-        ("recipe.clip_norm=0,1", ": expected a number; got '0,1'; a number has a point, as in 0.1, and no comma"),
-        ("recipe.optimizer={lr: 1,5}", ".5: unknown key; a number has a point, as in 0.1, and no comma"),
+        ("recipe.epochs=", "recipe: neither epochs nor steps is set; set one of the two"),
+        (
+            "recipe.clip_norm=0,1",
+            ": expected a number; got '0,1'; write numbers with a decimal point, as in 0.1, not with a comma",
+        ),
+        (
+            "recipe.optimizer={lr: 1,5}",
+            ".5: unknown key; write numbers with a decimal point, as in 0.1, not with a comma",
+        ),
         ("recipe.loss_scale=static", ": expected a number, `dynamic`, or a mapping of keys; got 'static'"),
         ("placement.offload_activations=yes", ": expected true or false; got 'yes'"),
         ("placement.rendezvous=tcp:/host", ": expected env://, tcp://HOST:PORT or file:///PATH; got 'tcp:/host'"),
-        ("run.save_every={}", ": give either steps or epochs, one of the two"),
+        ("run.save_every={}", ": neither steps nor epochs is set; set one of the two"),
         ("run.kep=2", ": unknown key; did you mean 'keep'?"),
         ("run.save_every.hours=2", ": unknown key; valid: steps, epochs"),
         ("optimizer.lr=2", "optimizer: unknown key; did you mean 'recipe.optimizer'? Valid: recipe, placement, run"),
@@ -300,9 +309,9 @@ def test_a_loss_scale_is_static_where_it_is_said_or_weights_are_in_fp16(asked, s
 @pytest.mark.parametrize(
     ("override", "note"),
     [
-        ("recipe.loss_scale=8", "recipe.loss_scale has no effect: fp32 needs none, fp16, fp16-compute, fp16-true have"),
-        ("recipe.schedule.milestones=[1]", "recipe.schedule.milestones has no effect: it is of the schedule steps, an"),
-        ("recipe.schedule={name: steps, gamma: 0.5}", "recipe.schedule has no effect: steps changes the rate at its m"),
+        ("recipe.loss_scale=8", "recipe.loss_scale has no effect: only fp16, fp16-compute, fp16-true use it, not fp32"),
+        ("recipe.schedule.milestones=[1]", "recipe.schedule.milestones has no effect: only the schedule steps uses it"),
+        ("recipe.schedule={name: steps, gamma: 0.5}", "recipe.schedule has no effect: steps changes the learning rate"),
     ],
 )
 def test_what_has_no_effect_is_noted(override, note):
@@ -323,17 +332,17 @@ def test_a_strategy_is_one_of_the_files(monkeypatch):
 
 def test_data_parallel_is_told_what_has_its_place_here():
     [found] = problems("digits", "placement.strategy=data_parallel")
-    assert found.startswith("override placement.strategy.name: no strategy 'data_parallel': nn.DataParallel spreads")
-    assert found.endswith("has nothing to spread over; use ddp with a process for each GPU, or single")
+    assert found.startswith("override placement.strategy.name: no strategy 'data_parallel': nn.DataParallel splits")
+    assert found.endswith("has no effect on a CPU or on one GPU; use ddp with one process per GPU, or single")
 
 
 def test_more_processes_than_micro_batches_are_told_with_the_rest():
     found = problems("digits", "placement.processes=5", "recipe.epochs=many")
     assert found == [
         "override placement.processes: 5 processes but only 4 micro-batches; use at most 4 processes, or set "
-        "recipe.microbatches=5, which changes the numbers: BatchNorm normalises over fewer samples, and sums are added "
-        "in another order",
-        "override recipe.epochs: expected a whole number; got 'many'",
+        "recipe.microbatches=5, which changes the results: BatchNorm normalizes over fewer samples, and sums are added "
+        "in a different order",
+        "override recipe.epochs: expected an integer; got 'many'",
     ]
     assert load("digits", ["placement.processes=4"]).config.placement.processes == 4
 
@@ -360,7 +369,7 @@ def test_micro_batches_by_their_size_are_more_in_a_larger_batch(words: list[str]
 def test_a_recipe_by_the_size_of_micro_batches_is_that_by_their_number():
     """Its run writes both down, and is read again; what decides the numbers is how many there are."""
     by_size, by_number = load("imagenet-resnet18"), load("imagenet-resnet18", ["recipe.microbatches=8"])
-    assert by_number.notes == ["recipe.microbatches instead of recipe.microbatch=32 (imagenet.yaml:11:3)"]
+    assert by_number.notes == ["recipe.microbatches replaces recipe.microbatch=32 (imagenet.yaml:11:3)"]
     assert comparable(values(by_size.config.recipe)) == comparable(values(by_number.config.recipe))
     again = load_text(to_yaml(by_size), "config.yaml", "again")
     assert again.config == by_size.config
@@ -368,7 +377,7 @@ def test_a_recipe_by_the_size_of_micro_batches_is_that_by_their_number():
 
 def test_size_and_number_of_micro_batches_agree():
     words = ["recipe.microbatch=32", "recipe.microbatches=4"]
-    told = "recipe.microbatch: at most 32 of 256 samples are not 4 micro-batches; give either"
+    told = "recipe.microbatch: 256 samples in micro-batches of at most 32 samples are 8 micro-batches, but "
     assert told in problems("imagenet-resnet18", *words)[0]
     assert load("imagenet-resnet18", [words[0], "recipe.microbatches=8"]).config.recipe.microbatches == 8
 
@@ -382,7 +391,7 @@ def test_the_batch_is_told_that_so_many_processes_fill():
 def test_contradictions_are_told_although_other_keys_are_wrong():
     found = problems("digits", "recipe.seed=x", "recipe.steps=10", "recipe.epochs=1", "recipe.batch=2")
     assert len(found) == 3
-    assert "recipe: give either epochs or steps" in found[0]
+    assert "recipe: epochs and steps are both set" in found[0]
 
 
 def test_a_contradiction_is_told_once():
@@ -409,8 +418,8 @@ def test_a_broken_file_and_broken_overrides_are_told_together(recipe):
     found = problems(recipe("recipe: [1\n"), "recipe.batch=0", "placement.processes=0", "x")
     assert found == [
         "recipe.yaml:2:1  not valid YAML: expected ',' or ']', but got '<stream end>'",
-        "override 'x' is not of the form key=value, such as recipe.batch=64",
-        "override placement.processes: expected a whole number from 1, or auto; got 0",
+        "override 'x' is not a key=value pair; write it like recipe.batch=64",
+        "override placement.processes: expected an integer of at least 1, or auto; got 0",
     ]
 
 
@@ -418,7 +427,7 @@ def test_unreadable_values_are_told_once(recipe):
     found = problems(recipe(MINIMAL.replace("64", "*size").replace("3", "!!int 3")))
     assert found == [
         "recipe.yaml:4:10  recipe.batch: aliases such as *size are not allowed; write the value out",
-        "recipe.yaml:5:11  recipe.epochs: tags such as tag:yaml.org,2002:int are not allowed; remove it",
+        "recipe.yaml:5:11  recipe.epochs: the tag tag:yaml.org,2002:int is not allowed; remove it",
     ]
 
 
@@ -454,7 +463,7 @@ def test_sources_that_are_no_file(recipe, tmp_path):
     assert problems("imagenet-resnet51")[0].startswith(
         "imagenet-resnet51: no such file or shipped recipe; did you mean 'imagenet-resnet50'"
     )
-    assert problems(str(tmp_path))[0].startswith(f"{tmp_path}: a folder; give a YAML file")
+    assert problems(str(tmp_path))[0].startswith(f"{tmp_path}: is a folder; pass a YAML file")
 
 
 def reloaded(text, folder):

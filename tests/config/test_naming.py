@@ -38,7 +38,7 @@ def test_another_model_drops_what_was_set_for_the_former_one(form: str) -> None:
     model = found.config.recipe.model
     assert (model.name, model.source, model.pretrained, model.options) == ("resnet18", "auto", False, {})
     assert found.notes == [
-        "recipe.model is resnet18 instead of digits_convnet; dropped what was set for that: "
+        "recipe.model is resnet18 instead of digits_convnet; dropped the previous settings: "
         "source=lockstep (mine.yaml:3:33), pretrained=true (mine.yaml:3:51), "
         "options.dropout=0.1 (mine.yaml:3:79), options.width=8 (mine.yaml:3:93)"
     ]
@@ -49,7 +49,7 @@ def test_a_model_of_another_source_is_another_model() -> None:
     found = loaded("recipe.model.source=timm")
     model = found.config.recipe.model
     assert (model.name, model.source, model.pretrained, model.options) == ("digits_convnet", "timm", False, {})
-    assert found.notes[0].startswith("recipe.model is digits_convnet of another source; dropped what was set for that")
+    assert found.notes[0].startswith("recipe.model is digits_convnet from a different source; dropped the previous")
     assert loaded("recipe.model.source=lockstep").config.recipe.model.options == {"dropout": 0.1, "width": 8}
 
 
@@ -108,22 +108,22 @@ def test_defaults_that_were_written_out_are_not_worth_a_note() -> None:
 def test_a_length_in_steps_takes_the_place_of_one_in_epochs() -> None:
     found = loaded("recipe.steps=10")
     assert (found.config.recipe.steps, found.config.recipe.epochs) == (10, None)
-    assert found.notes == ["recipe.steps instead of recipe.epochs=3 (mine.yaml:13:3)"]
+    assert found.notes == ["recipe.steps replaces recipe.epochs=3 (mine.yaml:13:3)"]
     text = TEXT + "run: {save_every: {steps: 5}}\n"
     found = load_text(text, "mine.yaml", "mine", ["run.save_every.epochs=2"])
     assert (found.config.run.save_every.epochs, found.config.run.save_every.steps) == (2, None)
-    with pytest.raises(ConfigError, match="give either epochs or steps"):
+    with pytest.raises(ConfigError, match="epochs and steps are both set"):
         loaded("recipe.steps=10", "recipe.epochs=2")
 
 
 def test_a_warm_up_in_steps_takes_the_place_of_one_in_epochs() -> None:
     found = loaded("recipe.schedule.warmup_steps=7")
     assert (found.config.recipe.schedule.warmup_steps, found.config.recipe.schedule.warmup_epochs) == (7, 0)
-    assert found.notes == ["recipe.schedule.warmup_steps instead of recipe.schedule.warmup_epochs=1 (mine.yaml:15:47)"]
+    assert found.notes == ["recipe.schedule.warmup_steps replaces recipe.schedule.warmup_epochs=1 (mine.yaml:15:47)"]
     assert loaded("recipe.schedule.warmup_steps=7", "recipe.schedule=cosine").config.recipe.schedule.warmup_steps == 7
-    with pytest.raises(ConfigError, match="give either warmup_epochs or warmup_steps"):
+    with pytest.raises(ConfigError, match="warmup_epochs and warmup_steps are both set"):
         loaded("recipe.schedule.warmup_steps=7", "recipe.schedule.warmup_epochs=2")
-    with pytest.raises(ConfigError, match="each: epoch has no rate for single steps"):
+    with pytest.raises(ConfigError, match="each: epoch does not support warmup_steps"):
         loaded("recipe.schedule.warmup_steps=7", "recipe.schedule.each=epoch")
 
 

@@ -54,16 +54,16 @@ def test_mappings_are_made_where_there_are_none():
 def test_a_mapping_is_replaced_with_all_its_places():
     document = applied("recipe.optimizer=5")
     assert document.values["recipe"]["optimizer"] == 5
-    assert ("recipe", "optimizer", "lr") not in document.places
-    assert str(document.places["recipe", "optimizer"]) == "override"
+    assert ("recipe", "optimizer", "lr") not in document.positions
+    assert str(document.positions["recipe", "optimizer"]) == "override"
 
 
 def test_a_bare_value_that_stands_for_a_mapping_is_kept_in_it():
     document = applied("recipe.optimizer.lr.per_samples=128", "placement.strategy.replicate=2")
     assert document.values["recipe"]["optimizer"]["lr"] == {"value": 0.1, "per_samples": 128}
     assert document.values["placement"]["strategy"] == {"name": "hsdp", "replicate": 2}
-    assert str(document.places["recipe", "optimizer", "lr", "value"]) == "r.yaml:5:15"
-    assert str(document.places["recipe", "optimizer", "lr", "per_samples"]) == "override"
+    assert str(document.positions["recipe", "optimizer", "lr", "value"]) == "r.yaml:5:15"
+    assert str(document.positions["recipe", "optimizer", "lr", "per_samples"]) == "override"
 
 
 @pytest.mark.parametrize("text", ["", " "])
@@ -83,13 +83,13 @@ def test_a_bare_value_is_unset_by_the_key_that_it_stands_for():
 
 def test_a_key_below_a_number_is_refused():
     assert problems("recipe.batch.size=3") == [
-        "override recipe.batch: 64 (r.yaml:3:3) has no keys below it; give recipe.batch as a whole"
+        "override recipe.batch: 64 (r.yaml:3:3) has no keys below it; set recipe.batch as a whole"
     ]
 
 
 @pytest.mark.parametrize("override", ["recipe.batch", "recipe..batch=3", "=3", ".a=3", ""])
 def test_an_override_is_key_equals_value(override):
-    assert problems(override) == [f"override '{override}' is not of the form key=value, such as recipe.batch=64"]
+    assert problems(override) == [f"override '{override}' is not a key=value pair; write it like recipe.batch=64"]
 
 
 def test_a_value_that_is_no_yaml_is_told_with_its_key():

@@ -8,12 +8,12 @@ from lockstep.core.precision import translate_precision
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("bf16-mixed", "bf16-mixed is called bf16 here"),
-        ("16-mixed", "16-mixed is called fp16 here"),
-        ("16-true", "16-true is called fp16-true here"),
-        ("fp8", "fp8 is not offered: .* capability 8.9 .*; use bf16-compute"),
-        ("fp8-e4m3", "fp8-e4m3 is not offered"),
-        ("bf16-true", "bf16-true is not offered: .* never decay: .*; use bf16-compute"),
+        ("bf16-mixed", "bf16-mixed is named bf16 in Lockstep; use bf16"),
+        ("16-mixed", "16-mixed is named fp16 in Lockstep; use fp16"),
+        ("16-true", "16-true is named fp16-true in Lockstep; use fp16-true"),
+        ("fp8", "fp8 is not supported: .* capability 8.9 .*; use bf16-compute"),
+        ("fp8-e4m3", "fp8-e4m3 is not supported"),
+        ("bf16-true", "bf16-true is not supported: .* never decay, because .*; use bf16-compute"),
     ],
 )
 def test_other_names(name: str, said: str) -> None:

@@ -25,12 +25,12 @@ def test_the_device_of_a_process(visible: int, local_rank: int, local_size: int,
     ("visible", "hidden", "found"),
     [
         (1, False, "1 CUDA device; use at most 1, or placement.device"),
-        (2, True, "2 CUDA devices; use at most 2, or .*one device of its own"),
+        (2, True, "2 CUDA devices; use at most 2, or .*only its own device"),
         (3, False, "3 CUDA devices; use at most 3, or"),
     ],
 )
 def test_too_few_devices_are_refused_on_all_ranks(visible: int, hidden: bool, found: str) -> None:
-    problem = f"placement.processes: 4 processes on this host but {found}"
+    problem = f"placement.processes: 4 processes on this host but only {found}"
     for local_rank in range(4):
         with pytest.raises(UsageError, match=problem):
             device_number(visible, local_rank, 4, hidden)
@@ -45,9 +45,7 @@ def test_what_carries_tensors_follows_from_the_device() -> None:
     assert resolve_backend("auto", on_gpu=True) == resolve_backend("nccl", on_gpu=True) == "nccl"
     assert resolve_backend("auto", on_gpu=False) == resolve_backend("gloo", on_gpu=False) == "gloo"
     assert resolve_backend("gloo", on_gpu=True) == "gloo"
-    with pytest.raises(
-        UsageError, match=r"placement.backend: nccl asked for, but this run is on the CPU.*auto or gloo"
-    ):
+    with pytest.raises(UsageError, match=r"placement.backend: nccl does not support CPU tensors.*auto or gloo"):
         resolve_backend("nccl", on_gpu=False)
 
 

@@ -19,10 +19,10 @@ def contiguous(size: int, leaves: int) -> Reduction:
 @given(RANKS, LENGTHS)
 def test_shares_are_all_of_a_vector_once(ranks: tuple[int, ...], length: int) -> None:
     shares = Shares(ranks)
-    parts = [Part(rank, shares.of(rank, length)) for rank in ranks]
+    parts = [Part(rank, shares.part_of(rank, length)) for rank in ranks]
     assert [number for _, part in parts for number in part] == list(range(length))
     assert [*shares.over(range(length), length)] == [each for each in parts if each.part]
-    assert not shares.of(51, length)
+    assert not shares.part_of(51, length)
 
 
 @given(RANKS, RANKS)
@@ -44,14 +44,14 @@ def test_what_is_sent_is_what_is_taken(size: int, leaves: int, length: int) -> N
         for move in moves:
             ranks = {*move.source.ranks, *move.target.ranks}
             sent = {(rank, *each) for rank in ranks for each in move.sent(rank, length)}
-            taken = {(peer, rank, part) for rank in ranks for peer, part in move.taken(rank, length) if peer != rank}
+            taken = {(peer, rank, part) for rank in ranks for peer, part in move.received(rank, length) if peer != rank}
             assert sent == taken
 
 
 @given(st.integers(2, 40), LENGTHS)
 def test_what_is_gathered_is_the_whole(size: int, length: int) -> None:
     shares = Shares(tuple(range(size)))
-    known = [{*shares.of(rank, length)} for rank in range(size)]
+    known = [{*shares.part_of(rank, length)} for rank in range(size)]
     for passes in zip(*(shares.gathering(rank, length) for rank in range(size)), strict=True):
         before = [set(each) for each in known]
         for rank, (sent, received) in enumerate(passes):

@@ -68,7 +68,7 @@ def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
         bus="0000:9d:00.0",
         memory_mib=81920,
         mode="Exclusive_Process",
-        users=(f"pid {2**30} (of no known command)",),
+        users=(f"pid {2**30} (unknown command)",),
         ecc=True,
         persistence=True,
         uncorrected=3,

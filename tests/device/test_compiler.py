@@ -12,14 +12,14 @@ from lockstep.errors import UsageError
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(UsageError, match="there is no no-such-compiler on this host; install it"):
+    with pytest.raises(UsageError, match="no-such-compiler is not on this host; install it"):
         compiler.check_compiler(gpu=False)
 
 
 @pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
 def test_a_compiler_that_is_switched_off_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(UsageError, match=f"{name} is 1, which makes torch compute uncompiled"):
+    with pytest.raises(UsageError, match=f"{name}=1 disables torch.compile"):
         compiler.check_compiler(gpu=False)
 
 
@@ -28,14 +28,14 @@ def test_what_a_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla P4")
     monkeypatch.setattr(compiler, "_triton", lambda: "3.7")
     monkeypatch.setenv("CC", "sh")
-    with pytest.raises(UsageError, match=r"capability 7\.0 and later, and Tesla P4 has 6\.1"):
+    with pytest.raises(UsageError, match=r"capability 7\.0 or higher, but Tesla P4 has 6\.1"):
         compiler.check_compiler(gpu=True)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="a C compiler builds, and there is none"):
+    with pytest.raises(UsageError, match="a C compiler to start its kernels, but none is found"):
         compiler.check_compiler(gpu=True)
     monkeypatch.setattr(compiler, "_triton", lambda: None)
-    with pytest.raises(UsageError, match="compiles for CUDA with Triton, which is not installed here; pip install"):
+    with pytest.raises(UsageError, match="on CUDA requires Triton, which is not installed; pip install"):
         compiler.check_compiler(gpu=True)
 
 

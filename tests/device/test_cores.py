@@ -23,18 +23,18 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
             seats(*[LEFT] * 4, *[RIGHT] * 4),
             1,
             ["0,8", "1,9", "2,10", "3,11", "4,12", "5,13", "6,14", "7,15"],
-            "near its card, shared out among 4 ranks",
+            "near its GPU, divided among 4 ranks",
         ),
         # Ranks of a node need not follow each other.
         (seats(LEFT, RIGHT, LEFT), 1, ["0-1,8-9", "4-7,12-15", "2-3,10-11"], None),
         # What cannot be cut evenly gives the first more.
         (seats(LEFT, LEFT, LEFT), 1, ["0-1,8-9", "2,10", "3,11"], None),
-        (seats(RIGHT), 1, ["4-7,12-15"], "near its card"),
+        (seats(RIGHT), 1, ["4-7,12-15"], "near its GPU"),
         # Ranks of other hosts take nothing.
         ([*seats(LEFT, LEFT), *seats(LEFT, LEFT, host="b")], 1, ["0-1,8-9", "2-3,10-11"] * 2, None),
         # Too few to share out are had together; also where the recipe's threads need more.
         (seats(*[LEFT] * 5), 1, ["0-3,8-11"] * 5, None),
-        (seats(LEFT, LEFT), 5, ["0-3,8-11"] * 2, "near its card, as 2 ranks: too few to share out"),
+        (seats(LEFT, LEFT), 5, ["0-3,8-11"] * 2, "near its GPU, shared by 2 ranks: too few to divide"),
         # A container or a job with some of the cores: nobody bound one rank and not another.
         (seats(LEFT, LEFT, RIGHT, usable=parse("0-1,4,8-9")), 1, ["0,8", "1,9", "4"], None),
         (seats(LEFT, usable=parse("2,5")), 1, ["2,5"], None),
@@ -50,15 +50,15 @@ def seats(*nodes: frozenset[int], usable: frozenset[int] = ALL, host: str = "a")
             seats(frozenset(), frozenset()),
             1,
             ["0-15"] * 2,
-            "the kernel does not say which cores are near its card",
+            "the kernel does not report the cores near its GPU",
         ),
-        (seats(LEFT, LEFT, usable=RIGHT), 1, ["4-7,12-15"] * 2, "it may use none of the cores near its card"),
+        (seats(LEFT, LEFT, usable=RIGHT), 1, ["4-7,12-15"] * 2, "it may not use any of the cores near its GPU"),
     ],
 )
 def test_cores_of_made_up_hosts(placed: list[Seat], least: int, cores: list[str], why: str | None) -> None:
     found = [choose_cores(rank, placed, SIBLINGS, least) for rank in range(len(placed))]
     assert [format_cores(each.cores) for each in found] == cores
-    assert why is None or {each.why for each in found} == {why}
+    assert why is None or {each.reason for each in found} == {why}
 
 
 @given(

@@ -37,5 +37,5 @@ def test_tf32_may_be_forced_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     check_switches("tf32")
     check_switches("bf16")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    with pytest.raises(UsageError, match="forbids it"):
+    with pytest.raises(UsageError, match="disables it"):
         check_switches("tf32")

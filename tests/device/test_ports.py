@@ -86,7 +86,7 @@ def test_the_holder_of_a_port_is_named(other: tuple[int, int]) -> None:
         ports.check("127.0.0.2", port, near=True)
     held = f"Address already in use by pid {pid} ({sys.executable} -c import socket, sys; server = "
     assert str(caught.value).startswith(f"rendezvous 127.0.0.2:{port}: rank 0 cannot listen there: {held}")
-    assert str(caught.value).endswith("sys.stdin.read() 127.0.0.2); choose another port, or end what holds it")
+    assert str(caught.value).endswith("sys.stdin.read() 127.0.0.2); choose a different port, or stop that process")
 
 
 def test_a_long_command_is_cut() -> None:
@@ -119,12 +119,12 @@ def test_who_listens_is_named_not_who_is_connected(other: tuple[int, int]) -> No
     [
         ("127.0.0.1", 0, "ports go from 1 to 65535"),
         ("127.0.0.1", 65536, "ports go from 1 to 65535"),
-        ("192.0.2.1", 29500, "Cannot assign requested address; name an address of rank 0's host"),
+        ("192.0.2.1", 29500, "Cannot assign requested address; use an address of the host of rank 0"),
         (
             "no.such.host.invalid",
             29500,
-            r"rendezvous no.such.host.invalid:29500: .* does not know the host no.such.host.invalid \(.*\); name an "
-            r"address of rank 0's host instead: placement.rendezvous=tcp://ADDRESS:29500",
+            r"rendezvous no.such.host.invalid:29500: .* cannot resolve the host no.such.host.invalid \(.*\); use an "
+            r"address of the host of rank 0 instead: placement.rendezvous=tcp://ADDRESS:29500",
         ),
     ],
 )

@@ -163,7 +163,7 @@ def test_threads_that_cannot_be_started_are_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(threading.Thread, "start", start_some)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     before = threading.active_count()
-    with pytest.raises(PreflightError, match=r"recipe\.threads: 64 asked for, and this process could start 50"):
+    with pytest.raises(PreflightError, match=r"recipe\.threads: got 64, but this process could only start 50"):
         fix_kernels(64)
     assert threading.active_count() == before
 
@@ -213,11 +213,11 @@ def test_tf32_reaches_every_product_on_cuda_and_none_on_the_cpu(before: str) -> 
 
 
 def test_tf32_is_refused_where_it_would_be_another_thing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^recipe\.precision: tf32 .* computes on the CPU; use fp32, bf16"):
+    with pytest.raises(UsageError, match=r"^recipe\.precision: tf32 .* uses the CPU; use fp32, bf16"):
         check_precision("tf32", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(UsageError, match=r"8\.0 or above, and Tesla T4 has 7\.5; use fp32 or fp16"):
+    with pytest.raises(UsageError, match=r"8\.0 or higher, but Tesla T4 has 7\.5; use fp32 or fp16"):
         check_precision("tf32", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check_precision("tf32", torch.device("cuda", 0))

@@ -19,7 +19,7 @@ def test_a_known_refusal_has_its_limit(number: int, why: str) -> None:
 
 
 def test_of_another_no_limit_is_named() -> None:
-    assert "now at most" not in str(limit_error("start rank 1", OSError(errno.EACCES, "Permission denied")))
+    assert "the limits are" not in str(limit_error("start rank 1", OSError(errno.EACCES, "Permission denied")))
 
 
 def test_what_only_sounds_like_too_many_open_files_is_none() -> None:

@@ -106,7 +106,7 @@ def test_a_time_as_slurm_writes_it(time: str, seconds: int) -> None:
     just = replace(BATCH, time=time, warn_before_s=min(seconds - 1, 65_535))
     assert check_batch(just) is just
     if seconds <= 65_535:
-        with pytest.raises(UsageError, match=f"--warn-before: {seconds} s before the end"):
+        with pytest.raises(UsageError, match=f"--warn-before: {seconds} s must be less than --time"):
             check_batch(replace(just, warn_before_s=seconds))
 
 
@@ -119,10 +119,10 @@ def test_what_cannot_be_is_told_all_at_once() -> None:
         "--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got 4h",
         "--warn-before: expected 1 to 65535 seconds, got 0",
         "--gpus-per-node: expected a number such as 4, or a100:4, got 0",
-        "--partition: given in --option too; leave one of them out",
-        "run.dir: a line of a batch script has no place for a line break",
-        "--account: a line of a batch script has no place for a line break",
-        "--option '--comment=a\\nb': a line of a batch script has no place for a line break",
+        "--partition: also set with --option; remove one of the two",
+        "run.dir: contains a line break, which a batch script does not support; remove it",
+        "--account: contains a line break, which a batch script does not support; remove it",
+        "--option '--comment=a\\nb': contains a line break, which a batch script does not support; remove it",
     ]
 
 
@@ -168,7 +168,7 @@ def test_when_it_goes_back_into_the_queue(tmp_path: Path, code: int, last: str, 
     says = f"echo '{last}' >> runs/a/events.jsonl; " if last else ""
     done = run(tmp_path, script(BATCH), f"{says}exit {code}", f"echo '{queue}    '")
     assert done.returncode == code
-    assert ("back into the queue" in done.stdout) == again
+    assert ("requeued" in done.stdout) == again
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else None) == ("requeue 7\n" if again else None)
 
@@ -199,9 +199,7 @@ def test_a_user_whose_slurm_does_not_answer_is_told_what_to_do(tmp_path: Path, s
     srun = f"echo '{STOPPED}' >> runs/a/events.jsonl; exit 75"
     done = run(tmp_path, script(BATCH), srun, squeue, scontrol)
     assert done.returncode == 75
-    assert done.stdout.endswith(
-        f"stopped by SIGUSR1 and saved, but Slurm has not put it back into the queue; to go on:\n{ASKS}"
-    )
+    assert done.stdout.endswith(f"stopped by SIGUSR1 and saved, but Slurm did not requeue it; to continue:\n{ASKS}")
     assert sum(map(int, (tmp_path / "slept").read_text().split())) == 65
 
 

@@ -117,12 +117,12 @@ def test_ssh_ties_what_it_starts_to_itself():
 @pytest.mark.parametrize(
     ("command", "job", "problem"),
     [
-        (local.command, JOB, "starts processes on this host alone; use ssh, slurm or openmpi"),
-        (local.command, replace(HERE, options=("-v",)), "no launcher to give -v to"),
+        (local.command, JOB, "only starts processes on this host; use --on ssh, slurm or openmpi"),
+        (local.command, replace(HERE, options=("-v",)), "there is no launcher to pass -v to; remove --option"),
         (
             local.command,
             replace(HERE, words=("doctor", "launch")),
-            "starts train, eval and doctor; run lockstep doctor launch as",
+            "only starts train, eval and doctor; run lockstep doctor launch directly",
         ),
         (
             torchrun.command,
@@ -151,20 +151,20 @@ def test_a_job_that_contradicts_itself_is_told_all_at_once():
             )
         )
     assert str(caught.value).splitlines() == [
-        "nothing to start; give a command after --, such as -- train digits",
-        "--nodes: 4 asked for, but 3 hosts are named; leave one of them out",
+        "no command to start; pass one after --, such as -- train digits",
+        "--nodes: got 4, but --hosts names 3 hosts; remove one of the options",
         "--endpoint: expected HOST:PORT, got a",
-        "--hosts: named more than once: a; use --processes-per-node",
-        "--hosts: -oProxyCommand=x cannot be the name of a host",
+        "--hosts: named more than once: a; name each host once, and set --processes-per-node",
+        "--hosts: -oProxyCommand=x is not a valid host name; remove it",
         "--gpus-per-node: expected a number such as 4, or a100:4, got many",
-        "--partition: given in --option too; leave one of them out",
+        "--partition: also set with --option; remove one of the two",
     ]
     assert check_job(JOB) is JOB
 
 
 @pytest.mark.parametrize("python", ["/opt/venv/bin/python", "bin/python3.12", "python3.11"])
 def test_another_python_before_a_script_is_told_which_to_write(python):
-    with pytest.raises(UsageError, match=f"^{python}: processes run with .*; write python train.py --lr 1$"):
+    with pytest.raises(UsageError, match=f"^{python}: processes run with .*; use python train.py --lr 1$"):
         check_job(replace(JOB, words=(python, "train.py", "--lr", "1")))
 
 
@@ -173,7 +173,7 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
     for asked, told in ((("3",), True), (("4",), False), (("auto",), False), (("3", "4"), False), (("4", "3"), True)):
         job = replace(HERE, words=(command, *(f"placement.processes={each}" for each in asked)))
         if told:
-            with pytest.raises(UsageError, match=r"placement\.processes: 3 asked for, but .* make 4; leave"):
+            with pytest.raises(UsageError, match=r"placement\.processes: got 3, but .* start 4; unset"):
                 check_job(job)
         else:
             assert check_job(job) is job
@@ -185,13 +185,13 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
 @pytest.mark.parametrize(
     ("job", "problem"),
     [
-        (replace(JOB, fewest=3), "--nodes: 3:2: the first number is the smaller one"),
-        (replace(JOB, fewest=3, nodes=4), "--nodes: 3:4 asked for, but 2 hosts are named; leave one of them out"),
+        (replace(JOB, fewest=3), "--nodes: 3:2 has a larger minimum than maximum"),
+        (replace(JOB, fewest=3, nodes=4), "--nodes: got 3:4, but --hosts names 2 hosts; remove one of the options"),
         (
             replace(JOB, fewest=1, rendezvous="static"),
-            "--rendezvous: static wants all hosts; for a number that changes ",
+            "--rendezvous: static does not support --nodes MIN:MAX; ",
         ),
-        (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2, but no place of it; give --endpoint"),
+        (replace(JOB, rendezvous="etcd-v2"), "--rendezvous: etcd-v2 requires an endpoint; pass --endpoint"),
     ],
 )
 def test_hosts_that_may_go_and_come_are_checked(job, problem):

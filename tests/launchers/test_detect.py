@@ -122,18 +122,21 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
         ({"RANK": "0"}, ["WORLD_SIZE is not set; set RANK and WORLD_SIZE"]),
         ({"WORLD_SIZE": "2"}, ["RANK is not set; set RANK and WORLD_SIZE"]),
         ({"WORLD_SIZE": "2"} | ENV.slurm_batch, ["RANK is not set; set RANK and WORLD_SIZE"]),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"]),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1: expected a whole number"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, ["LOCAL_RANK=: expected a whole number"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, ["MASTER_PORT=65536: ports go from 1 to 65535"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 with WORLD_SIZE=2: expected a rank from 0 to 1"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK=-1: expected an integer"]),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, ["LOCAL_RANK=: expected an integer"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"},
+            ["MASTER_PORT=65536: expected a port from 1 to 65535"],
+        ),
         (
             {"RANK": "one", "WORLD_SIZE": "two", "MASTER_PORT": "http"},
-            [f"{name}: expected a whole number" for name in ("RANK=one", "WORLD_SIZE=two", "MASTER_PORT=http")],
+            [f"{name}: expected an integer" for name in ("RANK=one", "WORLD_SIZE=two", "MASTER_PORT=http")],
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "x"},
             [
-                "OMPI_COMM_WORLD_RANK=x: expected a whole number",
+                "OMPI_COMM_WORLD_RANK=x: expected an integer",
                 *(
                     f"OMPI_COMM_WORLD_{name} is not set; mpirun of Open MPI sets it in each process"
                     for name in ("SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -143,13 +146,13 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
         (
             ENV.openmpi | {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "4"},
             [
-                "OMPI_COMM_WORLD_RANK=3 with OMPI_COMM_WORLD_SIZE=3: ranks go from 0 to 2",
-                "OMPI_COMM_WORLD_LOCAL_RANK=4 with OMPI_COMM_WORLD_LOCAL_SIZE=3: ranks go from 0 to 2",
+                "OMPI_COMM_WORLD_RANK=3 with OMPI_COMM_WORLD_SIZE=3: expected a rank from 0 to 2",
+                "OMPI_COMM_WORLD_LOCAL_RANK=4 with OMPI_COMM_WORLD_LOCAL_SIZE=3: expected a rank from 0 to 2",
             ],
         ),
         (
             ENV.mpich | {"MPI_LOCALNRANKS": "4"},
-            ["MPI_LOCALNRANKS=4 with PMI_SIZE=3: more on this host than in all"],
+            ["MPI_LOCALNRANKS=4: more processes on this host than PMI_SIZE=3"],
         ),
         (
             {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"},
@@ -163,30 +166,31 @@ def test_several_hosts_of_which_rank_0s_is_not_known_have_no_address() -> None:
             ENV.slurm_block
             | {"SLURM_STEP_TASKS_PER_NODE": "2(x", "SLURM_STEP_NODELIST": "n[2-1]", "SLURM_LOCALID": "a"},
             [
-                "SLURM_LOCALID=a: expected a whole number",
+                "SLURM_LOCALID=a: expected an integer",
                 "SLURM_STEP_TASKS_PER_NODE=2(x: expected counts such as 2(x3),1",
-                "SLURM_STEP_NODELIST=n[2-1]: expected numbers such as 1-2,5 in the brackets, not 2-1",
+                "SLURM_STEP_NODELIST=n[2-1]: expected numbers such as 1-2,5 in the brackets, got 2-1",
             ],
         ),
         (
             ENV.slurm_block | {"SLURM_PROCID": "4", "SLURM_LOCALID": "1"},
             [
-                "SLURM_PROCID=4 with SLURM_STEP_NUM_TASKS=4: ranks go from 0 to 3",
-                "SLURM_LOCALID=1 with 1 tasks on host 1",
+                "SLURM_PROCID=4 with SLURM_STEP_NUM_TASKS=4: expected a rank from 0 to 3",
+                "SLURM_LOCALID=1: expected less than 1, the number of tasks on host 1",
             ],
         ),
         (
             ENV.slurm_block | {"SLURM_STEP_NODELIST": "n1"},
             [
-                "SLURM_STEP_TASKS_PER_NODE says 4 tasks on 2 hosts, SLURM_STEP_NUM_TASKS 4, "
-                "SLURM_STEP_NODELIST 1 hosts, SLURM_NODEID host 1"
+                "the variables contradict each other: SLURM_STEP_TASKS_PER_NODE has 4 tasks on 2 hosts, "
+                "SLURM_STEP_NUM_TASKS=4, SLURM_STEP_NODELIST has 1 hosts, SLURM_NODEID=1; do not change the variables "
+                "of srun"
             ],
         ),
         (
             ENV.slurm_arbitrary,
             [
-                "SLURM_DISTRIBUTION=arbitrary: rank 0 is not on the first host of n[1-2], and srun does not say on "
-                "which; export MASTER_ADDR=HOST"
+                "SLURM_DISTRIBUTION=arbitrary: rank 0 is not on the first host of n[1-2], and srun does not "
+                "provide its host; export MASTER_ADDR=HOST"
             ],
         ),
     ],
@@ -231,7 +235,7 @@ def test_train_warns_in_a_job_of_several_tasks(monkeypatch: pytest.MonkeyPatch) 
     assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, words).output
     for name, value in {"JOB_ID": "7", "NTASKS": "2", "JOB_NUM_NODES": "1"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert "warning: Slurm has 2 tasks for this job" in CliRunner().invoke(train.command, words).output
+    assert "warning: this Slurm job has 2 tasks" in CliRunner().invoke(train.command, words).output
     assert "SLURM_NTASKS" not in CliRunner().invoke(train.command, ["digits", "placement.processes=2"]).output
 
 
@@ -243,7 +247,7 @@ def test_a_loop_of_ones_own_warns_in_a_job_of_several_tasks(
     monkeypatch.setattr("lockstep.loop.member.alone", _end)  # what comes after the warning
     with pytest.raises(KeyboardInterrupt):
         lockstep.join(seed=0)
-    assert "warning: Slurm has 2 tasks for this job" in capsys.readouterr().err
+    assert "warning: this Slurm job has 2 tasks" in capsys.readouterr().err
 
 
 def _end() -> None:

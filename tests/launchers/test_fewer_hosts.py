@@ -42,7 +42,7 @@ def test_so_many_hosts_will_do(words: list[str], env: dict[str, str]) -> None:
 )
 def test_fewer_hosts_than_asked_for_are_refused(words: list[str], env: dict[str, str]) -> None:
     with pytest.raises(
-        UsageError, match="--nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says; "
+        UsageError, match=r"--nnodes requests 2 hosts, but torchrun started with 1 \(GROUP_WORLD_SIZE=1\); "
     ):
         check_hosts([*AGENT, *words], env)
 
@@ -53,7 +53,7 @@ def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
     words = ["sh", "-c", f"{sys.executable} -m lockstep train digits run.dir=run; exit $?", "agent", "--nnodes=2"]
     done = subprocess.run(words, env={**os.environ, **env}, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "torchrun: --nnodes asks for 2 hosts, and it began with 1, as GROUP_WORLD_SIZE=1 says" in done.stderr
+    assert "torchrun: --nnodes requests 2 hosts, but torchrun started with 1 (GROUP_WORLD_SIZE=1)" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -65,7 +65,7 @@ def test_the_command_sees_what_started_it(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str, str], asked: str) -> None:
-    with pytest.raises(UsageError, match=rf"run\.dir: left out, but torchrun may start the run again \({asked}\)"):
+    with pytest.raises(UsageError, match=rf"run\.dir: not set, but torchrun may restart the run \({asked}\)"):
         check_restarts([*AGENT, *words], env, None)
     check_restarts([*AGENT, *words], env, "runs/a")
     check_restarts(AGENT, {"TORCHELASTIC_MAX_RESTARTS": "0"}, None)
@@ -73,7 +73,7 @@ def test_a_run_that_may_start_again_has_a_folder(words: list[str], env: dict[str
 
 def test_a_host_that_is_to_leave_can(tmp_path: Path) -> None:
     for words, restarts in (["--nnodes=3"], "3"), (["--nnodes=2:3"], "0"), ([], "3"):
-        with pytest.raises(UsageError, match=r"on_corruption: go_on: no host can leave a torchrun with --nnodes=\d"):
+        with pytest.raises(UsageError, match="on_corruption: go_on requires a torchrun that restarts"):
             check_leaving([*AGENT, *words], {"TORCHELASTIC_MAX_RESTARTS": restarts})
     check_leaving([*AGENT, "--nnodes=2:3"], {"TORCHELASTIC_MAX_RESTARTS": "3"})
 
@@ -95,5 +95,5 @@ def test_torchrun_says_what_the_check_and_the_warning_go_by(tmp_path: Path) -> N
     env = {key: value for key, value in os.environ.items() if key != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
     done = subprocess.run([*torchrun, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "run.dir: left out, but torchrun may start the run again (--nnodes=1:2)" in done.stderr
+    assert "run.dir: not set, but torchrun may restart the run (--nnodes=1:2)" in done.stderr
     assert "warning: torchrun --nnodes=1:2 without TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr

@@ -29,7 +29,7 @@ from lockstep.launchers.hosts import run_on_hosts
 stop_s, folder, kind = float(sys.argv[1]), sys.argv[2], sys.argv[3]
 command = {{"waits": {WAITS!r}, "stays": {STAYS!r}, "saves": {SAVES!r}}}[kind]
 commands = {{name: [*command, f"{{folder}}/{{name}}"] for name in "ab"}}
-ended = run_on_hosts(commands, print, stop_s, here=kind == "saves")
+ended = run_on_hosts(commands, print, stop_s, is_local=kind == "saves")
 sys.exit(ended.code)
 """
 
@@ -68,7 +68,7 @@ def test_one_that_fails_ends_the_others(tmp_path: Path, ends: str, code: int) ->
 def test_one_that_fails_leaves_as_many_as_are_needed(tmp_path: Path, then: str, expected: Ended) -> None:
     end, said = run(tmp_path, ["sh", "-c", f"{WHEN_SAID}; {then}"], ["sh", "-c", "exit 3"], 0.1, needed=1)
     assert end == expected
-    assert said == ["b ended with exit code 3; going on with a"]
+    assert said == ["b ended with exit code 3; continuing with a"]
 
 
 def test_who_does_not_end_is_killed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.jobs import launch
 from lockstep.launchers import detect
 from lockstep.launchers.job import PORT, Job
-from lockstep.launchers.node import commands, place
+from lockstep.launchers.node import commands, node_job
 
 JOB = Job(("train", "digits"), "/opt/python")
 SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9\n"}
@@ -50,7 +50,7 @@ KUBEFLOW = {
 def test_each_platform_says_which_node_this_is(
     env: dict[str, str], asked: int | None, expected: tuple[int, int, str, int, int]
 ) -> None:
-    placed = place(JOB, env, asked)
+    placed = node_job(JOB, env, asked)
     assert (placed.host, placed.nodes, placed.first, placed.port, placed.processes_per_node) == expected
 
 
@@ -58,28 +58,28 @@ def test_a_first_node_that_is_not_told_its_address_has_its_own_name(monkeypatch:
     monkeypatch.setattr("socket.gethostname", lambda: "main")
     env = BATCH | {"AWS_BATCH_JOB_NODE_INDEX": "1"}
     del env["AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
-    assert place(JOB, env, None).first == "main"
+    assert node_job(JOB, env, None).first == "main"
 
 
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ({}, r"^--on node: no variables say which node this is \(Kubeflow Trainer: PET_NODE_RANK and PET_NNODES; "),
-        ({"JOB_COMPLETION_INDEX": "1"}, r"no variables say which node this is"),  # of any indexed Job
-        (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, r"SKYPILOT_NODE_IPS is not set, and node 1 cannot find the first one"),
-        (SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, r"SKYPILOT_NODE_RANK=3 of SKYPILOT_NUM_NODES=3 nodes, from 0"),
-        (SKYPILOT | {"SKYPILOT_NUM_NODES": "0"}, r"SKYPILOT_NODE_RANK=1 of SKYPILOT_NUM_NODES=0 nodes"),
-        (SKYPILOT | {"SKYPILOT_NODE_RANK": "one"}, r"SKYPILOT_NODE_RANK='one'; expected a whole number"),
-        (KUBEFLOW | {"PET_MASTER_PORT": ""}, r"PET_MASTER_PORT=''; expected a whole number"),
+        ({}, r"^--on node: the index of this node is not set; .* \(Kubeflow Trainer: PET_NODE_RANK and PET_NNODES; "),
+        ({"JOB_COMPLETION_INDEX": "1"}, r"the index of this node is not set"),  # of any indexed Job
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": ""}, r"SKYPILOT_NODE_IPS is not set, so node 1 cannot find the first node"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, r"SKYPILOT_NODE_RANK=3 is out of range for SKYPILOT_NUM_NODES=3; "),
+        (SKYPILOT | {"SKYPILOT_NUM_NODES": "0"}, r"SKYPILOT_NODE_RANK=1 is out of range for SKYPILOT_NUM_NODES=0"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "one"}, r"SKYPILOT_NODE_RANK='one'; expected an integer"),
+        (KUBEFLOW | {"PET_MASTER_PORT": ""}, r"PET_MASTER_PORT=''; expected an integer"),
     ],
 )
 def test_what_does_not_say_it_is_refused(env: dict[str, str], told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        place(JOB, env, None)
+        node_job(JOB, env, None)
 
 
 def test_a_rank_is_told_its_place_and_finds_it() -> None:
-    job = place(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2)
+    job = node_job(JOB, SKYPILOT | {"SKYPILOT_NODE_IPS": "fd00::7\nfd00::8"}, 2)
     assert [*commands(job)] == ["rank 2", "rank 3"]
     words = commands(job)["rank 3"]
     assert words[:4] == ["/opt/python", "-m", "lockstep.common.follow_parent", "env"]
@@ -90,7 +90,7 @@ def test_a_rank_is_told_its_place_and_finds_it() -> None:
     assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
     assert READS_SECRET in commands(replace(job, signed=True))["rank 2"]
     assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]
-    with pytest.raises(UsageError, match=r"^--on node: no launcher to give --tee to$"):
+    with pytest.raises(UsageError, match=r"^--on node: there is no launcher to pass --tee to; remove --option$"):
         commands(replace(job, options=("--tee",)))
 
 
@@ -101,9 +101,9 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: next(answers))
     ran = []
     monkeypatch.setattr(launch, "_together", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
-    assert launch.start("node", place(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
+    assert launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
     assert ran == [{"rank 1"}]
     monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: "no such host")
     with pytest.raises(UsageError, match=r"^no such host; set the variable of the first node to its address$"):
-        launch.start("node", place(JOB, SKYPILOT, None), None, 1, dry_run=False)
+        launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False)

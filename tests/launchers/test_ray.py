@@ -44,7 +44,7 @@ def stored(kind: str, path: str) -> Any:
 
 
 def test_a_worker_has_the_rank_that_ray_says_and_meets_the_others_at_rays_store() -> None:
-    info = ray.place(Context(), STORE)
+    info = ray.rank_info(Context(), STORE)
     assert (info.rank, info.size, info.local_rank, info.local_size, info.hosted) == (2, 3, 1, 2, True)
     assert rendezvous_address(info, "env://") == "tcp://10.0.0.7:41234"
 
@@ -58,13 +58,13 @@ def test_a_node_that_is_to_be_taken_is_known_by_rays_own_call(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("env", "problem"),
     [
-        ({}, r"MASTER_ADDR and MASTER_PORT are not both set; set them \(TorchConfig\(init_method='env'\)"),
-        ({**STORE, "MASTER_PORT": "x"}, "MASTER_PORT=x: expected a whole number"),
+        ({}, r"are not both set; set them \(ray\.train\.torch\.TorchConfig\(init_method='env'\)"),
+        ({**STORE, "MASTER_PORT": "x"}, "MASTER_PORT=x: expected an integer"),
     ],
 )
 def test_without_rays_store_it_says_what_sets_it(env: Mapping[str, str], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
-        rendezvous_address(ray.place(Context(), env), "env://")
+        rendezvous_address(ray.rank_info(Context(), env), "env://")
 
 
 @pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])
@@ -86,5 +86,5 @@ def test_a_relative_run_folder_lies_in_that_of_rays_run() -> None:
     assert ray.run_folder(Context(), "runs/b") == "/shared/runs/a/runs/b"
     assert ray.run_folder(Context(), "/elsewhere/b") == "/elsewhere/b"
     assert ray.run_folder(Context(storage=None), "runs/b") == "runs/b"
-    with pytest.raises(UsageError, match=r"run.dir runs/b: .* of kind s3; name an absolute one"):
+    with pytest.raises(UsageError, match=r"run.dir runs/b: .* not a folder but s3; set run.dir to an absolute path"):
         ray.run_folder(Context(stored("s3", "bucket/a")), "runs/b")

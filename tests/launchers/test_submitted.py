@@ -181,7 +181,7 @@ def test_a_log_of_the_job_is_added_to(seen: Seen) -> None:
     said = (seen.folder / "warned" / "logs" / f"slurm-{job}.log").read_text(encoding="utf-8")
     assert f"job {job}, start 1, on n[1-2]" in said
     assert f"job {job}, start 2, on n[1-2]" in said
-    assert said.count("stopped by SIGUSR1 and saved: back into the queue") == 1
+    assert said.count("stopped by SIGUSR1 and saved: requeued") == 1
 
 
 def test_cancelled_it_is_saved_and_stays_so(seen: Seen) -> None:

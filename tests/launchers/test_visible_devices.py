@@ -54,7 +54,9 @@ def test_the_device_of_a_rank_under_each_launcher(card, launcher) -> None:
     for own in ("3", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f"):
         assert card(info, 1, own) == torch.device("cuda", 0)  # each rank one of its own
     assert card(info, 0, "") == torch.device("cpu")  # none, and none asked for
-    with pytest.raises(UsageError, match=r"^placement\.device: cuda asked for.*lockstep doctor gpu says why"):
+    with pytest.raises(
+        UsageError, match=r"^placement\.device: cuda is not available.* run lockstep doctor gpu to find"
+    ):
         card(info, 0, "", "cuda")
     for visible, listed in ((2, "0,1"), (1, None)):  # fewer than ranks
         with pytest.raises(UsageError, match=r"4 processes on this host but .* use at most"):

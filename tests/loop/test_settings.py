@@ -25,7 +25,7 @@ def test_sections_are_those_of_a_configuration():
     ("words", "text"),
     [
         ({"seed": -1}, "seed: expected at least 0; got -1"),
-        ({"precision": "bf16-mixed"}, "precision: bf16-mixed is called bf16 here"),
+        ({"precision": "bf16-mixed"}, "precision: bf16-mixed is named bf16 in Lockstep"),
         ({"precision": "fp64"}, "precision: expected one of fp32, "),
         (
             {"placement": {"timeot_s": 5}},
@@ -39,7 +39,7 @@ def test_sections_are_those_of_a_configuration():
         ({"run": {"save_every": {"steps": 5}}}, "run.save_every: not for a loop of your own; call run.save()"),
         (
             {"dir": "s3://bucket/a"},
-            "run.dir: an address (s3://), and a run is kept in a folder; give a folder of this host",
+            "run.dir: is a URL (s3://), but a run is saved in a folder; use a folder on this host",
         ),
         ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
         ({"run": {"resume": "never"}}, "run.resume: not for a loop of your own; a run goes on with what is in dir"),

@@ -114,7 +114,7 @@ def test_ranks_run_near_their_cards(host) -> None:
     root, cores = host
     found = worlds.run(4, as_on_cards, root, 1)
     first, last = str(cores[0]), str(cores[-1])
-    lines = [f"{first}: near its card, as 3 ranks: too few to share out"] * 3 + [f"{last}: near its card"]
+    lines = [f"{first}: near its GPU, shared by 3 ranks: too few to divide"] * 3 + [f"{last}: near its GPU"]
     assert [said for said, _ in found] == [lines] * 4
     assert [cores for _, cores in found] == [{first}] * 3 + [{last}]
 

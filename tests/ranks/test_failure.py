@@ -44,7 +44,9 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
     lost.__cause__ = error
     for each in (error, lost):
         failure = failure_of(each, OWN, RankLog(OWN))
-        assert failure.text.startswith("error: Too many open files: a process may open no more files (ulimit -n); now")
+        assert failure.text.startswith(
+            "error: Too many open files: this process has reached its limit on open files (ulimit -n); the"
+        )
         assert (failure.exit_code, failure.secondary) == (EXIT_PREFLIGHT, False)
 
 

@@ -124,7 +124,10 @@ def test_a_limit_on_open_files_is_named(capfd):
     starting.join()
     said = capfd.readouterr().err
     assert starting.exitcode == EXIT_PREFLIGHT, said
-    assert "Too many open files: a process may open no more files (ulimit -n); now at most 32 files" in said
+    assert (
+        "Too many open files: this process has reached its limit on open files (ulimit -n); the limits are 32 files"
+        in said
+    )
 
 
 def test_a_worker_that_cannot_be_started_ends_those_that_were(monkeypatch):
@@ -137,7 +140,9 @@ def test_a_worker_that_cannot_be_started_ends_those_that_were(monkeypatch):
         return forks[0]
 
     monkeypatch.setattr(os, "fork", fork_once)
-    with pytest.raises(PreflightError, match=r"cannot start rank 1: .* may have no more processes \(ulimit -u\)"):
+    with pytest.raises(
+        PreflightError, match=r"cannot start rank 1: .* has reached its limit on processes \(ulimit -u\)"
+    ):
         run_workers(partial(leave, ()), 3, "fork", 60.0, timing=QUICK)
     with pytest.raises(ProcessLookupError):
         os.kill(forks[0], 0)

@@ -351,7 +351,7 @@ def test_a_name_that_stands_for_no_address_is_told_in_seconds() -> None:
     timing = replace(QUICK, unknown_host_s=0.3)
     for rank in range(2):
         with pytest.raises(
-            UsageError, match=r"does not know the host no.such.host.invalid \(.*placement.rendezvous=tcp"
+            UsageError, match=r"cannot resolve the host no.such.host.invalid \(.*placement.rendezvous=tcp"
         ):
             Rendezvous(RankInfo(rank, 2, 0, 1, "environment"), 600.0, end, b"", timing).join(
                 "tcp://no.such.host.invalid:29500"

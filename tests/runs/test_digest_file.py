@@ -42,7 +42,7 @@ def test_a_resumed_run_goes_on_where_it_resumes(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(b"", "not a file of digests"), (b"x" * 99, "not a file of digests"), (b"lockstep" + b"\2" + bytes(7), "newer")],
+    [(b"", "not a digest file"), (b"x" * 99, "not a digest file"), (b"lockstep" + b"\2" + bytes(7), "newer")],
 )
 def test_another_file_is_told_and_begun_anew(path: Path, content: bytes, problem: str) -> None:
     path.write_bytes(content)

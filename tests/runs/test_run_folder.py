@@ -25,11 +25,11 @@ def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken
     assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, where a file is expected"]
     manifest.unlink()
     manifest.symlink_to("/etc/hostname")
-    with pytest.raises(UsageError, match="a link that leads out of the run folder, to /etc/hostname"):
+    with pytest.raises(UsageError, match="is a link out of the run folder, to /etc/hostname"):
         run_folder.claim_own(folder, None)
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UsageError, match=r"events\.jsonl: not a file, as a run writes it; move it away, or choose"):
+    with pytest.raises(UsageError, match=r"events\.jsonl: must be a regular file; move it away, or choose"):
         run_folder.claim_own(tmp_path, None)

@@ -39,7 +39,7 @@ def test_it_is_refused_on_cuda_alone(pooled: str, monkeypatch: pytest.MonkeyPatc
     ready = setup(config.recipe)
     check_kernels(config.placement, ready)  # there is no card
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"its_pools:pooled: on CUDA .*\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
+    with pytest.raises(UsageError, match=r"its_pools:pooled: .* on CUDA:\n  1 \(AdaptiveAvgPool2d\) uses .*backward"):
         check_kernels(config.placement, ready)
     check_kernels(config.placement, ready, training=False)  # which has no backward
     check_kernels(load("digits", [pooled, "placement.device=cpu"]).config.placement, ready)
@@ -60,15 +60,18 @@ def test_a_variable_that_breaks_the_precision_is_refused(monkeypatch: pytest.Mon
     [
         (
             ["placement.strategy=pipeline", "placement.processes=2"],
-            "strategy pipeline .* do not reach a layer together",
+            "strategy pipeline does not run the forwards of a step together",
         ),
-        (["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"], "use single, ddp or zero1, or with 4"),
-        (["placement.strategy=zero3", "placement.processes=2"], "2 processes have 4; use as many processes as micro"),
+        (
+            ["placement.strategy={name: mesh, pipe: 2}", "placement.processes=2"],
+            "use strategy single, ddp or zero1, or zero2, zero3 or hsdp with 4 processes",
+        ),
+        (["placement.strategy=zero3", "placement.processes=2"], "2 processes share 4 micro-batches; use 4 processes"),
         (["placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4"], ""),
         (["placement.strategy=zero1", "placement.processes=3"], ""),
-        (["recipe.compile=true"], "cannot wait in its middle .* set recipe.compile to false"),
-        (["recipe.model.chunks=2"], "leave recipe.model.chunks out"),
-        (["placement.recompute=full"], "leave placement.recompute out"),
+        (["recipe.compile=true"], "cannot wait for other forwards .* set recipe.compile=false"),
+        (["recipe.model.chunks=2"], "unset recipe.model.chunks"),
+        (["placement.recompute=full"], "unset placement.recompute"),
     ],
 )
 def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: list[str], text: str) -> None:
@@ -83,7 +86,7 @@ def test_where_forwards_cannot_go_together_batchnorm_cannot_be_synced(asked: lis
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ("local", "its_pools:synced: 2 is a torch.nn.SyncBatchNorm, .* write batchnorm: sync"),
+        ("local", "its_pools:synced: 2 is a torch.nn.SyncBatchNorm, .* set recipe.batchnorm=sync"),
         ("sync", ""),
         ("frozen", ""),
     ],
@@ -99,7 +102,7 @@ def test_torchs_own_sync_layers_are_taken_over_where_that_is_asked_for(pooled: s
 
 def test_a_model_without_batchnorm_cannot_sync_or_freeze_it(pooled: str) -> None:
     for asked, text in {
-        "sync": "no BatchNorm layer that trains",
+        "sync": "no BatchNorm layer that computes batch statistics",
         "frozen": "no BatchNorm layer; remove the key",
     }.items():
         with pytest.raises(UsageError, match=text):
@@ -116,4 +119,4 @@ def test_one_sample_in_each_micro_batch_is_enough_where_the_step_has_more(pooled
     ]
     assert setup(load("digits", few).config.recipe).warnings == ()
     warned = setup(load("digits", [*few[:3], "recipe.batch=2", "recipe.microbatches=2"]).config.recipe).warnings
-    assert "BatchNorm normalises over a step, which has only 2 samples" in warned[0]
+    assert "BatchNorm normalizes over a step, which has only 2 samples" in warned[0]

@@ -170,7 +170,7 @@ def _opened(net: str, flips: str) -> Setup:
 
 
 def test_a_run_is_refused_before_it_starts_with_the_layer_that_mixes_features(net: str) -> None:
-    with pytest.raises(UsageError, match=r"recipe\.model\.plan: in 4 chunks 3 computes something else than whole: "):
+    with pytest.raises(UsageError, match=r"recipe\.model\.plan: 3 computes different outputs in 4 chunks "):
         _opened(net, "true")
 
 
@@ -225,5 +225,5 @@ def test_saved_weights_of_another_function_are_refused() -> None:
     config = ModelConfig.model_validate({"name": "x", "chunks": 2, "plan": {"up": "colwise", "down": "rowwise"}})
     given = (torch.randn(5, 6),)
     check_saved(Path("runs/a"), OnlySingle(normed=False), config, given)
-    with pytest.raises(UsageError, match=r"^runs/a: recipe\.model\.plan: in 2 chunks the model"):
+    with pytest.raises(UsageError, match=r"^runs/a: recipe\.model\.plan: the model computes different outputs"):
         check_saved(Path("runs/a"), OnlySingle(normed=True), config, given)

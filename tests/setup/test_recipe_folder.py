@@ -60,7 +60,7 @@ def run(folder: Path, *events: object, overrides: tuple[str, ...] = ()) -> Loade
 
 def test_a_run_that_is_done_says_so_with_its_hash(tmp_path: Path) -> None:
     assert completion_notice(run(tmp_path, {"event": "started"}, DONE)).splitlines() == [
-        f"{tmp_path}: already done, 23 steps; to train again choose another run.dir",
+        f"{tmp_path}: already done, 23 steps; to train again, choose a different run.dir",
         f"weights sha256 {'0f' * 32}",
     ]
     assert completed(run(tmp_path, DONE)) == Done(
@@ -94,11 +94,11 @@ def test_another_recipe_and_another_wish_are_not_done(tmp_path: Path) -> None:
 def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     with pytest.raises(
-        UsageError, match=r"holds a run without config\.yaml, such as a loop of your own; choose another"
+        UsageError, match=r"contains a run without config\.yaml, such as a run of a custom loop; choose a different"
     ):
         recipe_folder.claim(load("digits", [f"run.dir={tmp_path}"]))
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(UsageError, match="holds a run of a recipe, which its loop did not make; choose another dir"):
+    with pytest.raises(UsageError, match="contains a run of a recipe, not of a custom loop; choose a different dir"):
         run_folder.claim_own(tmp_path, None)
 
 
@@ -114,7 +114,7 @@ def test_a_refused_start_keeps_the_reason_of_the_failure_before_it(tmp_path: Pat
     snapshot = store.Snapshot({"w": torch.ones(1)}, {}, None, {"step": 1})
     store.save(tmp_path / "checkpoints", 1, snapshot, keep=9, best=False)
     with pytest.raises(
-        UsageError, match=r"holds a run of another recipe.*\ndata\.on_error: raise in the run, skip now"
+        UsageError, match=r"contains a run of a different recipe.*\ndata\.on_error: raise in the run, skip now"
     ):
         recipe_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
     assert json.loads((tmp_path / "result.json").read_text()) == failed
@@ -126,7 +126,7 @@ def test_a_run_that_saved_nothing_takes_the_remedy_that_its_failure_names(tmp_pa
     claim = recipe_folder.claim(load("digits", [f"run.dir={tmp_path}", "recipe.data.on_error=skip"]))
     claim.lock.release()
     assert claim.notes == [
-        f"{tmp_path}: the run in it saved no checkpoint; beginning again with another recipe:",
+        f"{tmp_path}: the run in it saved no checkpoint; starting again with a different recipe:",
         "data.on_error: raise in the run, skip now",
     ]
     assert not (tmp_path / "result.json").exists()

@@ -32,7 +32,7 @@ def test_left_out_the_processes_are_as_many_as_there_is_work_for(monkeypatch: py
 
 def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(UsageError, match=r"placement\.processes: 2 processes but 1 CUDA device"):
+    with pytest.raises(UsageError, match=r"placement\.processes: 2 processes but only 1 CUDA device"):
         resolve(load("digits", ["placement.processes=2"]))
     assert resolve(load("digits", ["placement.processes=2", "placement.backend=gloo"])).processes == 2
 

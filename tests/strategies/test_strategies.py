@@ -47,7 +47,7 @@ SHARING = [
 ]
 
 
-NOBODY = "one process has nobody to share with; use 2 or more, or strategy single"
+NOBODY = "requires at least 2 processes, got 1; use 2 or more, or strategy single"
 
 
 @pytest.mark.parametrize("strategy", SHARING)

@@ -138,8 +138,8 @@ class CanonicalSum:
                 sent += [(given.at(part), rank) for rank, part in move.sent(self._rank, len(like))]
             if self._rank not in move.target.places:
                 continue
-            wanted = move.target.of(self._rank, len(like))
-            taken = move.taken(self._rank, len(like))
+            wanted = move.target.part_of(self._rank, len(like))
+            taken = move.received(self._rank, len(like))
             if given is not None and all(rank == self._rank for rank, _ in taken):
                 values[move.block] = given.narrowed(wanted)
                 continue

@@ -123,6 +123,6 @@ def command(
         told = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank}
         if given := [option for option, value in told.items() if value is not None]:
             raise UsageError(f"{', '.join(given)}: not with --on node, which reads the platform's variables; leave out")
-        job = node.place(job, os.environ, processes_per_node)
+        job = node.node_job(job, os.environ, processes_per_node)
         on, port, node_rank = (on, port, job.host) if job.nodes > 1 else ("local", None, None)
     raise SystemExit(start(on, job, port, node_rank, dry_run))

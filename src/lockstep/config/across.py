@@ -10,15 +10,15 @@ from lockstep.config.strategy_name import strategy_problems
 from lockstep.core.work import default_microbatches, too_few
 
 
-def problems(values: Any, places: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
+def problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
     `shares_steps`: The processes share the micro-batches of a step, so each process needs at least one.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    shared = _processes(placement, recipe) if shares_steps else ()
-    for path, text in [*_recipe(recipe), *strategy_problems(_name(placement)), *shared]:
-        yield KeyProblem(locate(places, path), path, text)
+    process_problems = _processes(placement, recipe) if shares_steps else ()
+    for path, text in [*_recipe(recipe), *strategy_problems(_name(placement)), *process_problems]:
+        yield KeyProblem(locate(positions, path), path, text)
 
 
 def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
@@ -28,17 +28,17 @@ def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
 
 
 def _name(placement: dict[str, Any]) -> Any:
-    given = placement.get("strategy", "auto")
-    return given.get("name", "auto") if isinstance(given, dict) else given
+    strategy = placement.get("strategy", "auto")
+    return strategy.get("name", "auto") if isinstance(strategy, dict) else strategy
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     if _name(placement) not in ("auto", FASTEST):  # the check depends on the strategy, which needs torch
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
-    count, size = recipe.get("microbatches"), recipe.get("microbatch")
-    size = size if type(size) is int and size > 0 else None
-    if count is None and type(batch) is int:
-        count = default_microbatches(batch, size)
-    if type(processes) is int and type(count) is int and processes > count > 0:
-        yield ("placement", "processes"), too_few(processes, count, size)
+    microbatches, microbatch = recipe.get("microbatches"), recipe.get("microbatch")
+    microbatch = microbatch if type(microbatch) is int and microbatch > 0 else None
+    if microbatches is None and type(batch) is int:
+        microbatches = default_microbatches(batch, microbatch)
+    if type(processes) is int and type(microbatches) is int and processes > microbatches > 0:
+        yield ("placement", "processes"), too_few(processes, microbatches, microbatch)

@@ -22,9 +22,9 @@ def _path(text: str) -> str:
     """Reject paths that no file system can store, before a run has begun to write."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
     if longest > _LONGEST_NAME:
-        raise ValueError(f"a name of {longest} bytes; file systems take {_LONGEST_NAME}")
+        raise ValueError(f"has a name of {longest} bytes; use names of at most {_LONGEST_NAME} bytes")
     if "\0" in text:
-        raise ValueError("a NUL character, which no file name can have")
+        raise ValueError("contains a NUL character, which is not allowed in file names; remove it")
     return text
 
 
@@ -38,11 +38,11 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
+    def _without_nulls(cls, section: Any) -> Any:
         """Drop known keys that are null. They get their defaults, as if they weren't set."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
+        if not isinstance(section, dict):
+            return section
+        return {name: value for name, value in section.items() if value is not None or name not in cls.model_fields}
 
 
 def values(section: Section) -> dict[str, Any]:
@@ -67,7 +67,7 @@ BY_NAME: Final = shorthand("name", str)
 def _plain(value: Any) -> Any:
     if isinstance(value, Section):
         return values(value)
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def as_tuple(value: Any) -> Any:
@@ -83,6 +83,6 @@ Ints = Annotated[tuple[PositiveInt, ...], BeforeValidator(as_tuple)]
 Patterns = Annotated[
     tuple[Name, ...],
     BeforeValidator(lambda value: (value,) if isinstance(value, str) else as_tuple(value)),
-    Field(description="a pattern such as layer1.*, or a list of them"),
+    Field(description="a pattern such as layer1.*, or a list of patterns"),
 ]
 Paths = Annotated[tuple[Annotated[str, Field(pattern=r"^[^:]+:[^:]+$")], ...], BeforeValidator(as_tuple)]

@@ -46,15 +46,15 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
     """
     text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # valid alternatives follow
     sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
-    found: dict[str, None] = {}
-    for named in dict.fromkeys([*_KEY.findall(text), *sections]):
-        below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{named}.")}
-        below.pop(f"{named}.name", None)  # "name" appears in many texts
-        inside = [key for key, word in below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
-        found |= dict.fromkeys([named] if named in origins else inside)
-    if not found:
-        told = [f"{section}.root" for section in sections if "no such dataset" not in text]
-        given = [key for key in told if origins.get(key, "default") != "default"]
-        found = dict.fromkeys(given or [f"{section}.name" for section in sections])
-    here = [(key, origins.get(key, "default")) for key in found]
-    return [f"{origin}  {key}" for key, origin in here if origin not in ("default", "override")][:_MOST]
+    keys: dict[str, None] = {}
+    for mentioned in dict.fromkeys([*_KEY.findall(text), *sections]):
+        keys_below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{mentioned}.")}
+        keys_below.pop(f"{mentioned}.name", None)  # "name" appears in many texts
+        named_keys = [key for key, word in keys_below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
+        keys |= dict.fromkeys([mentioned] if mentioned in origins else named_keys)
+    if not keys:
+        roots = [f"{section}.root" for section in sections if "no such dataset" not in text]
+        root_keys = [key for key in roots if origins.get(key, "default") != "default"]
+        keys = dict.fromkeys(root_keys or [f"{section}.name" for section in sections])
+    key_origins = [(key, origins.get(key, "default")) for key in keys]
+    return [f"{origin}  {key}" for key, origin in key_origins if origin not in ("default", "override")][:_MOST]

@@ -58,16 +58,16 @@ class SourcePosition(NamedTuple):
 class KeyProblem(NamedTuple):
     """A problem with a key. The empty path stands for the whole document."""
 
-    place: SourcePosition
+    position: SourcePosition
     path: Path
     text: str
 
     def __str__(self) -> str:
         key = format_key(self.path)
         key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
-        place = str(self.place)
-        place += "  " if ":" in place else " "  # separates the line number from the problem
-        return f"{place}{key}: {self.text}" if key else f"{place}{self.text}"
+        position = str(self.position)
+        position += "  " if ":" in position else " "  # separates the line number from the problem
+        return f"{position}{key}: {self.text}" if key else f"{position}{self.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Document:
     """
 
     values: Any
-    places: dict[Path, SourcePosition]
+    positions: dict[Path, SourcePosition]
     problems: list[KeyProblem]
 
 
@@ -87,11 +87,11 @@ def format_key(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def locate(places: dict[Path, SourcePosition], path: Path) -> SourcePosition:
+def locate(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
     """Return the position of a key, or of the innermost enclosing mapping or list that has one."""
-    while path not in places:
+    while path not in positions:
         path = path[:-1]
-    return places[path]
+    return positions[path]
 
 
 def mapping_at(values: Any, name: str) -> dict[str, Any]:
@@ -107,35 +107,35 @@ def parse(text: str, source: str) -> Document:
         values = reader.document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = reader.place(mark) if mark else SourcePosition(source)
-        why = error.problem or error.context or ""
-        if why.startswith(_LATE):
-            place, why = _mislaid(text, place) or (place, why)
-        values, why = UNREADABLE, "a tab, where YAML has spaces" if r"'\t'" in why else why
-        reader.problems.append(KeyProblem(place, (), f"not valid YAML: {why}"))
+        position = reader.position(mark) if mark else SourcePosition(source)
+        reason = error.problem or error.context or ""
+        if reason.startswith(_LATE):
+            position, reason = _mislaid(text, position) or (position, reason)
+        values, reason = UNREADABLE, "a tab; use spaces" if r"'\t'" in reason else reason
+        reader.problems.append(KeyProblem(position, (), f"not valid YAML: {reason}"))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - text.rfind("\n", 0, error.position)
-        place = SourcePosition(source, line, column)
+        position = SourcePosition(source, line, column)
         values = UNREADABLE
         text = f"character {error.character:#04x} is not allowed in YAML; save the file as plain text in UTF-8"
-        reader.problems.append(KeyProblem(place, (), text))
-    return Document(values, reader.places, reader.problems)
+        reader.problems.append(KeyProblem(position, (), text))
+    return Document(values, reader.positions, reader.problems)
 
 
-def _mislaid(text: str, place: SourcePosition) -> tuple[SourcePosition, str] | None:
+def _mislaid(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
     """Look for a missing space after a colon or a wrong indentation, in the line of an error and in the line above.
 
     Returns the position and a description, or None if neither is found.
     """
-    lines = [(number, line) for number, line in enumerate(text.splitlines()[: place.line], 1) if _WORDS.match(line)]
-    above, here = [(0, ":"), (0, ":"), *lines][-2:]
-    for number, line in (above, here):
+    lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _WORDS.match(line)]
+    previous, current = [(0, ":"), (0, ":"), *lines][-2:]
+    for row, line in (previous, current):
         if colon := _NO_SPACE.match(line):
-            return place._replace(line=number, column=colon.end()), "a space is missing after the colon"
-    outer, inner = (len(line) - len(line.lstrip()) for _, line in (above, here))
-    if inner > outer and _PLAIN_VALUE.match(above[1]) and here[1].count(": ") < 2:
-        return place._replace(line=here[0], column=inner + 1), "indented further than the line above"
+            return position._replace(line=row, column=colon.end()), "a space is missing after the colon"
+    outer, inner = (len(line) - len(line.lstrip()) for _, line in (previous, current))
+    if inner > outer and _PLAIN_VALUE.match(previous[1]) and current[1].count(": ") < 2:
+        return position._replace(line=current[0], column=inner + 1), "indented further than the line above"
     return None
 
 
@@ -171,10 +171,10 @@ class _Reader:
         self._source = source
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
         self._read = 0
-        self.places: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
+        self.positions: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
         self.problems: list[KeyProblem] = []
 
-    def place(self, mark: Any) -> SourcePosition:
+    def position(self, mark: Any) -> SourcePosition:
         return SourcePosition(self._source, mark.line + 1, mark.column + 1)
 
     def document(self) -> Any:
@@ -191,7 +191,7 @@ class _Reader:
         return values
 
     def _value(self, event: Any, path: Path) -> Any:
-        self.places.setdefault(path, self.place(event.start_mark))
+        self.positions.setdefault(path, self.position(event.start_mark))
         self._limit(event, len(path))
         if isinstance(event, yaml.AliasEvent):
             return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
@@ -201,11 +201,7 @@ class _Reader:
             value = self._mapping(path)
         else:
             value = self._list(path)
-        return (
-            value
-            if event.tag is None
-            else self._tell(event, path, f"tags such as {event.tag} are not allowed; remove it")
-        )
+        return value if event.tag is None else self._tell(event, path, f"the tag {event.tag} is not allowed; remove it")
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -217,11 +213,11 @@ class _Reader:
                 continue
             inner = (*path, event.value)
             if event.value in values:
-                first = self.places[inner]
-                self._tell(event, inner, f"given twice, first at {first.line}:{first.column}; keep one of the two")
+                first = self.positions[inner]
+                self._tell(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
-            self.places[inner] = self.place(event.start_mark)
+            self.positions[inner] = self.position(event.start_mark)
             values[event.value] = self._value(next(self._events), inner)
         return values
 
@@ -244,11 +240,11 @@ class _Reader:
     def _limit(self, event: Any, depth: int) -> None:
         # The time of PyYAML grows with the square of the depth, so stop instead of looking for more problems.
         if depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} deep", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=event.start_mark)
         self._read += 1
         if self._read > _MOST:
             raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)
 
     def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
-        self.problems.append(KeyProblem(self.place(event.start_mark), path, text))
+        self.problems.append(KeyProblem(self.position(event.start_mark), path, text))
         return UNREADABLE

@@ -24,13 +24,13 @@ def keep_earlier_defaults(document: Document) -> None:
         return
     if type(batch) is not int or not isinstance(folder, str) or run.get("resume", "auto") != "auto":
         return
-    began = _read(FilePath(folder) / _CONFIG)
-    if began is None:
+    recorded = _read(FilePath(folder) / _CONFIG)
+    if recorded is None:
         return
-    before = mapping_at(began.values, "recipe")
+    before = mapping_at(recorded.values, "recipe")
     if before.get("batch") == batch and before.get("microbatches") == earlier_microbatches(batch):
         recipe["microbatches"] = before["microbatches"]
-        document.places[_KEY] = began.places[_KEY]
+        document.positions[_KEY] = recorded.positions[_KEY]
 
 
 def _read(file: FilePath) -> Any:

@@ -10,22 +10,22 @@ from lockstep.config.write import flow
 from lockstep.errors import UsageError
 
 
-def with_values(text: str, source: str, given: Mapping[Path, Any]) -> str:
+def with_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
     """Return the YAML text of a mapping with the values in `given`. Missing keys are added.
 
     Raises UsageError if the edited text would not parse to the expected values. `source` is the file name for errors.
     """
     expected = parse(text, source).values
-    for path, value in given.items():
+    for path, value in values.items():
         section = expected
         for name in path[:-1]:
             section[name] = section = section.get(name) or {}
         section[path[-1]] = value
         text = _with_value(text, path, value)
-    found = parse(text, source)
-    if found.problems or found.values != expected:
-        listed = ", ".join(".".join(map(str, path)) for path in given)
-        raise UsageError(f"{source}: {listed} cannot be set in a file that is written like this; set them by hand")
+    document = parse(text, source)
+    if document.problems or document.values != expected:
+        keys = ", ".join(".".join(map(str, path)) for path in values)
+        raise UsageError(f"{source}: cannot set {keys} in a file with this formatting; edit the file by hand")
     return text
 
 
@@ -38,28 +38,28 @@ def _with_value(text: str, path: Path, value: Any) -> str:
             break
         pairs = {key.value: (key, inner) for key, inner in node.value}
         if name not in pairs:
-            return _added(text, node, f"{name}: {flow(_nested(path[depth + 1 :], value))}")
+            return _with_new_key(text, node, f"{name}: {flow(_nested_value(path[depth + 1 :], value))}")
         key, node = pairs[name]
     else:
         depth = len(path)
     assert key is not None
-    return f"{text[: key.end_mark.index]}: {flow(_nested(path[depth:], value))}{text[_end(node) :]}"
+    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end(node) :]}"
 
 
-def _nested(path: Path, value: Any) -> Any:
+def _nested_value(path: Path, value: Any) -> Any:
     for name in reversed(path):
         value = {name: value}
     return value
 
 
-def _added(text: str, mapping: yaml.MappingNode, line: str) -> str:
+def _with_new_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
     start = mapping.start_mark
     if mapping.flow_style:
-        inside = start.index + 1
-        return f"{text[:inside]}{line}{', ' if mapping.value else ''}{text[inside:]}"
-    end = _end(mapping)
-    end += len(text[end:].partition("\n")[0])  # after a comment on the last line
-    return f"{text[:end]}\n{' ' * start.column}{line}{text[end:]}"
+        position = start.index + 1
+        return f"{text[:position]}{line}{', ' if mapping.value else ''}{text[position:]}"
+    position_end = _end(mapping)
+    position_end += len(text[position_end:].partition("\n")[0])  # after a comment on the last line
+    return f"{text[:position_end]}\n{' ' * start.column}{line}{text[position_end:]}"
 
 
 def _end(node: Any) -> int:

@@ -17,7 +17,7 @@ from lockstep.config.earlier import keep_earlier_defaults
 from lockstep.config.naming import drop_foreign
 from lockstep.config.overrides import SHORTHAND, apply
 from lockstep.config.recipe import Recipe, idle_keys
-from lockstep.config.recorded import elsewhere
+from lockstep.config.recorded import without_locations
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
@@ -88,11 +88,11 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
 
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
-    dropped = drop_foreign(before, document)
+    drop_notes = drop_foreign(before, document)
     keep_earlier_defaults(document)
-    config = _valid(document, shares_steps)
+    config = _validate(document, shares_steps)
     origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
-    return Loaded(config, name, origins, [*dropped, *idle_keys(config.recipe)])
+    return Loaded(config, name, origins, [*drop_notes, *idle_keys(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
@@ -107,7 +107,7 @@ def read_run_recipe(config: FilePath) -> Recipe:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    return _valid(_document(text, str(config)), shares_steps=True).recipe
+    return _validate(_document(text, str(config)), shares_steps=True).recipe
 
 
 def to_yaml(loaded: Loaded) -> str:
@@ -115,9 +115,9 @@ def to_yaml(loaded: Loaded) -> str:
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
-def differences(run: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each key whose value differs between two recipes: `seed: 0 in the run, 1 now`."""
-    before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, now))
+    before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current))
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
         for path in before | after
@@ -130,7 +130,7 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     `microbatch` is omitted too, because `microbatches` determines the size of a micro-batch.
     """
-    return {key: value for key, value in elsewhere(recipe).items() if key != "microbatch"}
+    return {key: value for key, value in without_locations(recipe).items() if key != "microbatch"}
 
 
 def _find(source: str) -> FilePath:
@@ -143,11 +143,11 @@ def _find(source: str) -> FilePath:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError([f"{printable_line(source)[:200]}: cannot be read: {reason}"]) from error
     if file.is_dir():
-        raise ConfigError([f"{source}: a folder; give a YAML file, such as {file / 'config.yaml'}"])
+        raise ConfigError([f"{source}: is a folder; pass a YAML file, such as {file / 'config.yaml'}"])
     if file.exists():
         return file
     if file.suffix in {".yaml", ".yml"} or len(file.parts) > 1:
-        siblings = [str(file.with_name(each.name)) for each in file.parent.glob("*.y*ml")]
+        siblings = [str(file.with_name(sibling.name)) for sibling in file.parent.glob("*.y*ml")]
         raise ConfigError([f"{source}: no such file{suggestion(source, siblings)}"])
     raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
 
@@ -159,14 +159,16 @@ def _read(file: FilePath, label: str) -> str:
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
     if len(content) > _LARGEST:
-        raise ConfigError([f"{label}: larger than {_LARGEST} bytes; a recipe is a short text"])
+        raise ConfigError([f"{label}: larger than {_LARGEST} bytes, the maximum size of a recipe; pass a YAML recipe"])
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        place = SourcePosition(
+        position = SourcePosition(
             label, content.count(b"\n", 0, error.start) + 1, error.start - content.rfind(b"\n", 0, error.start)
         )
-        raise ConfigError([f"{place}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]) from error
+        raise ConfigError(
+            [f"{position}  not UTF-8: byte {content[error.start]:#04x}; save the file as UTF-8"]
+        ) from error
 
 
 def _document(text: str, label: str) -> Document:
@@ -178,23 +180,25 @@ def _document(text: str, label: str) -> Document:
     if isinstance(document.values, dict):
         return document
     if document.values is not UNREADABLE:
-        found = "the file is empty" if document.values is None else f"got {write.format_value(document.values)}"
-        text = f"expected a mapping with the keys recipe, placement and run; {found}"
-        document.problems.append(KeyProblem(document.places[()], (), text))
-    return Document({"recipe": UNREADABLE}, document.places, document.problems)
+        description = "the file is empty" if document.values is None else f"got {write.format_value(document.values)}"
+        text = f"expected a mapping with the keys recipe, placement and run; {description}"
+        document.problems.append(KeyProblem(document.positions[()], (), text))
+    return Document({"recipe": UNREADABLE}, document.positions, document.problems)
 
 
-def _valid(document: Document, shares_steps: bool) -> Config:
+def _validate(document: Document, shares_steps: bool) -> Config:
     """Validate a document. Raises ConfigError with all problems of the document and its values."""
-    problems = [*document.problems, *across.problems(document.values, document.places, shares_steps)]
+    problems = [*document.problems, *across.problems(document.values, document.positions, shares_steps)]
     try:
         config = Config.model_validate(document.values)
     except ValidationError as error:
-        problems += wording.problems(error, document.places)
+        problems += wording.problems(error, document.positions)
     if problems:
         # Sort by line. Overrides come last.
-        problems = sorted(dict.fromkeys(problems), key=lambda each: (not each.place.line, *each.place[1:]))
-        raise ConfigError([str(each) for each in problems])
+        problems = sorted(
+            dict.fromkeys(problems), key=lambda problem: (not problem.position.line, *problem.position[1:])
+        )
+        raise ConfigError([str(problem) for problem in problems])
     return config
 
 
@@ -203,8 +207,8 @@ def _origin(path: Path, document: Document) -> str:
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):
-            return str(document.places[path[:depth]]) if SHORTHAND.get(path[:depth]) == name else "default"
+            return str(document.positions[path[:depth]]) if SHORTHAND.get(path[:depth]) == name else "default"
         if value.get(name) is None:
             return "default"
         value = value[name]
-    return str(document.places[path])
+    return str(document.positions[path])

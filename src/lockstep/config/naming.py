@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from lockstep.config.document import UNREADABLE, Document, Path, format_key
-from lockstep.config.overrides import OVERRIDE, forget_places
+from lockstep.config.overrides import OVERRIDE, forget_positions
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
@@ -41,49 +41,53 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
     `after` is `before` with overrides. Values set by overrides are kept, regardless of the order of the overrides.
     """
     notes = []
-    for section, kept in _KEPT.items():
-        old, new = _name(before, section), _name(after, section)
-        if not isinstance(old, str) or new is UNREADABLE:
+    for section, kept_keys in _KEPT.items():
+        old_name, new_name = _name(before, section), _name(after, section)
+        if not isinstance(old_name, str) or new_name is UNREADABLE:
             continue
-        if new == old and not _elsewhere(before, after, section):
+        if new_name == old_name and not _changes_source(before, after, section):
             continue
-        foreign = list(_foreign(after, section, kept))
+        name_dependent = list(_name_dependent_values(after, section, kept_keys))
         dropped = [
-            f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.places[path]})"
-            for path, value in foreign
+            f"{format_key(path[len(section) :])}={flow(value)[:60]} ({after.positions[path]})"
+            for path, value in name_dependent
             if value not in (_default(path), {})
         ]
         if dropped:
-            names = f"{flow(new)} instead of {flow(old)}" if new != old else f"{flow(new)} of another source"
-            notes.append(f"{format_key(section)} is {names}; dropped what was set for that: {', '.join(dropped)}")
-        for path, _ in foreign:
+            names = (
+                f"{flow(new_name)} instead of {flow(old_name)}"
+                if new_name != old_name
+                else f"{flow(new_name)} from a different source"
+            )
+            notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
+        for path, _ in name_dependent:
             _remove(after, path)
-    return [*notes, *_other_ways(after)]
+    return [*notes, *_drop_alternatives(after)]
 
 
-def _other_ways(document: Document) -> Iterator[str]:
+def _drop_alternatives(document: Document) -> Iterator[str]:
     """Remove keys of the file if an override sets the alternative key. Yields a note for each removal."""
     for pair in _EITHER:
-        for given, other in (pair, pair[::-1]):
-            typed, value = _at(document, given), _at(document, other)
-            if None in (typed, value) or document.places.get(given) != OVERRIDE:
+        for key, alternative in (pair, pair[::-1]):
+            override_value, value = _value_at(document, key), _value_at(document, alternative)
+            if None in (override_value, value) or document.positions.get(key) != OVERRIDE:
                 continue
-            if (place := document.places[other]) != OVERRIDE:
-                del _at(document, other[:-1])[other[-1]]
-                yield f"{format_key(given)} instead of {format_key(other)}={flow(value)[:60]} ({place})"
+            if (position := document.positions[alternative]) != OVERRIDE:
+                del _value_at(document, alternative[:-1])[alternative[-1]]
+                yield f"{format_key(key)} replaces {format_key(alternative)}={flow(value)[:60]} ({position})"
 
 
 def _name(document: Document, section: Path) -> Any:
     """Return the name in a section: its `name`, a bare value, or the default."""
-    value = _at(document, section)
+    value = _value_at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _default((*section, "name")) if name is None else name
 
 
-def _elsewhere(before: Document, after: Document, section: Path) -> bool:
+def _changes_source(before: Document, after: Document, section: Path) -> bool:
     """Return whether an override changes the `source` of a section, so that the same name means a different object."""
-    old, new = _at(before, (*section, "source")), _at(after, (*section, "source"))
-    return old != new and new is not None
+    old_source, new_source = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
+    return old_source != new_source and new_source is not None
 
 
 def _default(path: Path) -> Any:
@@ -92,27 +96,29 @@ def _default(path: Path) -> Any:
     return list(default) if isinstance(default, tuple) else default
 
 
-def _foreign(document: Document, section: Path, kept: tuple[Path, ...]) -> Iterator[tuple[Path, Any]]:
+def _name_dependent_values(
+    document: Document, section: Path, kept_keys: tuple[Path, ...]
+) -> Iterator[tuple[Path, Any]]:
     """Yield each value of a section that comes from the file and depends on the name."""
-    value = _at(document, section)
-    for inner, found in leaves(value) if isinstance(value, dict) else ():
-        stays = inner == ("name",) or any(inner[: len(each)] == each for each in kept)
-        if not stays and document.places.get((*section, *inner)) != OVERRIDE:
-            yield (*section, *inner), found
+    value = _value_at(document, section)
+    for inner, leaf in leaves(value) if isinstance(value, dict) else ():
+        is_kept = inner == ("name",) or any(inner[: len(prefix)] == prefix for prefix in kept_keys)
+        if not is_kept and document.positions.get((*section, *inner)) != OVERRIDE:
+            yield (*section, *inner), leaf
 
 
 def _remove(document: Document, path: Path) -> None:
     """Remove a value, and each enclosing mapping that becomes empty."""
     while len(path) > 2:
-        above = _at(document, path[:-1])
-        del above[path[-1]]
-        forget_places(document, path)
+        parent = _value_at(document, path[:-1])
+        del parent[path[-1]]
+        forget_positions(document, path)
         path = path[:-1]
-        if above:
+        if parent:
             return
 
 
-def _at(document: Document, path: Path) -> Any:
+def _value_at(document: Document, path: Path) -> Any:
     value: Any = document.values
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None

@@ -32,40 +32,40 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
     config/naming.py then removes the keys that belonged to the previous name. Invalid overrides are added to the
     problems of the document.
     """
-    result = Document(copy.deepcopy(document.values), dict(document.places), list(document.problems))
+    updated = Document(copy.deepcopy(document.values), dict(document.positions), list(document.problems))
     for override in overrides:
         key, equals, text = override.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
-            text = f"{format_value(override)} is not of the form key=value, such as recipe.batch=64"
-            result.problems.append(KeyProblem(OVERRIDE, (), text))
+            text = f"{format_value(override)} is not a key=value pair; write it like recipe.batch=64"
+            updated.problems.append(KeyProblem(OVERRIDE, (), text))
         elif len(path) > DEEPEST:
-            result.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} deep"))
+            updated.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} levels deep"))
         elif text.strip():
-            _set(result, path, text)
+            _set(updated, path, text)
         else:
-            _unset(result, path)
-    return result
+            _unset(updated, path)
+    return updated
 
 
 def _set(document: Document, path: Path, text: str) -> None:
     value = parse(text, "override")
-    document.problems.extend(KeyProblem(OVERRIDE, (*path, *each.path), each.text) for each in value.problems)
+    document.problems.extend(KeyProblem(OVERRIDE, (*path, *problem.path), problem.text) for problem in value.problems)
     section = _enter(document, path[:-1])
     if section is None:
         return
-    here = section.get(str(path[-1]))
-    if isinstance(value.values, str) and isinstance(here, dict) and SHORTHAND.get(path) == "name":
-        section, path = here, (*path, "name")  # the other keys of the section may still apply
-    forget_places(document, path)
+    current = section.get(str(path[-1]))
+    if isinstance(value.values, str) and isinstance(current, dict) and SHORTHAND.get(path) == "name":
+        section, path = current, (*path, "name")  # the other keys of the section may still apply
+    forget_positions(document, path)
     section[str(path[-1])] = value.values
-    document.places.update(dict.fromkeys([(*path, *inner) for inner in value.places], OVERRIDE))
+    document.positions.update(dict.fromkeys([(*path, *inner) for inner in value.positions], OVERRIDE))
 
 
 def _unset(document: Document, path: Path) -> None:
     """Remove a key. Missing sections on its path are not created, since for example `ema: {}` would enable EMA."""
-    if wrong := unknown(path):
-        document.problems.append(KeyProblem(OVERRIDE, *wrong))
+    if problem := unknown(path):
+        document.problems.append(KeyProblem(OVERRIDE, *problem))
     section = document.values
     for depth, name in enumerate(path[:-1], start=1):
         inner = section.get(str(name))
@@ -75,36 +75,36 @@ def _unset(document: Document, path: Path) -> None:
             path = path[:depth]  # the bare value stands for this key
             break
         section = inner
-    forget_places(document, path)
+    forget_positions(document, path)
     section.pop(str(path[-1]), None)
-    document.places[path] = OVERRIDE  # the position for errors if the key is required
+    document.positions[path] = OVERRIDE  # the position for errors if the key is required
 
 
-def forget_places(document: Document, path: Path) -> None:
+def forget_positions(document: Document, path: Path) -> None:
     """Forget the positions of a key and of all keys below it."""
-    for old in [old for old in document.places if old[: len(path)] == path]:
-        del document.places[old]
+    for outdated in [outdated for outdated in document.positions if outdated[: len(path)] == path]:
+        del document.positions[outdated]
 
 
 def _enter(document: Document, path: Path) -> dict[str, Any] | None:
     """Return the mapping at `path`, and create it if needed. Returns None if a different value is in the way."""
     section: dict[str, Any] = document.values
     for depth, name in enumerate(path, start=1):
-        here = path[:depth]
+        prefix = path[:depth]
         inner = section.get(str(name))
         if not isinstance(inner, dict):
-            found = document.places.get(here)
+            position = document.positions.get(prefix)
             if inner is UNREADABLE:
                 return {}
             if inner is None:
                 inner = {}
-                document.places[here] = OVERRIDE
-            elif here in SHORTHAND and not isinstance(inner, list):
-                inner = {SHORTHAND[here]: inner}
-                document.places[(*here, SHORTHAND[here])] = found or OVERRIDE
+                document.positions[prefix] = OVERRIDE
+            elif prefix in SHORTHAND and not isinstance(inner, list):
+                inner = {SHORTHAND[prefix]: inner}
+                document.positions[(*prefix, SHORTHAND[prefix])] = position or OVERRIDE
             else:
-                text = f"{format_value(inner)} ({found}) has no keys below it; give {format_key(here)} as a whole"
-                document.problems.append(KeyProblem(OVERRIDE, here, text))
+                text = f"{format_value(inner)} ({position}) has no keys below it; set {format_key(prefix)} as a whole"
+                document.problems.append(KeyProblem(OVERRIDE, prefix, text))
                 return None
             section[str(name)] = inner
         section = inner

@@ -18,7 +18,7 @@ def _processes(value: Any) -> int | Literal["auto"]:
         return "auto"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    raise ValueError("expected a whole number from 1, or auto")
+    raise ValueError("expected an integer of at least 1, or auto")
 
 
 class StrategyConfig(Section):

@@ -18,7 +18,8 @@ def steps(recipe: Recipe, samples: int) -> Steps:
     if drop and samples < recipe.batch:
         raise UsageError(
             f"recipe.batch: {samples} training samples do not fill a batch of {recipe.batch}, "
-            f"and recipe.last_batch=drop leaves nothing; use a batch of at most {samples}, or recipe.last_batch=keep"
+            f"so recipe.last_batch=drop drops all of them; use a batch of at most {samples}, or set "
+            f"recipe.last_batch=keep"
         )
     return Steps(samples, recipe.batch, drop, recipe.epochs, recipe.steps)
 

@@ -50,7 +50,7 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and parameters of the model in `train`."""
 
     target_modules: Annotated[
-        Patterns, Field(min_length=1, description="the end of a module's name, or a list of them")
+        Patterns, Field(min_length=1, description="the end of a module name, or a list of such ends")
     ]
     r: PositiveInt = 8
     alpha: PositiveFloat = 16.0
@@ -60,7 +60,7 @@ class LoraConfig(Section):
 
 
 Plan = Annotated[
-    dict[str, str], Field(description="patterns of names of modules, and what is done to them: colwise, rowwise, ...")
+    dict[str, str], Field(description="a mapping from module name patterns to kinds of splits: colwise, rowwise, ...")
 ]
 
 
@@ -81,11 +81,11 @@ class ModelConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _chunks_of_plain_layers(self) -> Self:
+    def _check_chunks(self) -> Self:
         if self.plan and self.chunks == 1:
-            raise ValueError("plan: it says what is cut into chunks, and chunks is 1; set chunks, or leave plan out")
+            raise ValueError("plan: requires more than 1 chunk, but chunks is 1; set chunks, or unset plan")
         if self.lora is not None and self.chunks > 1:
-            raise ValueError("chunks: layers that have adapters cannot be cut; leave chunks out, or lora")
+            raise ValueError("chunks: layers with adapters cannot be split into chunks; unset chunks or lora")
         return self
 
 
@@ -139,9 +139,9 @@ class ParameterGroupConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _one_rate(self) -> Self:
+    def _check_one_rate(self) -> Self:
         if self.lr is not None and self.lr_factor is not None:
-            raise ValueError("give either lr or lr_factor, one of the two")
+            raise ValueError("lr and lr_factor are both set; set only one of the two")
         return self
 
 
@@ -163,7 +163,7 @@ class OptimizerConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-def _schedule(name: str) -> str:
+def _check_schedule_name(name: str) -> str:
     if name in get_args(Curve) or ":" in name:
         return name
     raise ValueError(
@@ -176,7 +176,7 @@ class ScheduleConfig(Section):
 
     name: Annotated[
         Curve | Name,
-        AfterValidator(_schedule),
+        AfterValidator(_check_schedule_name),
         Field(description="`cosine`, `linear`, `polynomial`, `steps`, `constant`, or an import path"),
     ] = "constant"
     each: Literal["step", "epoch"] = "step"
@@ -190,19 +190,19 @@ class ScheduleConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _only_of_an_own_one(self) -> Self:
+    def _check_options(self) -> Self:
         if self.options and ":" not in self.name:
-            raise ValueError(f"options: they are for a function of your own, and {self.name} is none")
+            raise ValueError(f"options: only supported for a custom schedule, not for {self.name}; unset options")
         return self
 
     @model_validator(mode="after")
-    def _one_warm_up(self) -> Self:
+    def _check_one_warmup(self) -> Self:
         if self.warmup_steps is None:
             return self
         if self.warmup_epochs:
-            raise ValueError("give either warmup_epochs or warmup_steps, one of the two")
+            raise ValueError("warmup_epochs and warmup_steps are both set; set only one of the two")
         if self.each == "epoch":
-            raise ValueError("each: epoch has no rate for single steps; use warmup_epochs instead of warmup_steps")
+            raise ValueError("each: epoch does not support warmup_steps; use warmup_epochs instead")
         return self
 
 
@@ -249,9 +249,9 @@ class LossScaleConfig(Section):
     static: PositiveFloat | None = None  # a constant scale instead of a dynamic scale
 
     @model_validator(mode="after")
-    def _static_or_dynamic(self) -> Self:
+    def _check_static(self) -> Self:
         if self.static is not None and (self.initial, self.growth_interval) != (65536.0, 2000):
-            raise ValueError("static: it does not move, so initial and growth_interval mean nothing; leave them out")
+            raise ValueError("static: a static loss scale does not use initial and growth_interval; unset them")
         return self
 
 
@@ -307,9 +307,9 @@ class Recipe(Section):
     threads: Threads = 1  # per process; on CPU, their number changes the bits
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if found := contradictions(dict(self)):
-            raise ValueError("\n".join(found))
+    def _check_consistent(self) -> Self:
+        if problems := contradictions(dict(self)):
+            raise ValueError("\n".join(problems))
         return self
 
 
@@ -326,30 +326,37 @@ def idle_keys(recipe: Recipe) -> Iterator[str]:
     schedule = recipe.schedule
     for key, curve in _OF_A_CURVE.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
-            yield f"recipe.schedule.{key} has no effect: it is of the schedule {curve}, and this one is {schedule.name}"
+            yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:
-        yield "recipe.schedule has no effect: steps changes the rate at its milestones, and there are none"
+        yield "recipe.schedule has no effect: steps changes the learning rate at milestones, but none are set"
     if recipe.precision not in SCALED and recipe.loss_scale != default_loss_scale(recipe.precision):
-        yield f"recipe.loss_scale has no effect: {recipe.precision} needs none, {', '.join(sorted(SCALED))} have one"
+        yield f"recipe.loss_scale has no effect: only {', '.join(sorted(SCALED))} use it, not {recipe.precision}"
 
 
-def contradictions(given: Mapping[str, object]) -> list[str]:
+def contradictions(keys: Mapping[str, object]) -> list[str]:
     """Return the contradictions between keys of a recipe. The values may not be validated yet."""
-    found = []
-    if (given.get("epochs") is None) == (given.get("steps") is None):
-        why = "neither is given" if given.get("steps") is None else "the override recipe.epochs= unsets the former"
-        found.append(f"give either epochs or steps, one of the two; {why}")
-    batch, count = given.get("batch"), given.get("microbatches")
-    if type(batch) is int and type(count) is int and count > batch > 0:  # `type` excludes bool
-        found.append(
-            f"batch: {batch} samples cannot fill {count} micro-batches; "
-            f"use a batch of at least {count}, or at most {batch} micro-batches"
+    problems = []
+    if (keys.get("epochs") is None) == (keys.get("steps") is None):
+        if keys.get("steps") is None:
+            problems.append("neither epochs nor steps is set; set one of the two")
+        else:
+            problems.append("epochs and steps are both set; set only one of the two (recipe.epochs= unsets epochs)")
+    batch, microbatches = keys.get("batch"), keys.get("microbatches")
+    if type(batch) is int and type(microbatches) is int and microbatches > batch > 0:  # `type` excludes bool
+        problems.append(
+            f"batch: {batch} samples cannot fill {microbatches} micro-batches; "
+            f"use a batch of at least {microbatches}, or at most {batch} micro-batches"
         )
-    size = given.get("microbatch")
-    sized = default_microbatches(batch, size) if type(batch) is int and type(size) is int and size > 0 else count
-    if type(count) is int and count != sized:
-        found.append(
-            f"microbatch: at most {size} of {batch} samples are not {count} micro-batches; give either microbatch, "
-            f"their size, or microbatches, their number; recipe.microbatches= unsets that"
+    microbatch = keys.get("microbatch")
+    expected = (
+        default_microbatches(batch, microbatch)
+        if type(batch) is int and type(microbatch) is int and microbatch > 0
+        else microbatches
+    )
+    if type(microbatches) is int and microbatches != expected:
+        problems.append(
+            f"microbatch: {batch} samples in micro-batches of at most {microbatch} samples are {expected} "
+            f"micro-batches, but microbatches is {microbatches}; set only one of the two (recipe.microbatches= unsets "
+            f"microbatches)"
         )
-    return found
+    return problems

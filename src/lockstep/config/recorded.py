@@ -32,44 +32,51 @@ def read_recorded_config(file: Path) -> RecordedConfig:
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    return RecordedConfig(_printable(elsewhere(recipe)) if recipe else {}, _printable(placement))
+    return RecordedConfig(_printable(without_locations(recipe)) if recipe else {}, _printable(placement))
 
 
-def elsewhere(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def without_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a recipe without the locations of data and initial weights, which can move.
 
     The data includes the sources of a mixture.
     """
-    found = dict(recipe)
+    kept = dict(recipe)
     if data := mapping_at(recipe, "data"):
-        found["data"] = _elsewhere(data)
+        kept["data"] = _data_without_locations(data)
     model = mapping_at(recipe, "model")
     if weights := mapping_at(model, "weights"):
-        found["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
-    return found
+        kept["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
+    return kept
 
 
 def locations(recipe: Mapping[str, Any]) -> set[str]:
-    """Return the dotted keys that `elsewhere` removes."""
-    whole, left = ({format_key(path) for path, _ in leaves(each)} for each in (recipe, elsewhere(recipe)))
-    return whole - left
+    """Return the dotted keys that `without_locations` removes."""
+    all_keys, kept = (
+        {format_key(path) for path, _ in leaves(mapping)} for mapping in (recipe, without_locations(recipe))
+    )
+    return all_keys - kept
 
 
 def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the source datasets of a mixture by name. Empty for any other dataset; malformed sources are skipped."""
     sources = options.get("of") if name == _MIXTURE else None
-    named = sources.items() if isinstance(sources, Mapping) else ()
-    return {own: source for own, source in named if isinstance(source, Mapping) and isinstance(source.get("name"), str)}
+    items = sources.items() if isinstance(sources, Mapping) else ()
+    return {
+        label: source for label, source in items if isinstance(source, Mapping) and isinstance(source.get("name"), str)
+    }
 
 
-def _elsewhere(data: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in data.items() if key not in ("root", "download")}
+def _data_without_locations(data: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in data.items() if key not in ("root", "download")}
     options = mapping_at(data, "options")
     if sources := mixed(data.get("name"), options):
-        found["options"] = {**options, "of": {own: _elsewhere(source) for own, source in sources.items()}}
-    return found
+        kept["options"] = {
+            **options,
+            "of": {label: _data_without_locations(source) for label, source in sources.items()},
+        }
+    return kept
 
 
 def _printable(section: Mapping[str, Any]) -> dict[str, str]:
-    found = [(format_key(path), value) for path, value in leaves(section) if value != {}]
-    return {printable_line(key): printable_line(flow(value)) for key, value in found}
+    values = [(format_key(path), value) for path, value in leaves(section) if value != {}]
+    return {printable_line(key): printable_line(flow(value)) for key, value in values}

@@ -28,9 +28,10 @@ class IntervalConfig(Section):
     epochs: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_one_interval(self) -> Self:
         if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give either steps or epochs, one of the two")
+            problem = "neither steps nor epochs is set" if self.steps is None else "steps and epochs are both set"
+            raise ValueError(f"{problem}; set one of the two")
         return self
 
 
@@ -64,19 +65,19 @@ class SinkConfig(Section):
     name: Annotated[Name, AfterValidator(_check_sink_name)]
 
 
-def _once(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
+def _check_unique(sinks: tuple[SinkConfig, ...]) -> tuple[SinkConfig, ...]:
     names = [sink.name for sink in sinks]
     for name in SINKS:
         if names.count(name) > 1:
-            raise ValueError(f"{name} is given twice")
+            raise ValueError(f"{name} is listed twice; keep one of the two")
     return sinks
 
 
 def _check_local(folder: str) -> str:
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", folder):
         raise ValueError(
-            f"an address ({scheme[1]}://), and a run is kept in a folder; give a folder of this host or of a file "
-            f"system that all hosts mount, and copy it afterwards"
+            f"is a URL ({scheme[1]}://), but a run is saved in a folder; use a folder on this host or on a file system "
+            f"that all hosts mount, and copy it afterwards"
         )
     return folder
 
@@ -100,7 +101,7 @@ class RunConfig(Section):
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],
         BeforeValidator(as_tuple),
-        AfterValidator(_once),
+        AfterValidator(_check_unique),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
     probe: Literal["auto", "off"] = "auto"  # auto: test code that isn't known to be clean, and warn

@@ -40,19 +40,19 @@ class ShippedRecipe:
             for name in path[:-1]:
                 section = section[name]
             section[path[-1]] = value
-            document.places[path] = SourcePosition(self.name)
+            document.positions[path] = SourcePosition(self.name)
         return document
 
 
 def list_shipped_recipes() -> dict[str, ShippedRecipe]:
     """Return all shipped recipes by name, sorted by name."""
     files = [file for file in _RECIPES.glob("*.yaml") if file.stem != _FAMILY]
-    found = [ShippedRecipe(file.stem, file, _description(file)) for file in files]
+    recipes = [ShippedRecipe(file.stem, file, _description(file)) for file in files]
     for model, (source, description) in _MODELS.items():
         values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
         name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
-        found.append(ShippedRecipe(name, file, description, values | _OTHERWISE.get(model, {})))
-    return {each.name: each for each in sorted(found, key=lambda each: each.name)}
+        recipes.append(ShippedRecipe(name, file, description, values | _OTHERWISE.get(model, {})))
+    return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
 
 
 def _description(file: FilePath) -> str:

@@ -12,8 +12,8 @@ from lockstep.strategies import names
 # Strategies of other frameworks that Lockstep doesn't offer.
 _NOT_OFFERED: Final = {
     "data_parallel": (
-        ": nn.DataParallel spreads each micro-batch over the GPUs of one process, and on a CPU or one GPU has nothing "
-        "to spread over; use ddp with a process for each GPU, or single"
+        ": nn.DataParallel splits each micro-batch over the GPUs of one process, which has no effect on a CPU or on "
+        "one GPU; use ddp with one process per GPU, or single"
     ),
 }
 

@@ -17,7 +17,7 @@ from lockstep.config.schema import Config
 from lockstep.config.write import format_value
 
 _EXPECTED: Final = {
-    "int_type": "a whole number",
+    "int_type": "an integer",
     "float_type": "a number",
     "finite_number": "a finite number",
     "bool_type": "true or false",
@@ -25,31 +25,31 @@ _EXPECTED: Final = {
     "model_type": "a mapping of key: value lines",
     "dict_type": "a mapping of key: value lines",
     "tuple_type": "a list, such as [1, 5]",
-    "string_too_short": "some text",
+    "string_too_short": "a text that is not empty",
     "string_too_long": "at most {max_length} characters",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
-    "string_pattern_mismatch": "text like {pattern}",
+    "string_pattern_mismatch": "text that matches {pattern}",
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
 _SURE: Final = 0.8  # similarity above which a key is a typo, not a custom option
-_COMMA: Final = "a number has a point, as in 0.1, and no comma"
+_COMMA: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
 # Quoted texts that would have the expected type without quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
-def problems(error: ValidationError, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
+def problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield a problem for each error of pydantic, except for values that already have a problem from parsing."""
-    for found in error.errors(include_url=False):
-        if found["input"] is UNREADABLE or found["type"] == "default_factory_not_called":
+    for details in error.errors(include_url=False):
+        if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":
             continue  # the value it depends on has its own problem
-        if found["type"] == "value_error":
-            yield from _validator_problems(found, places)
+        if details["type"] == "value_error":
+            yield from _validator_problems(details, positions)
         else:
-            yield KeyProblem(locate(places, found["loc"]), found["loc"], _text(found))
+            yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
 def unknown(path: Path) -> tuple[Path, str] | None:
@@ -57,9 +57,11 @@ def unknown(path: Path) -> tuple[Path, str] | None:
     for depth, name in enumerate(path):
         section = section_at(path[:depth])
         if section is None:
-            above = section_at(path[: depth - 1])
-            free = above and get_origin(above.model_fields[str(path[depth - 1])].annotation) is dict
-            return None if free else (path[: depth + 1], f"unknown key; {path[depth - 1]} has no keys below it")
+            parent = section_at(path[: depth - 1])
+            is_free_mapping = parent and get_origin(parent.model_fields[str(path[depth - 1])].annotation) is dict
+            return (
+                None if is_free_mapping else (path[: depth + 1], f"unknown key; {path[depth - 1]} has no keys below it")
+            )
         if name not in section.model_fields:
             return (
                 None
@@ -72,10 +74,10 @@ def unknown(path: Path) -> tuple[Path, str] | None:
 def section_at(path: Path) -> type[Section] | None:
     """Return the section at `path`, or the section of the list items there. Returns None if there is no section."""
     section: type[Section] | None = Config
-    for name in (each for each in path if isinstance(each, str)):
+    for name in (part for part in path if isinstance(part, str)):
         field = section.model_fields.get(str(name)) if section else None
-        found = (field.annotation, *get_args(field.annotation)) if field else ()
-        section = next((each for each in found if isinstance(each, type) and issubclass(each, Section)), None)
+        types = (field.annotation, *get_args(field.annotation)) if field else ()
+        section = next((part for part in types if isinstance(part, type) and issubclass(part, Section)), None)
     return section
 
 
@@ -85,40 +87,40 @@ def field_at(path: Path) -> FieldInfo | None:
     return section.model_fields.get(str(path[-1])) if section else None
 
 
-def _validator_problems(found: ErrorDetails, places: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
+def _validator_problems(details: ErrorDetails, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
     """Yield a problem for each line of a ValueError of our validators. A line can begin with a key of the section."""
-    path, value = found["loc"], found["input"]
-    given = "" if isinstance(value, dict) else f"; got {format_value(value)}"
+    path, value = details["loc"], details["input"]
+    got = "" if isinstance(value, dict) else f"; got {format_value(value)}"
     section = section_at(path)
-    for line in str(found["ctx"]["error"]).splitlines():
+    for line in str(details["ctx"]["error"]).splitlines():
         name, colon, text = line.partition(": ")
-        about = (*path, name) if colon and section and name in section.model_fields else path
-        yield KeyProblem(locate(places, about), about, f"{line if about == path else text}{given}")
+        key_path = (*path, name) if colon and section and name in section.model_fields else path
+        yield KeyProblem(locate(positions, key_path), key_path, f"{line if key_path == path else text}{got}")
 
 
-def _text(found: ErrorDetails) -> str:
-    match found["type"]:
+def _describe_error(details: ErrorDetails) -> str:
+    match details["type"]:
         case "missing":
             return "missing; it has no default"
         case "extra_forbidden":
-            return _unknown(found["loc"])
+            return _unknown(details["loc"])
         case "literal_error":
-            names = re.findall(r"'([^']*)'", found["ctx"]["expected"])
-            near = suggestion(found["input"], names) if isinstance(found["input"], str) else ""
-            return f"expected one of {', '.join(names)}; got {format_value(found['input'])}{near}"
+            names = re.findall(r"'([^']*)'", details["ctx"]["expected"])
+            suggested = suggestion(details["input"], names) if isinstance(details["input"], str) else ""
+            return f"expected one of {', '.join(names)}; got {format_value(details['input'])}{suggested}"
         case known if known in _EXPECTED:
-            field = field_at(found["loc"])  # a description replaces the wording of the type
-            expected = (field and field.description) or _EXPECTED[known].format(**_limits(found))
-            return f"expected {expected}; got {format_value(found['input'])}{_hint(found)}"
-    return f"{found['msg']}; got {format_value(found['input'])}"
+            field = field_at(details["loc"])  # a description replaces the wording of the type
+            expected = (field and field.description) or _EXPECTED[known].format(**_limits(details))
+            return f"expected {expected}; got {format_value(details['input'])}{_hint(details)}"
+    return f"{details['msg']}; got {format_value(details['input'])}"
 
 
-def _hint(found: ErrorDetails) -> str:
+def _hint(details: ErrorDetails) -> str:
     """Suggest a fix for quoted numbers, decimal commas, and a number given as an interval. Otherwise returns ""."""
-    if type(found["input"]) is int and section_at(found["loc"]) is IntervalConfig:
-        keys = [f"{format_key((*found['loc'], name))}={found['input']}" for name in IntervalConfig.model_fields]
-        return f"; write {' or '.join(keys)}"
-    text, kind = found["input"], found["type"].partition("_")[0]
+    if type(details["input"]) is int and section_at(details["loc"]) is IntervalConfig:
+        keys = [f"{format_key((*details['loc'], name))}={details['input']}" for name in IntervalConfig.model_fields]
+        return f"; set {' or '.join(keys)}"
+    text, kind = details["input"], details["type"].partition("_")[0]
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""
     if kind == "float" and re.fullmatch(r"[-+]?\d+,\d+", text):
@@ -132,24 +134,24 @@ def key_named(name: str) -> str:
     return format_key(min(keys, key=len)) if keys else ""
 
 
-def _limits(found: ErrorDetails) -> dict[str, Any]:
+def _limits(details: ErrorDetails) -> dict[str, Any]:
     """Return the limits of a constraint. Floats are shortened, and integers keep all digits."""
-    return {key: f"{value:g}" if isinstance(value, float) else value for key, value in found.get("ctx", {}).items()}
+    return {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
 
 
 def _unknown(path: Path) -> str:
     section = section_at(path[:-1])
-    name, valid = str(path[-1]), list(section.model_fields) if section else []
+    name, valid_names = str(path[-1]), list(section.model_fields) if section else []
     if name.isdecimal():  # {lr: 0,1}
         return f"unknown key; {_COMMA}"
     # In a section with options, such as a model with dropout, ignore keys of nested sections that have this name.
-    below = path[:-1] if "options" in valid else ()
-    if elsewhere := [key for key in _keys() if key[-1] == name and not (below and key[: len(below)] == below)]:
-        return f"unknown key; did you mean '{format_key(min(elsewhere, key=len))}'?{list_names(valid)}"
-    if "options" in valid and not get_close_matches(name, valid, cutoff=_SURE):
-        meant = "' or '".join([*nearest(name, valid, 1), f"{format_key(path[:-1])}.options.{name}"])
-        return f"unknown key; did you mean '{meant}'?{list_names(valid)}"
-    return f"unknown key{choices(name, valid)}"
+    own_path = path[:-1] if "options" in valid_names else ()
+    if same_name := [key for key in _keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)]:
+        return f"unknown key; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
+    if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_SURE):
+        suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
+        return f"unknown key; did you mean '{suggested}'?{list_names(valid_names)}"
+    return f"unknown key{choices(name, valid_names)}"
 
 
 def _keys(path: Path = ()) -> Iterator[Path]:

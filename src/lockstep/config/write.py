@@ -24,14 +24,14 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
 def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
     """Yield the lines of a YAML block mapping. `origins` contains the comment of each line by dotted key."""
     for name, value in tree.items():
-        here = (*path, name)
+        key_path = (*path, name)
         line = f"{'  ' * len(path)}{flow(name)}:"
         if isinstance(value, dict) and value:
             yield line
-            yield from block(value, origins, here)
+            yield from block(value, origins, key_path)
         else:
             line = f"{line} {flow(value)}".ljust(_COMMENT_COLUMN)
-            yield f"{line}  # {printable(origins[format_key(here)])}"
+            yield f"{line}  # {printable(origins[format_key(key_path)])}"
 
 
 def flow(value: Any) -> str:
@@ -74,4 +74,4 @@ def _float(value: float) -> str:
 def printable(text: str) -> str:
     """Replace characters that a comment can't contain by `?`."""
     # A file name can contain a line break, but a comment can't.
-    return "".join(each if each.isprintable() else "?" for each in text)
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -27,21 +27,21 @@ class AuditSchedule:
     def target(self, rank: int, step: Step) -> int:
         """Return the micro-batch of `rank` that is repeated. If the rank has none, it is the last one of the step."""
         leaves = min(self.microbatches, step.samples)
-        own = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
-        return own[self._turn(step) // self._others % len(own)][0]
+        own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
+        return own_indices[self._audit_index(step) // self._other_ranks % len(own_indices)][0]
 
     def assignment(self, rank: int, step: Step) -> int | None:
         """Return the micro-batch that `rank` repeats in `step`, or None if the step isn't audited."""
         if not self.due(step):
             return None
-        distance = 1 + self._turn(step) % self._others
+        distance = 1 + self._audit_index(step) % self._other_ranks
         return self.target((rank + distance) % self.mesh.size, step)
 
-    def _turn(self, step: Step) -> int:
+    def _audit_index(self, step: Step) -> int:
         return step.number // self.every
 
     @property
-    def _others(self) -> int:
+    def _other_ranks(self) -> int:
         return max(1, self.mesh.size - 1)
 
 

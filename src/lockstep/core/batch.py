@@ -26,13 +26,13 @@ def tensors_of(batch: Batch) -> list[Tensor]:
         return [batch]
     if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
         return [*batch]  # the usual batch, without the 5 us of a pytree
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif held := _attributes(leaf):
-            found += tensors_of(held)
-    return found
+            tensors.append(leaf)
+        elif attributes := _attributes(leaf):
+            tensors += tensors_of(attributes)
+    return tensors
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
@@ -41,8 +41,8 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return change(leaf)
-        held = _attributes(leaf)
-        return _with_attributes(leaf, map_tensors(change, held)) if held else leaf
+        attributes = _attributes(leaf)
+        return _with_attributes(leaf, map_tensors(change, attributes)) if attributes else leaf
 
     return pytree.tree_map(changed, batch)
 
@@ -55,23 +55,23 @@ def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
 
 def with_paths(batch: Batch) -> list[tuple[str, Any]]:
     """Return the path and the value of each leaf, tensor or not: `['input']`, `[0]`, or "" for the batch itself."""
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
-        found += [(pytree.keystr(path) + inner, each) for inner, each in with_paths(held)] or [
+        attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+        leaves += [(pytree.keystr(path) + inner, value) for inner, value in with_paths(attributes)] or [
             (pytree.keystr(path), leaf)
         ]
-    return found
+    return leaves
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
     """Return the batch with `change(path, leaf)` applied to each of its leaves. For the paths, see `with_paths`."""
 
     def changed(path: Any, leaf: Any) -> Any:
-        held = {} if isinstance(leaf, Tensor) else _attributes(leaf)
-        if not held:
+        attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
+        if not attributes:
             return change(pytree.keystr(path), leaf)
-        inner = map_with_paths(lambda within, each: change(pytree.keystr(path) + within, each), held)
+        inner = map_with_paths(lambda subpath, value: change(pytree.keystr(path) + subpath, value), attributes)
         return _with_attributes(leaf, inner)
 
     return pytree.tree_map_with_path(changed, batch)

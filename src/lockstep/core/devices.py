@@ -7,15 +7,15 @@ from lockstep.errors import UsageError
 Backend = Literal["auto", "nccl", "gloo"]
 
 SHARING: Final = "placement.backend=gloo, which lets processes share a device"
-SLOWLY: Final = "gloo carries what they exchange through the host's memory: the same bits, at another speed"
+SLOWLY: Final = "gloo communicates through host memory: the same bits, at a different speed"
 
 
-def check_cuda(device: Literal["auto", "cpu", "cuda"], count: int) -> None:
+def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> None:
     """Raise UsageError if `device` is cuda and there are no CUDA devices."""
-    if device == "cuda" and not count:
+    if device == "cuda" and not device_count:
         raise UsageError(
-            "placement.device: cuda asked for, but torch finds no CUDA device here; use cpu or auto; "
-            "lockstep doctor gpu says why"
+            "placement.device: cuda is not available, because torch finds no CUDA device; use cpu or auto, or run "
+            "lockstep doctor gpu to find the cause"
         )
 
 
@@ -23,8 +23,7 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
     """Return the backend that carries tensors between ranks. Raises UsageError for NCCL without a CUDA device."""
     if backend == "nccl" and not on_gpu:
         raise UsageError(
-            "placement.backend: nccl asked for, but this run is on the CPU, whose tensors NCCL does not carry; "
-            "use auto or gloo"
+            "placement.backend: nccl does not support CPU tensors, and this run is on the CPU; use auto or gloo"
         )
     if backend == "auto":
         return "nccl" if on_gpu else "gloo"
@@ -34,11 +33,11 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
 def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
     """Describe the backend between several processes, as far as it is known without querying the devices."""
     if device == "cpu":
-        return "by gloo"
+        return "with gloo"
     if backend == "gloo":
-        return "by gloo; on CUDA, processes of a host take its devices in turn, and may share one"
-    nccl = "by NCCL, each process on a CUDA device of its own"
-    return nccl if backend == "nccl" or device == "cuda" else f"{nccl}; without CUDA by gloo"
+        return "with gloo; on CUDA, the processes of a host use its devices in turn, and may share a device"
+    nccl = "with NCCL, each process on a separate CUDA device"
+    return nccl if backend == "nccl" or device == "cuda" else f"{nccl}; without CUDA, with gloo"
 
 
 def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, sharing: bool = False) -> int:
@@ -53,11 +52,11 @@ def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, 
         return local_rank % visible
     if visible == 1 and hidden:
         return 0
-    see = "1 CUDA device" if visible == 1 else f"{visible} CUDA devices"
+    devices = "1 CUDA device" if visible == 1 else f"{visible} CUDA devices"
     raise UsageError(
-        f"placement.processes: {local_size} processes on this host but {see}; use at most {visible}, or "
-        f"placement.device=cpu, or {SHARING}, or let the launcher show each process one device of its own "
-        f"(CUDA_VISIBLE_DEVICES, as srun --gpus-per-task=1 does)"
+        f"placement.processes: {local_size} processes on this host but only {devices}; use at most {visible}, or "
+        f"placement.device=cpu, or {SHARING}, or let the launcher show each process only its own device "
+        f"(CUDA_VISIBLE_DEVICES, as with srun --gpus-per-task=1)"
     )
 
 

@@ -55,7 +55,7 @@ class Digests:
         self._of_blocks: dict[torch.device, Tensor] = {}
         self._small: dict[Any, Tensor] = {}  # concatenated word keys of many small tensors
 
-    def of(self, tensor: Tensor, first: int = 0) -> Tensor:
+    def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
         """Return the digest of the bits of a tensor: a 0-dim int64 tensor on the same device.
 
         The memory format doesn't matter. If the tensor is a part of a larger tensor, pass the offset of its first
@@ -66,20 +66,20 @@ class Digests:
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
         head = min(-first % _BLOCK, len(words))
         full = (len(words) - head) // _BLOCK * _BLOCK
-        within = _keys_within(words.device)
-        sums = [(words[:head] * within[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
+        word_keys = _keys_within(words.device)
+        sums = [(words[:head] * word_keys[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
         at_once = _AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE)
         blocks = words[head : head + full].view(-1, _BLOCK)
-        sums += [(some * within).sum(1) for some in torch.split(blocks, at_once)]
-        if rest := len(words) - head - full:
-            sums.append((words[head + full :] * within[:rest]).sum().reshape(1))
-        found = torch.cat(sums)
-        begin, end = first // _BLOCK, first // _BLOCK + len(found)
-        return (found * self._keys_of_blocks(words.device, end)[begin:end]).sum()
+        sums += [(group * word_keys).sum(1) for group in torch.split(blocks, at_once)]
+        if remainder := len(words) - head - full:
+            sums.append((words[head + full :] * word_keys[:remainder]).sum().reshape(1))
+        sums_of_blocks = torch.cat(sums)
+        begin, end = first // _BLOCK, first // _BLOCK + len(sums_of_blocks)
+        return (sums_of_blocks * self._keys_of_blocks(words.device, end)[begin:end]).sum()
 
     def noted(self, tensor: Tensor) -> Noted:
         """Return the digest of a tensor, with its dtype and shape."""
-        return Noted(self.of(tensor), tensor.dtype, tensor.shape)
+        return Noted(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors. The sum over all ranks is the digest.
@@ -94,26 +94,26 @@ class Digests:
             if piece.tensor.numel() <= _SMALL:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
-                parts.append(self.of(piece.tensor, piece.first) * _key_of(piece.name))
-        parts += [self._of_small(pieces) for pieces in small.values()]
+                parts.append(self.digest(piece.tensor, piece.first) * _key_of(piece.name))
+        parts += [self.digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
-        return torch.stack([each.to(parts[0].device) for each in parts]).sum()
+        return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
-    def _of_small(self, pieces: Sequence[_Piece]) -> Tensor:
+    def digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
         """Return the sum of the digests of pieces with the same dtype and device, in a single multiplication."""
-        words, _ = _words(torch.cat([each.tensor.reshape(-1) for each in pieces]))
-        layout = (words.dtype, words.device, *((each.name, each.first, each.tensor.numel()) for each in pieces))
+        words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
+        layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
         if layout not in self._small:
-            self._small[layout] = torch.cat([self._keys_of(each) for each in pieces])
+            self._small[layout] = torch.cat([self._keys_of(piece) for piece in pieces])
         return (words * self._small[layout]).sum()
 
     def _keys_of(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
         words, first = _words(piece.tensor, piece.first)
-        numbers = torch.arange(first, first + len(words), device=words.device)
-        of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[numbers // _BLOCK]
-        return _keys_within(words.device)[numbers % _BLOCK] * of_blocks * _key_of(piece.name)
+        word_indices = torch.arange(first, first + len(words), device=words.device)
+        of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
+        return _keys_within(words.device)[word_indices % _BLOCK] * of_blocks * _key_of(piece.name)
 
     def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least `count` blocks."""
@@ -122,14 +122,14 @@ class Digests:
         return self._of_blocks[device]
 
 
-def differing_bit(one: str, other: str) -> str:
+def differing_bit(first_text: str, second_text: str) -> str:
     """Describe the bit that differs between two digest texts of a tensor, or return "" if it isn't a single bit.
 
     A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so the power is the largest
     power of two that divides the difference, and few words, if any, have the key that is left. The probability that a
     different change looks like a single flip is the probability that two digests agree.
     """
-    (first, *tensor), (second, *as_well) = one.split(" "), other.split(" ")
+    (first, *tensor), (second, *as_well) = first_text.split(" "), second_text.split(" ")
     change = int(second, 16) - int(first, 16)
     if not change or tensor != as_well or len(tensor) != 2:
         return ""
@@ -138,12 +138,12 @@ def differing_bit(one: str, other: str) -> str:
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
-    within = _keys_within(torch.device("cpu"))
+    word_keys = _keys_within(torch.device("cpu"))
     for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
-        added = (within[: count - block * _BLOCK] * key) << bit
-        for place in torch.nonzero((added == signed) | (added == -signed)):
-            element, word = divmod(block * _BLOCK + int(place), words)
-            indices = ", ".join(str(each) for each in np.unravel_index(element, shape))
+        key_products = (word_keys[: count - block * _BLOCK] * key) << bit
+        for position in torch.nonzero((key_products == signed) | (key_products == -signed)):
+            element, word = divmod(block * _BLOCK + int(position), words)
+            indices = ", ".join(str(index) for index in np.unravel_index(element, shape))
             return f"bit {bit + 32 * word} of element [{indices}]"
     return ""
 
@@ -160,21 +160,21 @@ def _key_of(name: str) -> int:
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
 
-def _keys(use: int, count: int) -> Tensor:
+def _keys(stream: int, count: int) -> Tensor:
     """Return `count` odd keys."""
-    numbers = np.arange(count, dtype=np.uint64)
-    return torch.from_numpy((random.bits(random.key(random.DIGEST, use), numbers) | np.uint64(1)).view(np.int64))
+    counters = np.arange(count, dtype=np.uint64)
+    return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
 
 
 def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
     """Yield the pieces that count on this rank."""
-    for name, held in tensors.items():
-        if not isinstance(held, Shard):
+    for name, value in tensors.items():
+        if not isinstance(value, Shard):
             if name in owned:
-                yield _Piece(name, 0, held.detach())
-        elif held.primary:
-            flat = held.tensor.detach().reshape(-1)
-            yield from (_Piece(name, run.at, flat[run.own : run.own + run.length]) for run in held.runs())
+                yield _Piece(name, 0, value.detach())
+        elif value.primary:
+            flat = value.tensor.detach().reshape(-1)
+            yield from (_Piece(name, run.at, flat[run.own : run.own + run.length]) for run in value.runs())
 
 
 def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:

@@ -11,10 +11,10 @@ def odd_ones(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
     the most frequent, or if more than half of the ranks differed, because these ranks can't be blamed then. The most
     frequent result doesn't need half of the opinions, because two faulty ranks don't agree to the bit by chance.
     """
-    found = list(opinions)
-    results = Counter(result for _, result in found).most_common(2)
+    results_by_rank = list(opinions)
+    results = Counter(result for _, result in results_by_rank).most_common(2)
     if len(results) > 1 and results[0][1] == results[1][1]:
         return None
-    ranks = {rank for rank, _ in found}
-    odd = {rank for rank, result in found if result != results[0][0]}
+    ranks = {rank for rank, _ in results_by_rank}
+    odd = {rank for rank, result in results_by_rank if result != results[0][0]}
     return None if len(ranks) > 1 and 2 * len(odd) > len(ranks) else sorted(odd)

@@ -42,25 +42,25 @@ class Mesh(NamedTuple):
 
     def coordinate(self, rank: int) -> Mesh:
         """Return the coordinates of a rank along each axis, counted from 0."""
-        found = []
+        coordinates = []
         for length in reversed(self):
-            rank, along = divmod(rank, length)
-            found.append(along)
-        return Mesh(*reversed(found))
+            rank, position = divmod(rank, length)
+            coordinates.append(position)
+        return Mesh(*reversed(coordinates))
 
-    def rank(self, at: Mesh) -> int:
+    def rank(self, coordinates: Mesh) -> int:
         """Return the rank at these coordinates. The inverse of `coordinate`."""
-        number = 0
-        for length, along in zip(self, at, strict=True):
-            number = number * length + along
-        return number
+        index = 0
+        for length, coordinate in zip(self, coordinates, strict=True):
+            index = index * length + coordinate
+        return index
 
     def groups(self, *axes: Axis) -> list[list[int]]:
         """Return groups of ranks that differ only along these axes. Each rank is in exactly one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
-            others = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
-            groups.setdefault(others, []).append(rank)
+            group_key = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
+            groups.setdefault(group_key, []).append(rank)
         return list(groups.values())
 
     def added_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
@@ -68,13 +68,13 @@ class Mesh(NamedTuple):
         lengths = {axis: getattr(self, axis) for axis in axes}
         shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; along other axes, parts are contiguous
         context = lengths.pop("context", 1)
-        among = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
-        places = [among.data_rank(number) for number in range(among.size)]
-        order = sorted(range(among.size), key=lambda number: places[number].seat)
+        group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
+        data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
+        order = sorted(range(group_mesh.size), key=lambda index: data_ranks[index].seat)
         if axes == ("replicate",) and self.expert > 1:  # a rank here adds the sums of all ranks in step with it
-            count, step = among.size * self.expert, self.expert
-            places = [DataRank(first, count, spans=step) for first in range(0, count, step)]
-        return [places[number] for number in order], order
+            count, step = group_mesh.size * self.expert, self.expert
+            data_ranks = [DataRank(first, count, spans=step) for first in range(0, count, step)]
+        return [data_ranks[index] for index in order], order
 
     @property
     def spread(self) -> Mesh:
@@ -83,10 +83,12 @@ class Mesh(NamedTuple):
 
     def data_rank(self, rank: int) -> DataRank:
         """Return the data rank of a rank."""
-        at = self.coordinate(rank)
-        replica, replicas = at.replicate * self.expert + at.expert, self.replicate * self.expert
-        first = not (at.pipe or at.tensor)
-        return DataRank(replica, replicas, at.shard, self.shard, first, self.expert, at.context, self.context)
+        coordinates = self.coordinate(rank)
+        replica, replicas = coordinates.replicate * self.expert + coordinates.expert, self.replicate * self.expert
+        first = not (coordinates.pipe or coordinates.tensor)
+        return DataRank(
+            replica, replicas, coordinates.shard, self.shard, first, self.expert, coordinates.context, self.context
+        )
 
 
 class DataRank(NamedTuple):
@@ -128,9 +130,9 @@ class DataRank(NamedTuple):
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
         """Return the first micro-batch of each round of the replica, and the number of members that have one."""
         ours = part(leaves, self.replicas, self.replica)
-        most = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
+        longest = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
         alone = self.members == self.in_step == 1  # else ranks without work still join one round
-        rounds = max(-(-len(most) // self.members), 0 if alone else 1)
+        rounds = max(-(-len(longest) // self.members), 0 if alone else 1)
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
@@ -162,8 +164,8 @@ class DataRank(NamedTuple):
         """Return the indices of the batches that this rank evaluates, and None for turns without a batch."""
         rank = (self.replica * self.members + self.member) * self.seats + self.seat
         ranks = self.replicas * self.members * self.seats
-        own: list[int | None] = list(range(rank, batches, ranks))
-        company = self.members * self.in_step
-        company *= self.seats if company > 1 else 1
-        most = len(range(rank - rank % company, batches, ranks))
-        return own + [None] * (most - len(own))
+        own_batches: list[int | None] = list(range(rank, batches, ranks))
+        in_step_ranks = self.members * self.in_step
+        in_step_ranks *= self.seats if in_step_ranks > 1 else 1
+        most_batches = len(range(rank - rank % in_step_ranks, batches, ranks))
+        return own_batches + [None] * (most_batches - len(own_batches))

@@ -27,27 +27,28 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     Rows are added in float32 or wider, because 16 bits would lose most of a sum. All tensors must be on one device.
     """
     # Compute the widths: a rank may hold no rows, and -1 is ambiguous in this case.
-    every = [
-        each.reshape(len(each), math.prod(each.shape[1:])) if each.ndim else each.reshape(1, 1) for each in tensors
+    matrices = [
+        tensor.reshape(len(tensor), math.prod(tensor.shape[1:])) if tensor.ndim else tensor.reshape(1, 1)
+        for tensor in tensors
     ]
     if tensors and _is_folded(tensors[0]):
-        return folded_norms(every)
-    return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in every]
+        return folded_norms(matrices)
+    return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in matrices]
 
 
-def folded_norms(every: Sequence[Tensor]) -> list[Tensor]:
+def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the row norms of each tensor of shape [R, n], added by halves: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
-    for group in _groups(every):
-        squares = torch.cat([every[number].to(_wide(every[number])) for number in group]).square_()
+    for group in _groups(matrices):
+        squares = torch.cat([matrices[index].to(_wide(matrices[index])) for index in group]).square_()
         width = squares.shape[1]
         while width > 1:
             half = -(-width // 2)
             squares[:, : width - half].add_(squares[:, half:width])
             width = half
-        found = squares[:, :1].sum(1).sqrt_().double()  # of one column, or no column
-        norms |= zip(group, torch.split(found, [len(every[number]) for number in group]), strict=True)
-    return [norms[number] for number in range(len(every))]
+        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # of one column, or no column
+        norms |= zip(group, torch.split(row_norm_values, [len(matrices[index]) for index in group]), strict=True)
+    return [norms[index] for index in range(len(matrices))]
 
 
 def norm_of_rows(norms: Tensor) -> Tensor:
@@ -71,18 +72,18 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _groups(every: Sequence[Tensor]) -> Iterator[list[int]]:
+def _groups(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield indices of tensors with the same row width and sum dtype, in groups of at most `_FOLDED` elements.
 
     A single tensor with more elements is a separate group.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
-    for number, rows in enumerate(every):
+    for index, rows in enumerate(matrices):
         key = rows.shape[1], _wide(rows)
         if elements[key] and elements[key] + rows.numel() > _FOLDED:
             yield groups.pop(key)
             elements[key] = 0
-        groups.setdefault(key, []).append(number)
+        groups.setdefault(key, []).append(index)
         elements[key] += rows.numel()
     yield from groups.values()

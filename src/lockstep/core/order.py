@@ -14,14 +14,14 @@ def cut(length: int, parts: int) -> list[range]:
 
     If there are fewer elements than parts, the last ranges are empty.
     """
-    return [part(length, parts, number) for number in range(parts)]
+    return [part(length, parts, index) for index in range(parts)]
 
 
-def part(length: int, parts: int, number: int) -> range:
+def part(length: int, parts: int, index: int) -> range:
     """Return range `number` of `cut(length, parts)`."""
     size, longer = divmod(length, parts)
-    first = number * size + min(number, longer)
-    return range(first, first + size + (number < longer))
+    first = index * size + min(index, longer)
+    return range(first, first + size + (index < longer))
 
 
 class Step(NamedTuple):
@@ -46,8 +46,8 @@ class Step(NamedTuple):
         A step with fewer samples than `count` has one micro-batch per sample. More micro-batches would be empty and
         add nothing, and the sum is the same tree without these leaves.
         """
-        cuts = cut(self.samples, min(count, self.samples))
-        return [range(self.first + places.start, self.first + places.stop) for places in cuts]
+        parts = cut(self.samples, min(count, self.samples))
+        return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Steps:
 
     def __getitem__(self, number: int) -> Step:
         """Return step `number`. The step after the last step marks the end of the run."""
-        epoch, within = divmod(number, self.per_epoch)
-        first = within * self.batch
-        last = within == self.per_epoch - 1
+        epoch, step_of_epoch = divmod(number, self.per_epoch)
+        first = step_of_epoch * self.batch
+        last = step_of_epoch == self.per_epoch - 1
         samples = self.samples_per_epoch - first if last else self.batch
         return Step(number, epoch, first, samples, epoch * self.samples_per_epoch + first, last)

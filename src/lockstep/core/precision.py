@@ -17,12 +17,12 @@ _ELSEWHERE: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"
 
 _REFUSED: Final = {
     "fp8": (
-        "its products need a GPU of compute capability 8.9 or above, and nothing has shown yet that they give the same "
+        "its products require a GPU with compute capability 8.9 or higher, and have not been shown to give the same "
         "bits on every placement; use bf16-compute, or bf16"
     ),
     "bf16-true": (
-        "AdamW's second moment would never decay: 0.999 times any number of bf16 rounds back to it; use bf16-compute, "
-        "which keeps weights and the optimizer's state in fp32 and computes in bf16"
+        "the second moment of AdamW would never decay, because 0.999 times any bf16 number rounds back to the same "
+        "number; use bf16-compute, which keeps weights and optimizer state in fp32 and computes in bf16"
     ),
 }
 
@@ -35,11 +35,11 @@ def translate_precision(name: object) -> object:
     text = str(name)
     if text in APEX:
         return APEX[text]
-    for refused, why in _REFUSED.items():
+    for refused, reason in _REFUSED.items():
         if text.startswith(refused):
-            raise ValueError(f"{text} is not offered: {why}")
+            raise ValueError(f"{text} is not supported: {reason}")
     if text in _ELSEWHERE:
-        raise ValueError(f"{text} is called {_ELSEWHERE[text]} here")
+        raise ValueError(f"{text} is named {_ELSEWHERE[text]} in Lockstep; use {_ELSEWHERE[text]}")
     return name
 
 

@@ -44,27 +44,27 @@ class Rate:
         return self._falling(epoch) * self._warmup(epoch)
 
     def _falling(self, epoch: float) -> float:
-        done = min(epoch / self.epochs, 1.0)
+        progress = min(epoch / self.epochs, 1.0)
         match self.curve:
             case "constant":
                 return self.base
             case "steps":
                 return self.base * self.gamma ** sum(epoch >= milestone for milestone in self.milestones)
             case "cosine":
-                left = 0.5 * (1.0 + math.cos(math.pi * done))
+                factor = 0.5 * (1.0 + math.cos(math.pi * progress))
             case "linear":
-                left = 1.0 - done
+                factor = 1.0 - progress
             case "polynomial":
-                left = (1.0 - done) ** self.power
+                factor = (1.0 - progress) ** self.power
             case shape:
-                left = shape(epoch, self.epochs)
-        return self.minimum + (self.base - self.minimum) * left
+                factor = shape(epoch, self.epochs)
+        return self.minimum + (self.base - self.minimum) * factor
 
     def _warmup(self, epoch: float) -> float:
         if epoch >= self.warmup_epochs:
             return 1.0
-        done = epoch / self.warmup_epochs
-        return self.warmup_factor * (1.0 - done) + done
+        progress = epoch / self.warmup_epochs
+        return self.warmup_factor * (1.0 - progress) + progress
 
 
 def scale_rate(value: float, per_samples: int | None, batch: int) -> float:

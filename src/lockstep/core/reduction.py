@@ -39,10 +39,10 @@ class Shares:
 
     ranks: tuple[int, ...]
 
-    def of(self, rank: int, length: int) -> range:
+    def part_of(self, rank: int, length: int) -> range:
         """Return the part of a vector of this length that a rank has. The range is empty if it has no part."""
-        place = self.places.get(rank)
-        return range(0) if place is None else self._parts(place, 1, length)
+        position = self.places.get(rank)
+        return range(0) if position is None else self._parts(position, 1, length)
 
     def gathering(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
         """Yield the parts that a rank sends and receives in each round of an all-gather.
@@ -50,56 +50,58 @@ class Shares:
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
         (IEEE TPDS 8 (11)): a rank has consecutive parts from its own place on, and twice as many after each round.
         """
-        place, size, known = self.places[rank], len(self.ranks), 1
-        while known < size:
-            count = min(known, size - known)
-            before, behind = (self.ranks[(place + distance) % size] for distance in (-known, known))
-            sent, received = (self._wrapped(first % size, count, length) for first in (place, place + known))
-            yield [Part(before, each) for each in sent], [Part(behind, each) for each in received]
-            known += count
+        position, size, held_parts = self.places[rank], len(self.ranks), 1
+        while held_parts < size:
+            count = min(held_parts, size - held_parts)
+            before, behind = (self.ranks[(position + distance) % size] for distance in (-held_parts, held_parts))
+            sent, received = (self._wrapped(first % size, count, length) for first in (position, position + held_parts))
+            yield [Part(before, part) for part in sent], [Part(behind, part) for part in received]
+            held_parts += count
 
-    def _wrapped(self, place: int, count: int, length: int) -> list[range]:
+    def _wrapped(self, position: int, count: int, length: int) -> list[range]:
         """Return the parts of `count` ranks from this place on, as two ranges. The first rank follows the last rank."""
-        parts = self._parts(place, count, length)
+        parts = self._parts(position, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
     # Not the parts of order.part, because `over` finds the part of an element in this form in constant time.
-    def _parts(self, place: int, count: int, length: int) -> range:
+    def _parts(self, position: int, count: int, length: int) -> range:
         size = len(self.ranks)
-        return range(length * place // size, length * (place + count) // size)
+        return range(length * position // size, length * (position + count) // size)
 
     def over(self, part: range, length: int) -> Iterator[Part]:
         """Yield the ranks that have elements of a part of a vector of this length, with these elements."""
         size = len(self.ranks)
         if part:
-            first, last = (((number + 1) * size - 1) // length for number in (part.start, part.stop - 1))
-            for place in range(first, last + 1):
-                own = self._parts(place, 1, length)
-                if shared := range(max(part.start, own.start), min(part.stop, own.stop)):
-                    yield Part(self.ranks[place], shared)
+            first, last = (((element + 1) * size - 1) // length for element in (part.start, part.stop - 1))
+            for position in range(first, last + 1):
+                own_part = self._parts(position, 1, length)
+                if overlap := range(max(part.start, own_part.start), min(part.stop, own_part.stop)):
+                    yield Part(self.ranks[position], overlap)
 
     def joined(self, other: Shares) -> Shares:
         """Return the ranks of both, in an order in which each rank keeps most of its share."""
-        few, many = sorted((self, other), key=lambda each: len(each.ranks))
-        centers = few.centers | many.centers
-        if len(centers) == len(many.ranks):
-            return many
+        smaller, larger = sorted((self, other), key=lambda shares: len(shares.ranks))
+        centers = smaller.centers | larger.centers
+        if len(centers) == len(larger.ranks):
+            return larger
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
-    def thinned(self, most: int) -> Shares:
-        """Return at most `most` of the ranks, evenly spaced."""
+    def thinned(self, limit: int) -> Shares:
+        """Return at most `limit` of the ranks, evenly spaced."""
         size = len(self.ranks)
-        return self if size <= most else Shares(tuple(self.ranks[size * place // most] for place in range(most)))
+        return (
+            self if size <= limit else Shares(tuple(self.ranks[size * position // limit] for position in range(limit)))
+        )
 
     @cached_property
     def centers(self) -> dict[int, float]:
         """The position of the middle of each rank's part, from 0 to 1."""
-        return {rank: (2 * place + 1) / (2 * len(self.ranks)) for place, rank in enumerate(self.ranks)}
+        return {rank: (2 * position + 1) / (2 * len(self.ranks)) for position, rank in enumerate(self.ranks)}
 
     @cached_property
     def places(self) -> dict[int, int]:
         """The place of each rank in the order."""
-        return {rank: place for place, rank in enumerate(self.ranks)}
+        return {rank: position for position, rank in enumerate(self.ranks)}
 
 
 class Sum(NamedTuple):
@@ -119,11 +121,11 @@ class Move(NamedTuple):
 
     def sent(self, rank: int, length: int) -> list[Part]:
         """Return the parts of a vector of this length that this rank sends, with their receivers."""
-        return [each for each in self.target.over(self.source.of(rank, length), length) if each.rank != rank]
+        return [part for part in self.target.over(self.source.part_of(rank, length), length) if part.rank != rank]
 
-    def taken(self, rank: int, length: int) -> list[Part]:
+    def received(self, rank: int, length: int) -> list[Part]:
         """Return the parts that this rank has afterwards, each with its sender, which can be this rank."""
-        return [*self.source.over(self.target.of(rank, length), length)]
+        return [*self.source.over(self.target.part_of(rank, length), length)]
 
 
 class Round(NamedTuple):
@@ -143,21 +145,21 @@ class Reduction(NamedTuple):
         """Return only the sums and moves in which a rank takes part."""
         rounds = [
             Round(
-                [each for each in sums if rank in each.shares.places],
-                [each for each in moves if rank in each.source.places or rank in each.target.places],
+                [entry for entry in sums if rank in entry.shares.places],
+                [entry for entry in moves if rank in entry.source.places or rank in entry.target.places],
             )
             for sums, moves in self.rounds
         ]
         return self._replace(rounds=rounds)
 
 
-def reduction(held: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
+def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
     """Return the schedule with which ranks add all `leaves` leaves, given the blocks that each rank holds.
 
     A block moves as soon as its sum is complete, even if its sibling isn't: the initial blocks all move in round 0.
     Raises KeyError if a leaf is missing.
     """
-    shares = {block.first: Shares((rank,)) for rank, own in enumerate(held) for block in own}
+    shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
     ready = dict.fromkeys(shares, 0)  # first round in which a block can move or be added
     rounds: list[Round] = []
 
@@ -183,8 +185,8 @@ def reduction(held: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
             round_of(left).sums.append(Sum(left, right, target))
             del shares[right]
         half *= 2
-    if [*shares] != [0] or sum(block.size for own in held for block in own) != leaves:
+    if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != leaves:
         raise KeyError(f"the blocks of all ranks are not {leaves} leaves")
-    idle = tuple(rank for rank, own in enumerate(held) if not own)
+    idle = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
     deal(0, shares[0].joined(Shares(idle)))
     return Reduction(rounds, shares[0])

@@ -29,75 +29,75 @@ SEQUENTIAL: Final = "sequential"
 class SampleOrder:
     """The order of a dataset with `samples` samples. `asked` is the setting, and `label` is the prefix of errors."""
 
-    asked: str | NumbersOf
+    order: str | NumbersOf
     seed: int
     samples: int
     label: str = "order"
 
     def __post_init__(self) -> None:
-        known = self.asked in (SHUFFLED, SEQUENTIAL) if isinstance(self.asked, str) else callable(self.asked)
-        if not known:
+        is_valid = self.order in (SHUFFLED, SEQUENTIAL) if isinstance(self.order, str) else callable(self.order)
+        if not is_valid:
             raise UsageError(
-                f"{self.label}: order is {self.asked!r}; give 'shuffled', 'sequential', or a function of the epoch "
-                f"that returns the numbers of its samples"
+                f"{self.label}: order is {self.order!r}; pass 'shuffled', 'sequential', or a function of the epoch "
+                f"that returns sample indices"
             )
 
     @property
     def is_function(self) -> bool:
         """Whether user code returns the order, so that ranks must compare it."""
-        return not isinstance(self.asked, str)
+        return not isinstance(self.order, str)
 
     @cached_property
     def length(self) -> int:
         """The number of samples that an epoch visits."""
-        return len(self._numbers(0)) if self.is_function else self.samples
+        return len(self._indices(0)) if self.is_function else self.samples
 
     @cached_property
     def name(self) -> str:
         """The name of the order, or a digest of the indices that the function returns for epoch 0."""
-        return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.asked)
+        return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.order)
 
-    def of(self, epoch: int) -> Order:
+    def for_epoch(self, epoch: int) -> Order:
         """Return a function from positions in an epoch to sample indices."""
-        if self.asked == SHUFFLED:
+        if self.order == SHUFFLED:
             return shuffle(self.seed, epoch, self.samples)
-        if self.asked == SEQUENTIAL:
+        if self.order == SEQUENTIAL:
             return _identity
-        numbers = self._numbers(epoch)
-        if len(numbers) != self.length:
+        indices = self._indices(epoch)
+        if len(indices) != self.length:
             raise UsageError(
-                f"{self.label}: the order has {len(numbers)} samples in epoch {epoch}, and {self.length} in epoch 0; "
-                f"return equally many for each epoch, by repeating some or leaving some out"
+                f"{self.label}: the order has {len(indices)} samples in epoch {epoch}, but {self.length} in epoch 0; "
+                f"return the same number for each epoch, by repeating or omitting some"
             )
-        return numbers.__getitem__
+        return indices.__getitem__
 
     def digest(self, epoch: int) -> str:
         """Return a digest of the sample indices that the user's function returns for an epoch."""
-        return hashlib.sha256(self._numbers(epoch).tobytes()).hexdigest()[:16]
+        return hashlib.sha256(self._indices(epoch).tobytes()).hexdigest()[:16]
 
-    def _numbers(self, epoch: int) -> NDArray[np.int64]:
+    def _indices(self, epoch: int) -> NDArray[np.int64]:
         return self._cached(epoch)
 
     @cached_property
     def _cached(self) -> Callable[[int], NDArray[np.int64]]:
-        return lru_cache(2)(self._ask)  # a loader may be an epoch ahead
+        return lru_cache(2)(self._compute)  # a loader may be an epoch ahead
 
-    def _ask(self, epoch: int) -> NDArray[np.int64]:
-        assert not isinstance(self.asked, str)
+    def _compute(self, epoch: int) -> NDArray[np.int64]:
+        assert not isinstance(self.order, str)
         with OwnCode(f"{self.label}: order"):
-            given = np.asarray(self.asked(epoch))
-        if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
+            result = np.asarray(self.order(epoch))
+        if result.ndim != 1 or not len(result) or result.dtype.kind not in "iu":
             raise UsageError(
-                f"{self.label}: the order of epoch {epoch} is an array of {given.dtype} of shape {list(given.shape)}; "
-                f"return one whole number for each sample"
+                f"{self.label}: the order of epoch {epoch} has dtype {result.dtype} and shape {list(result.shape)}; "
+                f"return a list or 1-dim array of integers, one for each sample"
             )
-        numbers = given.astype(np.int64)
-        if numbers.min() < 0 or numbers.max() >= self.samples:
+        indices = result.astype(np.int64)
+        if indices.min() < 0 or indices.max() >= self.samples:
             raise UsageError(
-                f"{self.label}: the order of epoch {epoch} has sample {numbers.min()} to {numbers.max()}, of "
-                f"{self.samples} samples; return numbers from 0 to {self.samples - 1}"
+                f"{self.label}: the order of epoch {epoch} has indices from {indices.min()} to {indices.max()}, but "
+                f"there are {self.samples} samples; return indices from 0 to {self.samples - 1}"
             )
-        return numbers
+        return indices
 
 
 def _identity(positions: NDArray[np.int64]) -> NDArray[np.int64]:

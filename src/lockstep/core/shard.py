@@ -36,21 +36,21 @@ class Chunked(NamedTuple):
 
     def to_rows(self, whole: Tensor) -> Tensor:
         """Return the tensor with its chunks as rows. This is a copy unless the tensor already has this order."""
-        moved = whole.reshape(self.view).movedim(self.dim, 0)
-        return moved.reshape(-1) if self.flat else moved.reshape(-1, self.view[-1])
+        rearranged = whole.reshape(self.view).movedim(self.dim, 0)
+        return rearranged.reshape(-1) if self.flat else rearranged.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
         """Return the tensor with its original shape. The inverse of `to_rows`."""
         first = self.view[self.dim]
-        others = [length for dim, length in enumerate(self.view) if dim != self.dim]
-        return tensor.reshape(first, *others).movedim(0, self.dim).reshape(self.shape)
+        other_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
+        return tensor.reshape(first, *other_lengths).movedim(0, self.dim).reshape(self.shape)
 
     def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Return the offset of each of these rows in the tensor."""
         width = 1 if self.flat else self.view[-1]
         view = self.view if self.flat else self.view[:-1]
-        numbers = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
-        return np.moveaxis(numbers, self.dim, 0).reshape(-1)[rows] * width
+        offsets = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
+        return np.moveaxis(offsets, self.dim, 0).reshape(-1)[rows] * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
     return Shard(flat.unsqueeze(1), first, shape, chunked=Chunked(tuple(shape), (*shape, 1), 0))
 
 
-def local_tensor(held: MaybeSharded) -> Tensor:
+def local_tensor(value: MaybeSharded) -> Tensor:
     """Return the tensor that this rank holds."""
-    return held.tensor if isinstance(held, Shard) else held
+    return value.tensor if isinstance(value, Shard) else value
 
 
 def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
@@ -110,11 +110,11 @@ def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
     return rows[like.first : like.first + len(like.tensor)]
 
 
-def shard_like(tensor: Tensor, held: MaybeSharded) -> MaybeSharded:
+def shard_like(tensor: Tensor, template: MaybeSharded) -> MaybeSharded:
     """Return `tensor`, which must have the shape of the local tensor of `held`, as the same rows of a whole tensor."""
-    return replace(held, tensor=tensor) if isinstance(held, Shard) else tensor
+    return replace(template, tensor=tensor) if isinstance(template, Shard) else tensor
 
 
 def whole_tensors(tensors: NamedTensors) -> dict[str, Tensor]:
     """Return the tensors that aren't sharded."""
-    return {name: held for name, held in tensors.items() if not isinstance(held, Shard)}
+    return {name: value for name, value in tensors.items() if not isinstance(value, Shard)}

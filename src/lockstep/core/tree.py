@@ -34,15 +34,15 @@ class LeafBlock(NamedTuple):
 
 def blocks(leaves: range) -> list[LeafBlock]:
     """Split a contiguous range of leaves into the fewest aligned blocks, from left to right."""
-    found = []
+    aligned = []
     first = leaves.start
     while first < leaves.stop:
         size = first & -first or 1 << leaves.stop.bit_length()
         while first + size > leaves.stop:
             size //= 2
-        found.append(LeafBlock(first, size))
+        aligned.append(LeafBlock(first, size))
         first += size
-    return found
+    return aligned
 
 
 class Counter(Generic[T]):
@@ -63,16 +63,16 @@ class Counter(Generic[T]):
     def take(self, block: LeafBlock, value: T) -> None:
         """Add a block of leaves and merge every pair of sibling blocks that it completes."""
         while (sibling := block.sibling) in self._held:
-            other = self._held.pop(sibling)
-            value = self._add(other, value) if block.is_right else self._add(value, other)
+            sibling_value = self._held.pop(sibling)
+            value = self._add(sibling_value, value) if block.is_right else self._add(value, sibling_value)
             block = LeafBlock(min(block.first, sibling.first), 2 * block.size)
         self._held[block] = value
 
     def pieces(self) -> dict[LeafBlock, T]:
         """Return the blocks from left to right, and clear the counter."""
-        held = {block: self._held[block] for block in sorted(self._held)}
+        blocks_by_position = {block: self._held[block] for block in sorted(self._held)}
         self._held.clear()
-        return held
+        return blocks_by_position
 
 
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:

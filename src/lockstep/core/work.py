@@ -23,20 +23,20 @@ def check_work(processes: int, microbatches: int) -> None:
 def check_divides(key: str, number: int, processes: int) -> None:
     """Raise UsageError if `number` doesn't divide the number of processes. The message begins with `key`."""
     if processes % number:
-        fitting = ", ".join(map(str, divisors(processes)))
-        raise UsageError(f"{key} does not divide {processes} processes; use {fitting}")
+        valid_counts = ", ".join(map(str, divisors(processes)))
+        raise UsageError(f"{key} does not divide {processes} processes; use {valid_counts}")
 
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number in ascending order."""
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def check_several(processes: int, strategy: str) -> None:
     """Raise UsageError for a single process with a strategy that shards the model."""
     if processes == 1:
         raise UsageError(
-            f"strategy {strategy}: one process has nobody to share with; use 2 or more, or strategy single"
+            f"strategy {strategy}: requires at least 2 processes, got 1; use 2 or more, or strategy single"
         )
 
 
@@ -45,13 +45,13 @@ def too_few(processes: int, microbatches: int, microbatch: int | None = None) ->
 
     If the recipe gives the size of a micro-batch, a larger batch has more of them.
     """
-    parts, most = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
-    found = f"{processes} processes but only {microbatches} {parts}; use at most {microbatches} {most}, or set"
+    unit, limit_unit = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
+    text = f"{processes} processes but only {microbatches} {unit}; use at most {microbatches} {limit_unit}, or set"
     if microbatch is not None:
-        return f"{found} recipe.batch={processes * microbatch}, which changes the numbers: it is another recipe"
+        return f"{text} recipe.batch={processes * microbatch}, which changes the results: it is a different recipe"
     return (
-        f"{found} recipe.microbatches={processes}, which changes the numbers: BatchNorm normalises over fewer samples, "
-        f"and sums are added in another order"
+        f"{text} recipe.microbatches={processes}, which changes the results: BatchNorm normalizes over fewer samples, "
+        f"and sums are added in a different order"
     )
 
 

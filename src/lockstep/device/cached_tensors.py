@@ -45,17 +45,17 @@ def new_tensors_dropped() -> Iterator[None]:
     Searches modules, their types, functions with their defaults and closures, and the containers that these hold. An
     `lru_cache` that holds a new tensor is cleared. A variable that was rebound to a new tensor gets its old value back.
     """
-    before = {id(each): each for each in _all_tensors()}
+    before = {id(tensor): tensor for tensor in _all_tensors()}
     variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
     try:
         yield
     finally:
-        if any(id(each) not in before for each in _all_tensors()):
+        if any(id(tensor) not in before for tensor in _all_tensors()):
             _drop(before, variables)
 
 
 def _all_tensors() -> list[Tensor]:
-    return _tensors_in(each for _, namespace in _namespaces() for each in [*namespace.values()])
+    return _tensors_in(value for _, namespace in _namespaces() for value in [*namespace.values()])
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -75,26 +75,26 @@ def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors in `values` and in nested containers, caches and functions, level by level."""
-    found: list[Tensor] = []
-    seen: set[int] = set()
+    tensors: list[Tensor] = []
+    visited: set[int] = set()
     level = [*values]
     for _ in range(_DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for value in level:
             if type(value) in _HOLDERS:
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    below += _contents(value)
+                if id(value) not in visited:
+                    visited.add(id(value))
+                    next_level += _contents(value)
             elif isinstance(value, Tensor):
-                found.append(value)
-        level = below
-    return found
+                tensors.append(value)
+        level = next_level
+    return tensors
 
 
 def _contents(value: Any) -> list[Any]:
     """Return the objects that a container, a cache or a function holds."""
     if isinstance(value, _lru_cache_wrapper):
-        return [each for each in gc.get_referents(value) if not isinstance(each, FunctionType | ModuleType | type)]
+        return [item for item in gc.get_referents(value) if not isinstance(item, FunctionType | ModuleType | type)]
     if type(value) in _MAPPINGS:
         return [*value.values()]
     if type(value) in (list, tuple, set, frozenset):
@@ -115,34 +115,34 @@ def _cells(function: FunctionType) -> Iterator[Any]:
 
 
 def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
-    seen: set[int] = set()
+    visited: set[int] = set()
     for owner, namespace in _namespaces():
-        old = variables.get(id(owner), {})
+        old_variables = variables.get(id(owner), {})
         for name, value in [*namespace.items()]:
-            if isinstance(value, Tensor) and id(value) not in before and name in old:
-                setattr(owner, name, old[name])
+            if isinstance(value, Tensor) and id(value) not in before and name in old_variables:
+                setattr(owner, name, old_variables[name])
             elif isinstance(value, Tensor) and id(value) not in before:
                 delattr(owner, name)
             else:
-                _drop_inside(value, before, _DEPTH, seen)
+                _drop_inside(value, before, _DEPTH, visited)
 
 
-def _drop_inside(value: Any, before: Tensors, depth: int, seen: set[int]) -> None:
-    if not depth or type(value) not in _HOLDERS or id(value) in seen:
+def _drop_inside(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
+    if not depth or type(value) not in _HOLDERS or id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, _lru_cache_wrapper):
         if _holds_new(value, before):
             value.cache_clear()
     elif type(value) in _MAPPINGS:
-        for key in [key for key, each in value.items() if _is_new(each, before)]:
+        for key in [key for key, item in value.items() if _is_new(item, before)]:
             del value[key]
     elif type(value) is list:
-        value[:] = [each for each in value if not _is_new(each, before)]
+        value[:] = [item for item in value if not _is_new(item, before)]
     elif type(value) is set:
-        value -= {each for each in value if _is_new(each, before)}
-    for each in _contents(value):
-        _drop_inside(each, before, depth - 1, seen)
+        value -= {item for item in value if _is_new(item, before)}
+    for item in _contents(value):
+        _drop_inside(item, before, depth - 1, visited)
 
 
 def _is_new(value: Any, before: Tensors) -> bool:
@@ -153,4 +153,4 @@ def _is_new(value: Any, before: Tensors) -> bool:
 
 
 def _holds_new(value: Any, before: Tensors) -> bool:
-    return any(id(each) not in before for each in _tensors_in([value]))
+    return any(id(tensor) not in before for tensor in _tensors_in([value]))

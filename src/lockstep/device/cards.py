@@ -94,7 +94,7 @@ class Evidence:
 
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
     """Return the report of `driver` with the results of all other checks. Starts CUDA."""
-    count, raised = _start_cuda()
+    device_count, raised = _start_cuda()
     version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
         driver=driver,
@@ -103,7 +103,7 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
         files=_files(root / "dev"),
         library=_library(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
-        devices=() if raised else tuple(_device(number, count) for number in range(count)),
+        devices=() if raised else tuple(_device(index, device_count) for index in range(device_count)),
         raised=raised,
     )
 
@@ -118,7 +118,7 @@ def ask_driver() -> Driver:
         return Driver(problem=str(error))
     try:
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         cards = tuple(_card(nvml, handle) for handle in handles)
         return Driver(nvml.nvmlSystemGetDriverVersion(), f"{cuda // 1000}.{cuda % 1000 // 10}", cards)
     except nvml.NVMLError as error:  # e.g. a GPU that fell off the bus
@@ -149,22 +149,22 @@ def _card(nvml: Any, handle: Any) -> Card:
         "a row that could not be remapped": failed,
         "pages to be retired at the next reset": get("RetiredPagesPendingStatus"),
     }
-    held_down = get("CurrentClocksEventReasons") or 0
+    clock_reasons = get("CurrentClocksEventReasons") or 0
     return Card(
         name=nvml.nvmlDeviceGetName(handle),
         uuid=nvml.nvmlDeviceGetUUID(handle),
         bus=sysfs_address(address.busId) if address else "",
         memory_mib=memory.total >> 20 if memory else None,
         mode=_MODES.get(get("ComputeMode"), ""),
-        users=tuple(f"pid {each.pid} ({command(each.pid)})" for each in get("ComputeRunningProcesses") or ()),
+        users=tuple(f"pid {process.pid} ({command(process.pid)})" for process in get("ComputeRunningProcesses") or ()),
         mig=bool((get("MigMode") or [0])[0]),
         ecc=None if ecc is None else bool(ecc[0]),
         persistence=None if persistence is None else bool(persistence),
         uncorrected=ecc_errors(nvml.NVML_VOLATILE_ECC),
         uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
-        repair=tuple(words for words, is_due in repair.items() if is_due),
+        repair=tuple(reason for reason, is_due in repair.items() if is_due),
         slowed=tuple(
-            words for name, words in _SLOWED.items() if held_down & getattr(nvml, f"nvmlClocksEventReason{name}")
+            reason for name, reason in _SLOWED.items() if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
         ),
         power_limit_w=watts("EnforcedPowerLimit"),
         power_default_w=watts("PowerManagementDefaultLimit"),
@@ -175,16 +175,16 @@ def _card(nvml: Any, handle: Any) -> Card:
 
 def sysfs_address(bus: str) -> str:
     """Return a PCI address in the format of sysfs: 0000:9d:00.0 for 00000000:9D:00.0."""
-    domain, colon, rest = bus.lower().partition(":")
-    return f"{domain[-4:]}{colon}{rest}"
+    domain, colon, remainder = bus.lower().partition(":")
+    return f"{domain[-4:]}{colon}{remainder}"
 
 
-def _device(number: int, count: int) -> Device:
-    found = torch.cuda.get_device_properties(number)
-    others = [other for other in range(count) if other != number]
-    capability = f"{found.major}.{found.minor}"
-    reads = tuple(other for other in others if torch.cuda.can_device_access_peer(number, other))
-    return Device(found.name, str(found.uuid), found.total_memory, capability, reads)
+def _device(index: int, device_count: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    other_indices = [other for other in range(device_count) if other != index]
+    capability = f"{properties.major}.{properties.minor}"
+    reads = tuple(other for other in other_indices if torch.cuda.can_device_access_peer(index, other))
+    return Device(properties.name, str(properties.uuid), properties.total_memory, capability, reads)
 
 
 def _libraries() -> dict[str, str | None]:
@@ -201,8 +201,8 @@ def _libraries() -> dict[str, str | None]:
 
 def _files(folder: Path) -> dict[str, bool]:
     """Return the device files of the driver, and whether this user can open them."""
-    found = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
-    return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(found) if file.exists()}
+    files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
+    return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 
 
 def _library() -> str:

@@ -36,14 +36,14 @@ class Clock:
 
     def turn_to(self, activity: str) -> None:
         """Charge the time from now on to `activity`."""
-        now = self._read()
-        wall, on_core, for_core = (after - before for after, before in zip(now, self._before, strict=True))
+        times = self._read()
+        wall, on_core, for_core = (after - before for after, before in zip(times, self._before, strict=True))
         if self._activity == self._split:
             for part, seconds in zip(_PARTS, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True):
                 self._spent[part] += seconds
         else:
             self._spent[self._activity] += wall
-        self._activity, self._before = activity, now
+        self._activity, self._before = activity, times
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -62,8 +62,8 @@ class Clock:
 
     def split_seconds(self) -> float:
         """Return the seconds of `split` so far."""
-        spent = self.activity_seconds()
-        return sum(spent.get(part, 0.0) for part in self._parts)
+        seconds = self.activity_seconds()
+        return sum(seconds.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
         """Close the file of the kernel. A second call does nothing."""

@@ -50,15 +50,16 @@ def check_compiler(gpu: bool) -> None:
     for name in _OFF:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UsageError(
-                f"recipe.compile: the environment variable {name} is {os.environ[name]}, which makes torch compute "
-                f"uncompiled, with other bits; unset it, or set recipe.compile to false"
+                f"recipe.compile: the environment variable {name}={os.environ[name]} disables torch.compile, which "
+                f"changes the results; unset it, or set recipe.compile=false"
             )
     if gpu:
         _check_triton()
     elif shutil.which(_cxx()) is None:
         raise UsageError(
-            f"recipe.compile: torch compiles for the CPU with a C++ compiler, and there is no {_cxx()} on this host; "
-            f"install it (Debian, Ubuntu: g++), name another in the environment variable CXX, or set it to false"
+            f"recipe.compile: torch.compile on the CPU requires a C++ compiler, but {_cxx()} is not on this host; "
+            f"install it (Debian, Ubuntu: g++), set the environment variable CXX to a different compiler, or set "
+            f"recipe.compile=false"
         )
 
 
@@ -108,28 +109,28 @@ def _plain(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_triton() -> None:
-    advice = "or set recipe.compile to false"
+    advice = "or set recipe.compile=false"
     if _triton() is None:
         raise UsageError(
-            f"recipe.compile: torch compiles for CUDA with Triton, which is not installed here; pip install triton in "
-            f"the version that torch {torch.__version__} names, {advice}"
+            f"recipe.compile: torch.compile on CUDA requires Triton, which is not installed; pip install triton in the "
+            f"version that torch {torch.__version__} requires, {advice}"
         )
     if not any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang", "cc")):
         raise UsageError(
-            f"recipe.compile: Triton starts its kernels by code that a C compiler builds, and there is none on this "
-            f"host; install gcc, name another in the environment variable CC, {advice}"
+            f"recipe.compile: Triton requires a C compiler to start its kernels, but none is found on this host; "
+            f"install gcc, set the environment variable CC to a different compiler, {advice}"
         )
-    found = torch.cuda.get_device_capability()
-    if found < _OLDEST_GPU:
+    capability = torch.cuda.get_device_capability()
+    if capability < _OLDEST_GPU:
         raise UsageError(
-            f"recipe.compile: Triton compiles for GPUs of compute capability 7.0 and later, and "
-            f"{torch.cuda.get_device_name()} has {found[0]}.{found[1]}; use another GPU, {advice}"
+            f"recipe.compile: Triton requires a GPU with compute capability 7.0 or higher, but "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use a different GPU, {advice}"
         )
 
 
 def _triton() -> str | None:
-    found = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
-    return next(filter(None, found), None)
+    versions = map(version_of, ("triton", "pytorch-triton", "pytorch-triton-rocm"))
+    return next(filter(None, versions), None)
 
 
 def _cxx() -> str:

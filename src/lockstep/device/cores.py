@@ -26,16 +26,16 @@ class Binding:
     """The cores of a rank, and the reason for this choice."""
 
     cores: Cores
-    why: str
+    reason: str
 
 
 def parse(text: str) -> Cores:
     """Parse a list of cores in the format of Linux, such as `0-3,8,10-11`. Raises ValueError if it isn't valid."""
-    found: set[int] = set()
+    cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
-        found |= set(range(int(first), int(last if dash else first) + 1))
-    return frozenset(found)
+        cores |= set(range(int(first), int(last if dash else first) + 1))
+    return frozenset(cores)
 
 
 def format_cores(cores: Iterable[int]) -> str:
@@ -58,21 +58,23 @@ def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], 
     bound before it started keeps its cores. If several ranks of a host all have the same limited cores, this is the
     limit of a container or a job, and the ranks don't count as bound.
     """
-    own = seats[rank]
-    here = [number for number, seat in enumerate(seats) if seat.host == own.host]
-    if own.limited and (len(here) == 1 or any(seats[number].usable != own.usable for number in here)):
-        return Binding(own.usable, "bound before it started")
-    if not own.near:
-        return Binding(own.usable, "the kernel does not say which cores are near its card")
-    near = own.near & own.usable
-    if not near:
-        return Binding(own.usable, "it may use none of the cores near its card")
-    sharers = [number for number in here if seats[number].near == own.near]
+    own_seat = seats[rank]
+    host_ranks = [index for index, seat in enumerate(seats) if seat.host == own_seat.host]
+    if own_seat.limited and (
+        len(host_ranks) == 1 or any(seats[index].usable != own_seat.usable for index in host_ranks)
+    ):
+        return Binding(own_seat.usable, "bound before it started")
+    if not own_seat.near:
+        return Binding(own_seat.usable, "the kernel does not report the cores near its GPU")
+    near_cores = own_seat.near & own_seat.usable
+    if not near_cores:
+        return Binding(own_seat.usable, "it may not use any of the cores near its GPU")
+    sharers = [index for index in host_ranks if seats[index].near == own_seat.near]
     if len(sharers) == 1:
-        return Binding(near, "near its card")
-    physical = sorted({siblings.get(core, core) for core in near})
-    whole = [frozenset(physical[number] for number in part) for part in cut(len(physical), len(sharers))]
-    parts = [frozenset(core for core in near if siblings.get(core, core) in part) for part in whole]
+        return Binding(near_cores, "near its GPU")
+    physical = sorted({siblings.get(core, core) for core in near_cores})
+    physical_parts = [frozenset(physical[index] for index in part) for part in cut(len(physical), len(sharers))]
+    parts = [frozenset(core for core in near_cores if siblings.get(core, core) in part) for part in physical_parts]
     if min(map(len, parts)) < least:
-        return Binding(near, f"near its card, as {len(sharers)} ranks: too few to share out")
-    return Binding(parts[sharers.index(rank)], f"near its card, shared out among {len(sharers)} ranks")
+        return Binding(near_cores, f"near its GPU, shared by {len(sharers)} ranks: too few to divide")
+    return Binding(parts[sharers.index(rank)], f"near its GPU, divided among {len(sharers)} ranks")

@@ -27,14 +27,14 @@ def check_switches(precision: str) -> None:
     """Raise UsageError if a variable contradicts the recipe of a run on CUDA."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
-            "PYTORCH_TUNABLEOP_ENABLED is set: kernels for products would be chosen by the time they take, and two "
-            "ranks may choose differently; unset it"
+            "PYTORCH_TUNABLEOP_ENABLED is set: it selects kernels of matrix products by timing, so ranks may select "
+            "different kernels; unset it"
         )
     for name in _TF32:
         if precision == "fp32" and os.environ.get(name, "0") != "0":
             raise UsageError(
-                f"recipe.precision: fp32, but {name}={os.environ[name]} makes products of float32 keep 10 bits of 23; "
-                f"unset it"
+                f"recipe.precision: fp32, but {name}={os.environ[name]} computes float32 products with 10 of their 23 "
+                f"mantissa bits; unset {name}"
             )
     if precision == "tf32" and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
-        raise UsageError("recipe.precision: tf32, but NVIDIA_TF32_OVERRIDE=0 forbids it; unset it, or use fp32")
+        raise UsageError("recipe.precision: tf32, but NVIDIA_TF32_OVERRIDE=0 disables it; unset it, or use fp32")

@@ -39,11 +39,11 @@ def facts() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, Lockstep and all packages that it can use. None means not installed."""
-    required = [each for each in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(each)]
-    names = {re.split(r"[^A-Za-z0-9._-]", each, maxsplit=1)[0] for each in required} - {_PACKAGE}
+    required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(requirement)]
+    names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.source()
-    found = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
-    return found | {name: version_of(name) for name in sorted(names)}
+    own_versions = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
+    return own_versions | {name: version_of(name) for name in sorted(names)}
 
 
 def _numerics() -> dict[str, Any]:
@@ -54,14 +54,14 @@ def _numerics() -> dict[str, Any]:
 
 def cards() -> dict[str, Any]:
     """Return the CUDA devices that torch finds, and whether a GPU driver is present."""
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"devices": names, "driver": has_gpu_driver()}
 
 
 def memory() -> dict[str, int | None]:
     """Return the memory in bytes: total, available, and the lowest limit of a container."""
-    now = psutil.virtual_memory()
-    return {"all": now.total, "free": now.available, "limit": limit_bytes()}
+    current = psutil.virtual_memory()
+    return {"all": current.total, "free": current.available, "limit": limit_bytes()}
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:

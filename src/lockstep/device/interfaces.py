@@ -14,28 +14,34 @@ _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 
 def network() -> dict[str, Any]:
     """Return the interfaces that are up, the addresses of this host's name, and the interface that gloo would use."""
-    found, named = interfaces(), addresses(socket.gethostname())
-    return {"interfaces": found, "addresses": named, "gloo": gloo_interface(found, named, os.environ)}
+    up_interfaces, host_addresses = interfaces(), addresses(socket.gethostname())
+    return {
+        "interfaces": up_interfaces,
+        "addresses": host_addresses,
+        "gloo": gloo_interface(up_interfaces, host_addresses, os.environ),
+    }
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
     """Return the addresses, MTU and speed in Mbit/s (0 if unknown) of interfaces that are up and have an address."""
     states = psutil.net_if_stats()
-    found = {}
+    up_interfaces = {}
     for name, listed in psutil.net_if_addrs().items():
-        own = [each.address.partition("%")[0] for each in listed if each.family in (socket.AF_INET, socket.AF_INET6)]
-        if own and name in states and states[name].isup:
-            found[name] = {"addresses": own, "mbit_s": states[name].speed, "mtu": states[name].mtu}
-    return found
+        own_addresses = [
+            entry.address.partition("%")[0] for entry in listed if entry.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        if own_addresses and name in states and states[name].isup:
+            up_interfaces[name] = {"addresses": own_addresses, "mbit_s": states[name].speed, "mtu": states[name].mtu}
+    return up_interfaces
 
 
 def addresses(host: str) -> list[str]:
     """Resolve a name on this host and return its addresses, or [] if the name is unknown."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in results))
 
 
 def is_loopback(address: str) -> bool:
@@ -45,7 +51,7 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def gloo_interface(found: Mapping[str, Any], named: list[str], env: Mapping[str, str]) -> str | None:
+def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]) -> str | None:
     """Return the interface that gloo uses for a job of several hosts, or None if it's unknown.
 
     This is the interface of GLOO_SOCKET_IFNAME if it is set. Otherwise, it is the interface with the first address of
@@ -53,14 +59,14 @@ def gloo_interface(found: Mapping[str, Any], named: list[str], env: Mapping[str,
     """
     if _VARIABLE in env:
         first = env[_VARIABLE].partition(",")[0]
-        return first if first in found else None
-    owners = [owner(address, found) for address in named]
-    return next((name for name in owners if name), owner("127.0.0.1", found))
+        return first if first in up_interfaces else None
+    owners = [owner(address, up_interfaces) for address in host_addresses]
+    return next((name for name in owners if name), owner("127.0.0.1", up_interfaces))
 
 
-def owner(address: str, found: Mapping[str, Any]) -> str | None:
+def owner(address: str, up_interfaces: Mapping[str, Any]) -> str | None:
     """Return the interface that has an address, or None. All of 127.0.0.0/8 belongs to loopback."""
-    for name, interface in found.items():
+    for name, interface in up_interfaces.items():
         if address in interface["addresses"] or (is_loopback(address) and "127.0.0.1" in interface["addresses"]):
             return name
     return None

@@ -44,13 +44,13 @@ class Refused:
 
 def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mapping[str, Any]) -> Refused | None:
     """Return the entry that rejects this call of an operation on CUDA, or None if the call is deterministic."""
-    named = operation._schema.name.rstrip("_")
-    entries = [each for each in REFUSED if each.named == named]
+    name = operation._schema.name.rstrip("_")
+    entries = [entry for entry in REFUSED if entry.named == name]
     if not entries:
         return None
     names = [argument.name for argument in operation._schema.arguments]
     call = {**dict(zip(names, arguments, strict=False)), **options}
-    return next((each for each in entries if each.applies(call)), None)
+    return next((entry for entry in entries if entry.applies(call)), None)
 
 
 def _along_a_dim(call: Call) -> bool:
@@ -73,20 +73,20 @@ def _windows_overlap(call: Call) -> bool:
     return any(size % parts for size, parts in zip(inputs, outputs, strict=True))
 
 
-_ATOMIC: Final = "its gradient is added by whichever thread comes first (atomic additions)"
+_ATOMIC: Final = "its gradient is added in any order (atomic additions)"
 _FIXED_WINDOWS: Final = "use windows of a fixed size (AvgPool2d, MaxPool2d), or an output of 1 x 1, which is a mean"
-_CALL_INTERPOLATE: Final = "call it by torch.nn.functional.interpolate, which takes another path on CUDA"
-_CALL_PAD: Final = "call it by torch.nn.functional.pad, which takes another path on CUDA"
+_CALL_INTERPOLATE: Final = "call torch.nn.functional.interpolate instead, which takes a different path on CUDA"
+_CALL_PAD: Final = "call torch.nn.functional.pad instead, which takes a different path on CUDA"
 _PADS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
-_CPU: Final = "compute it on the CPU, or leave it out"
+_CPU: Final = "compute it on the CPU, or remove it"
 
 _FACTORS: Final = "factors are multiplied in any order"
-_OPEN: Final = "which of equal values is returned is open"
+_OPEN: Final = "any of several equal values can be returned"
 _OVERWRITTEN: Final = "equal indices overwrite each other"
-_LONGER: Final = "give it a second dim that is longer than 1, or use"
+_LONGER: Final = "add a second dim longer than 1, or use"
 _SCAN: Final = ("cumprod", f"{_LONGER} exp of the cumsum of logarithms")
 _LOG_SCAN: Final = ("logcumsumexp", f"{_LONGER} log of the cumsum of exponentials")
-_SCANNED: Final = "its blocks combine what they have in the order in which they end"
+_SCANNED: Final = "its thread blocks combine their results in the order in which they finish"
 
 
 def _backward(
@@ -103,9 +103,9 @@ REFUSED: Final = (
     _backward("aten::adaptive_max_pool2d", "AdaptiveMaxPool2d", "use MaxPool2d or amax"),
     Refused(
         "aten::adaptive_max_pool3d_backward",
-        "AdaptiveMaxPool3d, backward, where an output size does not divide the input's",
+        "AdaptiveMaxPool3d, backward, if an output size does not divide the input size",
         _ATOMIC,
-        "choose an output size that divides the input's",
+        "choose an output size that divides the input size",
         _windows_overlap,
         torch_raises=False,
     ),
@@ -114,7 +114,7 @@ REFUSED: Final = (
         "aten::max_pool3d_with_indices_backward",
         "MaxPool3d, backward",
         _ATOMIC,
-        "set its return_indices and drop them, which takes another path on CUDA in torch 2.13 and later",
+        "set return_indices and ignore the indices, which takes a different path on CUDA in torch 2.13 and later",
         avoided=True,
         since="2.13",
     ),
@@ -125,7 +125,7 @@ REFUSED: Final = (
     _backward(
         "aten::reflection_pad1d",
         "ReflectionPad1d",
-        "pad in two dims (ReflectionPad2d), which has a kernel that adds in one order",
+        "pad in two dims (ReflectionPad2d), which has a kernel that adds in a fixed order",
     ),
     _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
     *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADS),
@@ -141,7 +141,7 @@ REFUSED: Final = (
         "aten::upsample_bicubic2d_backward",
         "interpolate, mode bicubic, before torch 2.15, and upsample_bicubic2d of torch.ops",
         _ATOMIC,
-        "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes another path on CUDA",
+        "use mode bilinear, or torch.nn.functional.interpolate of torch >= 2.15, which takes a different path on CUDA",
         avoided=True,
         since="2.15",
     ),
@@ -149,25 +149,25 @@ REFUSED: Final = (
     Refused(
         "aten::nll_loss2d_forward",
         "cross_entropy or nll_loss of images, summed or averaged",
-        "the loss is added by whichever thread comes first (atomic additions)",
-        "use reduction='none' and sum() what it returns, or flatten the pixels into samples first",
+        "the loss is added in any order (atomic additions)",
+        "use reduction='none' and sum() the result, or flatten the pixels into samples first",
         lambda call: call["reduction"] != 0,
     ),
     _backward("aten::_ctc_loss", "CTCLoss", _CPU),
     _backward("aten::_embedding_bag", "EmbeddingBag, mode max", "use mode sum or mean", lambda call: call["mode"] == 2),
-    Refused("aten::put", "put_", "equal indices meet in any order", "use index_put_, which sorts them"),
+    Refused("aten::put", "put_", "equal indices are processed in any order", "use index_put_, which sorts them"),
     Refused(
         "aten::histc",
         "histc of floats",
-        "counted in floats, by atomic additions",
+        "counts are floats that are added in any order (atomic additions)",
         "use bucketize and bincount",
         lambda call: call["self"].is_floating_point(),
     ),
     Refused(
         "aten::bincount",
         "bincount with weights",
-        "the weights are added by whichever thread comes first",
-        "use index_add_, which adds in one order here",
+        "the weights are added in any order (atomic additions)",
+        "use index_add_, which adds in a fixed order in Lockstep",
         lambda call: call.get("weights") is not None,
     ),
     Refused("aten::median", "median along a dim", _OPEN, "use sort", _along_a_dim),
@@ -189,7 +189,7 @@ REFUSED: Final = (
     _backward(
         "torchvision::_roi_align",
         "roi_align of torch.ops, backward",
-        "call it by torchvision.ops.roi_align, which takes another path on CUDA where torch.compile works",
+        "call torchvision.ops.roi_align instead, which takes a different path on CUDA if torch.compile works",
         avoided=True,
     ),
     _backward("torchvision::_ps_roi_align", "PSRoIAlign", "use roi_align"),
@@ -201,7 +201,7 @@ REFUSED: Final = (
 RNN_DROPOUT: Final = Refused(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",
-    "cuDNN draws from a generator of its own, which goes on from micro-batch to micro-batch",
-    "set its dropout to 0 and stack layers of one with torch.nn.Dropout between them",
+    "cuDNN has its own random number generator, which continues from micro-batch to micro-batch",
+    "set its dropout to 0, and stack single layers with torch.nn.Dropout between them",
     torch_raises=False,
 )

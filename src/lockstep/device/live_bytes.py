@@ -41,9 +41,9 @@ class LiveBytes:
 
     def peak(self, work: Callable[[], object]) -> int:
         """Call `work` and return the peak of the bytes in use during the call."""
-        with self.watched() as most:
+        with self.watched() as peaks:
             work()
-        return most[0]
+        return peaks[0]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -55,23 +55,23 @@ class LiveBytes:
     @contextmanager
     def watched(self) -> Iterator[list[int]]:
         """Yield a list with one number, the peak of the bytes in use since the block began, until it ends."""
-        most = [self.now()]
-        done = threading.Event()
+        peak = [self.now()]
+        stop = threading.Event()
 
         def watch() -> None:
-            while not done.wait(_EVERY_S):
-                most[0] = max(most[0], self._bytes() - self._start)
+            while not stop.wait(_EVERY_S):
+                peak[0] = max(peak[0], self._bytes() - self._start)
 
-        before = sys.getswitchinterval()
+        switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            yield most
+            yield peak
         finally:
-            done.set()
+            stop.set()
             thread.join()
-            sys.setswitchinterval(before)
+            sys.setswitchinterval(switch_interval)
 
     def _bytes(self) -> int:
         info = psutil.heap_info()

@@ -79,12 +79,12 @@ def source() -> str:
     return sha256.hexdigest()[:_SHOWN]
 
 
-def numerics_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def numerics_differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the differences between two fingerprints, such as `threads: 1 before, 2 now`."""
     return [
-        f"{name}: {before.get(name, 'nothing')} before, {now.get(name, 'nothing')} now"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
+        f"{name}: {before.get(name, 'nothing')} before, {current.get(name, 'nothing')} now"
+        for name in sorted({*before, *current})
+        if before.get(name) != current.get(name)
     ]
 
 

@@ -21,12 +21,12 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
     Raises UsageError with the reason and advice if this isn't possible. If the port is in use, the error names the
     process that holds it.
     """
-    place = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
+    label = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
-        raise UsageError(f"{place}ports go from 1 to 65535; choose another port")
+        raise UsageError(f"{label}ports go from 1 to 65535; choose a different port")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)  # a name may only have IPv6
+        results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)  # a name may only have IPv6
         # Debian assigns a loopback address to the host's own name, which only works on the host.
         if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
             return _everywhere(port)
@@ -36,10 +36,10 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             reason = (error.strerror or str(error)).partition(" (while")[0]
-            raise UsageError(f"{place}{reason}; name an address of rank 0's host, or another port") from error
-        held = holder(port)
-        used = f"Address already in use{f' by {held}' if held else ''}"
-        raise UsageError(f"{place}{used}; choose another port, or end what holds it") from error
+            raise UsageError(f"{label}{reason}; use an address of the host of rank 0, or a different port") from error
+        process = holder(port)
+        problem = f"Address already in use{f' by {process}' if process else ''}"
+        raise UsageError(f"{label}{problem}; choose a different port, or stop that process") from error
 
 
 def check_known(host: str, port: int) -> None:
@@ -53,8 +53,8 @@ def check_known(host: str, port: int) -> None:
 def unknown(host: str, port: int, error: OSError) -> UsageError:
     """Return the error for a name that this host can't resolve."""
     return UsageError(
-        f"rendezvous {host}:{port}: {socket.gethostname()} does not know the host {host} ({error.strerror}); "
-        f"name an address of rank 0's host instead: placement.rendezvous=tcp://ADDRESS:{port}"
+        f"rendezvous {host}:{port}: {socket.gethostname()} cannot resolve the host {host} ({error.strerror}); "
+        f"use an address of the host of rank 0 instead: placement.rendezvous=tcp://ADDRESS:{port}"
     )
 
 
@@ -74,12 +74,12 @@ def holder(port: int) -> str:
     """Return the process that holds a TCP port, as `pid 17 (command line)`, or "" if there is none or it is hidden."""
     with suppress(psutil.Error):  # macOS only shows it to root
         # Accepted connections have the port of their listener, and can be in a different process.
-        found = sorted(
-            (each.status != psutil.CONN_LISTEN, each.pid)
-            for each in psutil.net_connections("tcp")
-            if each.laddr and each.laddr.port == port and each.pid is not None
+        owners = sorted(
+            (connection.status != psutil.CONN_LISTEN, connection.pid)
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr and connection.laddr.port == port and connection.pid is not None
         )
-        for _, pid in found:
+        for _, pid in owners:
             return f"pid {pid} ({command(pid)})"
     return ""
 
@@ -90,4 +90,4 @@ def command(pid: int) -> str:
         text = " ".join(psutil.Process(pid).cmdline())
         if text:
             return text if len(text) <= 200 else f"{text[:197]}..."
-    return "of no known command"
+    return "unknown command"

@@ -61,8 +61,8 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """
     assert scaler._scale is not None
     inverse = scaler._scale.double().reciprocal().float()
-    found = scaler._unscale_grads_(optimizer, inverse, torch.zeros_like(inverse), True)
-    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+    found_inf = scaler._unscale_grads_(optimizer, inverse, torch.zeros_like(inverse), True)
+    scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_inf
 
 
 def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
@@ -93,10 +93,10 @@ def fix_workspace() -> None:
 
     A value that you have set is kept if it is deterministic. Otherwise, raises UsageError.
     """
-    chosen = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
-    if chosen not in _EXACT_WORKSPACES:
+    setting = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
+    if setting not in _EXACT_WORKSPACES:
         raise UsageError(
-            f"{_WORKSPACE}={chosen}: cuBLAS may then compute a product in another order each time; "
+            f"{_WORKSPACE}={setting}: cuBLAS may compute a product in a different order each time; "
             f"unset it, or use {' or '.join(_EXACT_WORKSPACES)}"
         )
 
@@ -157,14 +157,14 @@ def check_precision(precision: Precision, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise UsageError(
-            f"recipe.precision: tf32 is a way of CUDA's tensor cores to multiply, and this run computes on the "
-            f"{device.type.upper()}; use fp32, bf16, or a GPU of compute capability 8.0 or above"
+            f"recipe.precision: tf32 requires a CUDA device, but this run uses the {device.type.upper()}; use fp32, "
+            f"bf16, or a GPU with compute capability 8.0 or higher"
         )
-    found = torch.cuda.get_device_capability(device)
-    if found < _TF32_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _TF32_CAPABILITY:
         raise UsageError(
-            f"recipe.precision: tf32 needs a GPU of compute capability 8.0 or above, and "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}; use fp32 or fp16"
+            f"recipe.precision: tf32 requires a GPU with compute capability 8.0 or higher, but "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}; use fp32 or fp16"
         )
 
 
@@ -172,19 +172,19 @@ def check_threads(threads: int) -> None:
     """Raise PreflightError if this process can't start `threads` threads. OpenMP would exit without a message."""
     if threads <= (os.cpu_count() or 1):
         return
-    over = threading.Event()
-    started = []
+    finished = threading.Event()
+    threads_started = []
     try:
         for _ in range(threads):
-            thread = threading.Thread(target=over.wait)
+            thread = threading.Thread(target=finished.wait)
             thread.start()
-            started.append(thread)
+            threads_started.append(thread)
     except RuntimeError as error:
         raise PreflightError(
-            f"recipe.threads: {threads} asked for, and this process could start {len(started)}; "
-            f"choose fewer, or raise the limit (ulimit -u)"
+            f"recipe.threads: got {threads}, but this process could only start {len(threads_started)}; "
+            f"use fewer, or raise the limit (ulimit -u)"
         ) from error
     finally:
-        over.set()
-        for thread in started:
+        finished.set()
+        for thread in threads_started:
             thread.join()

@@ -181,12 +181,12 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
         raise UsageError(f"{program} is not found; install it, or choose another --on")
     before = _result(job) if launcher.elastic else {}
     # Without torchrun's agents, the lines are ranks on this host, and the exit codes are those of the ranks.
-    ended = run_on_hosts(lines, _report, needed=job.fewest, secret=secret, here=not launcher.elastic)
+    ended = run_on_hosts(lines, _report, required=job.fewest, secret=secret, is_local=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:
         code = result.get("exit_code", code)
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
-        return EXIT_INTERRUPTED if ended.asked == signal.SIGINT else EXIT_SAVED
+        return EXIT_INTERRUPTED if ended.stop_signal == signal.SIGINT else EXIT_SAVED
     return code if code in EXITS_AGAIN else ended.code
 
 

@@ -18,14 +18,14 @@ def command(job: Job) -> list[str]:
     If the number of hosts is fixed, ranks are told how many processes to expect: when clocks differ, an agent can
     mistake the other agents for dead and start alone.
     """
-    line = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
+    words = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
     if job.fewest is not None:
-        line = ["env", OWN_STORE, *line]
+        words = ["env", OWN_STORE, *words]
     if job.restarts:
-        line.append(f"--max-restarts={job.restarts}")
+        words.append(f"--max-restarts={job.restarts}")
     fixed = job.nodes > 1 and job.fewest is None and job.trains
-    count = [f"placement.processes={job.processes}"] if fixed else []
-    return [*line, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *count]
+    process_words = [f"placement.processes={job.processes}"] if fixed else []
+    return [*words, f"--signals-to-handle={_SIGNALS}", *job.options, *job.module, *process_words]
 
 
 def _rendezvous(job: Job) -> list[str]:
@@ -40,9 +40,9 @@ def _rendezvous(job: Job) -> list[str]:
     if job.meets_by == "static":
         host, _, port = job.meets_at.rpartition(":")
         return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
-    words = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={job.meets_at}"]
+    arguments = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={job.meets_at}"]
     if job.id:
-        words.append(f"--rdzv-id={job.id}")
+        arguments.append(f"--rdzv-id={job.id}")
     if job.fewest is not None:
-        words.append(f"--rdzv-conf=last_call_timeout={_LAST_CALL_S}")
-    return words
+        arguments.append(f"--rdzv-conf=last_call_timeout={_LAST_CALL_S}")
+    return arguments

@@ -54,14 +54,16 @@ def check_batch(batch: Batch) -> Batch:
         problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
     elif limit is not None and batch.warn_before_s >= limit:
         problems.append(
-            f"--warn-before: {batch.warn_before_s} s before the end is before the start with --time {batch.time}"
+            f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"
         )
     problems += resource_problems(batch.job)
-    words = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
-    words |= batch.job.resources.named
-    words |= {f"--option {word!r}": word for word in batch.job.options}
+    texts = {"--name": batch.name, "run.dir": batch.run, "the current folder": batch.folder}
+    texts |= batch.job.resources.named
+    texts |= {f"--option {word!r}": word for word in batch.job.options}
     problems += [
-        f"{name}: a line of a batch script has no place for a line break" for name in words if "\n" in words[name]
+        f"{name}: contains a line break, which a batch script does not support; remove it"
+        for name in texts
+        if "\n" in texts[name]
     ]
     if problems:
         raise UsageError("\n".join(problems))
@@ -78,46 +80,47 @@ def script(batch: Batch) -> str:
 
 def submit(file: Path) -> int:
     """Submit a batch script and return the job ID."""
-    done = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        printed = (done.stderr or done.stdout).strip() or "nothing"
+    result = subprocess.run(["sbatch", "--parsable", str(file)], capture_output=True, text=True)
+    if result.returncode:
+        printed = (result.stderr or result.stdout).strip() or "nothing"
         raise LockstepError(
-            f"sbatch failed with exit code {done.returncode}, and the job is not submitted; it printed:\n{printed}"
+            f"sbatch failed with exit code {result.returncode}, and the job was not submitted; it printed:\n{printed}"
         )
-    number = done.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by the name of a cluster
-    if not number.isdecimal():
-        raise LockstepError(f"sbatch: expected the number of the job, got {done.stdout!r}; look for it in squeue --me")
-    return int(number)
+    job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by the name of a cluster
+    if not job_id.isdecimal():
+        raise LockstepError(f"sbatch: expected a job ID, got {result.stdout!r}; look for the job in squeue --me")
+    return int(job_id)
 
 
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
     """Return the state and reason of each job that Slurm knows, and a warning or "".
 
-    Without jobs and without squeue the first is None; where squeue fails too, and the warning has the cause.
+    The states are None if there are no jobs, if squeue isn't installed, or if it fails. If it fails, the warning has
+    the cause.
     """
     if not jobs or shutil.which("squeue") is None:
         return None, ""
-    # Each number twice: of a single job that it does not know any more squeue makes an error, of several it does not.
+    # Each ID twice: squeue fails for a single job that it no longer knows, but not for several jobs.
     line = ["squeue", "--noheader", "--format=%i|%T|%r", f"--jobs={','.join(map(str, 2 * sorted(jobs)))}"]
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)
+        result = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
-        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: what follows from Slurm's queue is left out"
-    if done.returncode:
-        cause = done.stderr.strip() or f"exit code {done.returncode}"
-        return None, f"squeue failed: what follows from Slurm's queue is left out: {cause}"
-    return states(done.stdout), ""
+        return None, f"squeue did not answer within {_PATIENCE_S:.0f} s: states from the queue of Slurm are omitted"
+    if result.returncode:
+        cause = result.stderr.strip() or f"exit code {result.returncode}"
+        return None, f"squeue failed: states from the queue of Slurm are omitted: {cause}"
+    return states(result.stdout), ""
 
 
 def states(text: str) -> dict[int, tuple[str, str]]:
     """Parse the output of `squeue --noheader --format=%i|%T|%r` into the state and reason of each job."""
-    found = {}
+    states_by_job = {}
     for line in text.splitlines():
-        number, _, rest = line.strip().partition("|")
-        state, _, reason = rest.partition("|")
-        if number.isdecimal() and state:
-            found[int(number)] = (state, "" if reason == "None" else reason)
-    return found
+        job_id, _, state_and_reason = line.strip().partition("|")
+        state, _, reason = state_and_reason.partition("|")
+        if job_id.isdecimal() and state:
+            states_by_job[int(job_id)] = (state, "" if reason == "None" else reason)
+    return states_by_job
 
 
 def _seconds(time: str) -> int | None:
@@ -126,6 +129,6 @@ def _seconds(time: str) -> int | None:
     if match is None:
         return None
     days, day_hours, day_minutes, day_seconds, hours, minutes, seconds, plain = (
-        int(each or 0) for each in match.groups()
+        int(part or 0) for part in match.groups()
     )
     return days * 86_400 + (day_hours + hours) * 3_600 + (day_minutes + minutes + plain) * 60 + day_seconds + seconds

@@ -6,7 +6,7 @@ from zlib import crc32
 
 from lockstep.common.rank import RankInfo
 from lockstep.launchers.base import Launcher
-from lockstep.launchers.variables import MASTER, PLACE, place, port_of
+from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
 VARIABLES: Final = (
     *(f"HOROVOD_{each}" for each in PLACE),
@@ -14,7 +14,7 @@ VARIABLES: Final = (
 )
 _MISSING: Final = "horovodrun sets it in each process"
 # HOROVOD_GLOO_RENDEZVOUS_ADDR is the host of horovodrun itself, which may not be one of the hosts of the job.
-_ADVICE: Final = "horovodrun does not say on which host rank 0 runs: export MASTER_ADDR=HOST before it"
+_ADVICE: Final = "horovodrun does not provide the host of rank 0: export MASTER_ADDR=HOST before horovodrun"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -23,7 +23,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         return None
     rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # unique to the job and the same on all ranks
     port = port_of(crc32(rendezvous.encode()))
-    return place(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("horovodrun", detect, VARIABLES)

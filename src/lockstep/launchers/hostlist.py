@@ -18,52 +18,52 @@ def hosts(text: str) -> tuple[str, ...]:
 
     If a name has several brackets, the last one varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
     """
-    found: list[str] = []
+    names: list[str] = []
     for part in _parts(text):
         pieces = _BRACKETS.split(part)  # text, inside of brackets, text, ...
         if not part or any(mark in piece for piece in pieces[::2] for mark in "[]"):
-            raise ValueError("expected names of hosts such as n[1-2,5],login")
-        choices = [_numbers(piece) if number % 2 else [piece] for number, piece in enumerate(pieces)]
-        _check_length(len(found) + prod(map(len, choices)))
-        found += ("".join(chosen) for chosen in product(*choices))
-    return tuple(found)
+            raise ValueError("expected host names such as n[1-2,5],login")
+        choices = [_expand_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        _check_length(len(names) + prod(map(len, choices)))
+        names += ("".join(combination) for combination in product(*choices))
+    return tuple(names)
 
 
 def counts(text: str) -> tuple[int, ...]:
     """Expand the number of tasks per host: `2(x3),1` is 2, 2, 2, 1. Raises ValueError if the list is invalid."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
         if match is None:
             raise ValueError("expected counts such as 2(x3),1")
         times = int(match[2] or 1)
-        _check_length(len(found) + times)
-        found += [int(match[1])] * times
-    return tuple(found)
+        _check_length(len(numbers) + times)
+        numbers += [int(match[1])] * times
+    return tuple(numbers)
 
 
 def _parts(text: str) -> Iterator[str]:
     """Split at commas outside of brackets."""
     begin = depth = 0
-    for place, mark in enumerate(text):
-        depth += (mark == "[") - (mark == "]")
-        if mark == "," and depth == 0:
-            yield text[begin:place]
-            begin = place + 1
+    for index, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            yield text[begin:index]
+            begin = index + 1
     yield text[begin:]
 
 
-def _numbers(inside: str) -> list[str]:
+def _expand_numbers(text: str) -> list[str]:
     """Expand `1-2,5`. Numbers of a range are padded to the width of its first number."""
-    found: list[str] = []
-    for each in inside.split(","):
-        match = _RANGE.fullmatch(each)
+    numbers: list[str] = []
+    for item in text.split(","):
+        match = _RANGE.fullmatch(item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or last < first:
-            raise ValueError(f"expected numbers such as 1-2,5 in the brackets, not {inside}")
-        _check_length(len(found) + last - first + 1)
-        found += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
-    return found
+            raise ValueError(f"expected numbers such as 1-2,5 in the brackets, got {text}")
+        _check_length(len(numbers) + last - first + 1)
+        numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+    return numbers
 
 
 def _check_length(length: int) -> None:

@@ -20,16 +20,16 @@ class Ended(NamedTuple):
 
     host: str
     code: int
-    asked: signal.Signals | None = None
+    stop_signal: signal.Signals | None = None
 
 
 def run_on_hosts(
     commands: Mapping[str, Sequence[str]],
     say: Callable[[str], None],
     stop_s: float = STOP_S,
-    needed: int | None = None,
+    required: int | None = None,
     secret: str = "",
-    here: bool = False,
+    is_local: bool = False,
 ) -> Ended:
     """Run `commands`, keyed by host or rank, until all have exited. Returns the first failure, if any.
 
@@ -38,51 +38,51 @@ def run_on_hosts(
     have time to finish as well. A command that takes longer than `stop_s`, or that still runs at a second SIGINT, is
     killed.
 
-    If `secret` is set, it is the first line of each command's stdin. Commands that run `here`, without ssh, receive
+    If `secret` is set, it is the first line of each command's stdin. Commands that run without ssh (`is_local`) receive
     signals directly, and the sender of the signal decides how long they may take.
 
-    If `needed` is set, a failed command doesn't end the others while at least `needed` commands run or have succeeded,
-    and the failure isn't returned if they succeed.
+    If `required` is set, a failed command doesn't end the others while at least `required` commands run or have
+    succeeded, and the failure isn't returned if they succeed.
     """
-    needed = len(commands) if needed is None else needed
+    required = len(commands) if required is None else required
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
-    running: dict[str, subprocess.Popen[bytes]] = {}
-    ended: list[Ended] = []
-    received: list[signal.Signals] = []
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    exits: list[Ended] = []
+    signals: list[signal.Signals] = []
     deadline: float | None = None
     with _signals_to(events):
         try:
             for host, command in commands.items():
-                running[host] = _start(host, command, events)
+                processes[host] = _start(host, command, events)
                 if secret:
-                    _give(running[host], secret)
-            while running:
+                    _send_secret(processes[host], secret)
+            while processes:
                 event = _next(events, deadline)
                 if isinstance(event, Ended):
-                    _ask_to_end({event.host: running.pop(event.host)})
-                    ended.append(event)
+                    _ask_to_end({event.host: processes.pop(event.host)})
+                    exits.append(event)
                 elif event is not None:
-                    received.append(event)
-                if event is None or received.count(signal.SIGINT) > 1:
-                    _kill(running)
+                    signals.append(event)
+                if event is None or signals.count(signal.SIGINT) > 1:
+                    _kill(processes)
                     deadline = None
-                elif _stops(event) and running and not received and len(running) + _well(ended) >= needed:
-                    say(f"{_reason(event)}; going on with {', '.join(running)}")
+                elif _stops(event) and processes and not signals and len(processes) + _successes(exits) >= required:
+                    say(f"{_reason(event)}; continuing with {', '.join(processes)}")
                     continue
-                elif _stops(event) and running:
-                    say(f"{_reason(event)}; ending {', '.join(running)}")
-                    if here and not isinstance(event, Ended):
-                        for process in running.values():
+                elif _stops(event) and processes:
+                    say(f"{_reason(event)}; ending {', '.join(processes)}")
+                    if is_local and not isinstance(event, Ended):
+                        for process in processes.values():
                             process.send_signal(event)
                         continue
-                    _ask_to_end(running)
+                    _ask_to_end(processes)
                 deadline = deadline or time.monotonic() + stop_s
         finally:
-            _kill(running)
-            for process in running.values():
+            _kill(processes)
+            for process in processes.values():
                 process.wait()
-    first = next((each for each in ended if bool(each.code) == (_well(ended) < needed)), ended[0])
-    return first._replace(asked=received[0] if received else None)
+    first = next((exited for exited in exits if bool(exited.code) == (_successes(exits) < required)), exits[0])
+    return first._replace(stop_signal=signals[0] if signals else None)
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
@@ -97,7 +97,7 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
     return process
 
 
-def _give(process: subprocess.Popen[bytes], secret: str) -> None:
+def _send_secret(process: subprocess.Popen[bytes], secret: str) -> None:
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # the command has exited, which is reported elsewhere
         process.stdin.write(os.fsencode(f"{secret}\n"))
@@ -115,8 +115,8 @@ def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -
     return None
 
 
-def _well(ended: Sequence[Ended]) -> int:
-    return sum(not each.code for each in ended)
+def _successes(exits: Sequence[Ended]) -> int:
+    return sum(not exited.code for exited in exits)
 
 
 def _stops(event: Ended | signal.Signals) -> bool:
@@ -144,10 +144,17 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     """Put termination signals into the queue while the block runs."""
     # SIGHUP stays ignored if it was, as under nohup.
-    numbers = [number for number in _ASKING if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda got, _: events.put(signal.Signals(got))) for number in numbers}
+    signal_numbers = [
+        signal_number
+        for signal_number in _ASKING
+        if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
+    ]
+    before = {
+        signal_number: signal.signal(signal_number, lambda got, _: events.put(signal.Signals(got)))
+        for signal_number in signal_numbers
+    }
     try:
         yield
     finally:
-        for number, action in before.items():
-            signal.signal(number, action)
+        for signal_number, action in before.items():
+            signal.signal(signal_number, action)

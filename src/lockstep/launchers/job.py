@@ -30,10 +30,10 @@ class Resources:
     gpus_per_node: str = ""  # a number, or TYPE:NUMBER
     cpus_per_task: int = 0
 
-    def processes_per_node(self, asked: int | None) -> int:
-        """Return the number of processes per host: `asked` if set, else one per GPU, else one."""
-        number = self.gpus_per_node.rpartition(":")[2]
-        return asked or (int(number) if number.isdecimal() else 0) or 1
+    def processes_per_node(self, requested: int | None) -> int:
+        """Return the number of processes per host: `requested` if set, else one per GPU, else one."""
+        gpu_count = self.gpus_per_node.rpartition(":")[2]
+        return requested or (int(gpu_count) if gpu_count.isdecimal() else 0) or 1
 
     @property
     def named(self) -> dict[str, str]:
@@ -105,9 +105,9 @@ class Job:
     @property
     def elastic(self) -> list[str]:
         """The requested options that only torchrun's agents support."""
-        asked = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
-        asked |= {"--endpoint": self.endpoint, "--id": self.id}
-        return [option for option, value in asked.items() if value]
+        requested = {"--nodes MIN:MAX": self.fewest, "--restarts": self.restarts, "--rendezvous": self.rendezvous}
+        requested |= {"--endpoint": self.endpoint, "--id": self.id}
+        return [option for option, value in requested.items() if value]
 
     @property
     def processes(self) -> int:
@@ -155,25 +155,29 @@ def check_job(job: Job) -> Job:
     """Return the job, or raise UsageError with all problems if its options are incomplete or contradict each other."""
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
-        problems.append("nothing to start; give a command after --, such as -- train digits")
+        problems.append("no command to start; pass one after --, such as -- train digits")
     elif not job.is_script and _OTHER_PYTHON.fullmatch(job.words[0]):
         script = " ".join(job.words[1:]) or "train.py"
-        problems.append(f"{job.words[0]}: processes run with the Python of this environment; write python {script}")
+        problems.append(f"{job.words[0]}: processes run with the Python of this environment; use python {script}")
     if job.fewest is not None and job.fewest > job.nodes:
-        problems.append(f"--nodes: {job.fewest}:{job.nodes}: the first number is the smaller one")
+        problems.append(f"--nodes: {job.fewest}:{job.nodes} has a larger minimum than maximum; pass MIN:MAX")
     elif job.hosts and not (job.fewest or job.nodes) <= len(job.hosts) <= job.nodes:
-        asked = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
-        problems.append(f"--nodes: {asked} asked for, but {len(job.hosts)} hosts are named; leave one of them out")
+        requested = f"{job.fewest}:{job.nodes}" if job.fewest else str(job.nodes)
+        problems.append(
+            f"--nodes: got {requested}, but --hosts names {len(job.hosts)} hosts; remove one of the options"
+        )
     if job.fewest is not None and job.rendezvous == "static":
-        problems.append("--rendezvous: static wants all hosts; for a number that changes use c10d or etcd-v2")
+        problems.append("--rendezvous: static does not support --nodes MIN:MAX; use c10d or etcd-v2")
     if job.rendezvous == "etcd-v2" and not job.endpoint:
-        problems.append("--rendezvous: etcd-v2, but no place of it; give --endpoint HOST:PORT")
+        problems.append("--rendezvous: etcd-v2 requires an endpoint; pass --endpoint HOST:PORT")
     if job.endpoint and not (job.endpoint.rpartition(":")[0] and job.endpoint.rpartition(":")[2].isdecimal()):
         problems.append(f"--endpoint: expected HOST:PORT, got {job.endpoint}")
-    twice = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
-    if twice:
-        problems.append(f"--hosts: named more than once: {', '.join(twice)}; use --processes-per-node")
-    problems += [f"--hosts: {host} cannot be the name of a host" for host in job.hosts if host.startswith("-")]
+    duplicates = sorted({host for host in job.hosts if job.hosts.count(host) > 1})
+    if duplicates:
+        problems.append(
+            f"--hosts: named more than once: {', '.join(duplicates)}; name each host once, and set --processes-per-node"
+        )
+    problems += [f"--hosts: {host} is not a valid host name; remove it" for host in job.hosts if host.startswith("-")]
     problems += resource_problems(job)
     processes = [word.partition("=")[2] for word in job.words if word.startswith(f"{_PROCESSES}=")]
     if processes and job.trains and job.fewest is None:
@@ -188,16 +192,16 @@ def resource_problems(job: Job) -> list[str]:
     problems, gpus = [], job.resources.gpus_per_node
     if not _GPUS.fullmatch(gpus):
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
-    given = {word.partition("=")[0] for word in job.options}
+    option_names = {word.partition("=")[0] for word in job.options}
     problems += [
-        f"{name}: given in --option too; leave one of them out" for name in job.resources.named if name in given
+        f"{name}: also set with --option; remove one of the two" for name in job.resources.named if name in option_names
     ]
     return problems
 
 
-def other_processes(asked: str | int, processes: int) -> list[str]:
+def other_processes(requested: str | int, processes: int) -> list[str]:
     """Return a problem if placement.processes differs from the number of processes of the job."""
-    if str(asked) in ("auto", str(processes)):
+    if str(requested) in ("auto", str(processes)):
         return []
-    made = f"--nodes and --processes-per-node make {processes}"
-    return [f"{_PROCESSES}: {asked} asked for, but {made}; leave {_PROCESSES} out"]
+    started = f"--nodes and --processes-per-node start {processes}"
+    return [f"{_PROCESSES}: got {requested}, but {started}; unset {_PROCESSES}"]

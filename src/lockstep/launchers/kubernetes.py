@@ -45,16 +45,19 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
     `run` is None for a script, whose run folder isn't known here.
     """
     problems = []
-    longest = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
-    if not _NAME.fullmatch(cluster.name) or len(longest) > _LONGEST_NAME:
-        most = _LONGEST_NAME - len(longest) + len(cluster.name)
-        problems.append(f"--name: expected a-z, 0-9 and -, a letter first, {most} at most, got {cluster.name!r}")
+    longest_name = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
+    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _LONGEST_NAME:
+        limit = _LONGEST_NAME - len(longest_name) + len(cluster.name)
+        problems.append(
+            f"--name: expected at most {limit} characters from a-z, 0-9 and -, with a letter first, "
+            f"got {cluster.name!r}"
+        )
     if not cluster.image:
-        problems.append("--image: left out; name one that has Lockstep, such as registry.example/train:1")
+        problems.append("--image: not set; name an image that contains Lockstep, such as registry.example/train:1")
     if not (cluster.claim and cluster.mount.startswith("/")):
-        problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and where the nodes are to have it")
+        problems.append("--claim: expected NAME:/PATH, a PersistentVolumeClaim and its mount path on the nodes")
     elif run is not None and not PurePosixPath(run).is_relative_to(cluster.mount):
-        problems.append(f"run.dir: {run or 'left out'}; all nodes write to it: name one in {cluster.mount}")
+        problems.append(f"run.dir: {run or 'not set'}; all nodes write to it, so set a folder in {cluster.mount}")
     if job.resources.gpus_per_node and not job.resources.gpus_per_node.isdecimal():
         problems.append(f"--gpus-per-node: expected a number such as 8, got {job.resources.gpus_per_node}")
     if cluster.grace_s < 1:
@@ -65,11 +68,11 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
 
 def manifest(job: Job, cluster: Cluster) -> str:
     """Return the manifest as YAML, with the objects in the order in which they must be created."""
-    words = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
+    arguments = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
     return template(_MANIFEST).render(
         job=job,
         cluster=cluster,
-        words=[word.replace("$(", "$$(") for word in words],  # Kubernetes expands $(NAME)
+        words=[word.replace("$(", "$$(") for word in arguments],  # Kubernetes expands $(NAME)
         exits_again=EXITS_AGAIN,
         exit_saved=EXIT_SAVED,
         variables=(NODES, FIRST_NODE, SECRET),

@@ -10,9 +10,9 @@ from lockstep.launchers.job import Job
 def command(job: Job) -> list[str]:
     """Return the command line that starts the processes on this host."""
     if job.nodes > 1 or job.hosts:
-        raise UsageError("--on local: starts processes on this host alone; use ssh, slurm or openmpi for several")
+        raise UsageError("--on local: only starts processes on this host; use --on ssh, slurm or openmpi instead")
     if job.options:
-        raise UsageError(f"--on local: no launcher to give {' '.join(job.options)} to")
+        raise UsageError(f"--on local: there is no launcher to pass {' '.join(job.options)} to; remove --option")
     if job.is_script:
         lead = [job.python, "-m", "lockstep", "launch", f"--processes-per-node={job.processes}", "--"]
         return [*lead, *job.words]
@@ -21,8 +21,10 @@ def command(job: Job) -> list[str]:
     ):  # the full check, not a subcommand
         return [*job.program, f"--processes={job.processes}"]
     if not job.trains:
-        raise UsageError(f"--on local: starts train, eval and doctor; run lockstep {' '.join(job.words)} as it is")
+        raise UsageError(f"--on local: only starts train, eval and doctor; run lockstep {' '.join(job.words)} directly")
     return [*job.program, f"placement.processes={job.processes}"]
 
 
-LAUNCHER: Final = Launcher("local", command=command, unused_port=lambda _: "the processes meet in files", signed=False)
+LAUNCHER: Final = Launcher(
+    "local", command=command, unused_port=lambda _: "processes rendezvous in a file", signed=False
+)

@@ -66,22 +66,27 @@ PLATFORMS: Final = (
 )
 
 
-def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
+def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
     """Return the job for this node, from the variables in `env`. Raises UsageError if they are missing or invalid."""
-    platform = next((each for each in PLATFORMS if each.rank in env and each.nodes in env), None)
+    platform = next((entry for entry in PLATFORMS if entry.rank in env and entry.nodes in env), None)
     if platform is None:
-        known = "; ".join(f"{each.name}: {each.rank} and {each.nodes}" for each in PLATFORMS)
-        raise UsageError(f"--on node: no variables say which node this is ({known}); set those of one of them")
-    numbers = {name: _number(env, name) for name in (platform.rank, platform.nodes, platform.main) if name}
-    nodes = numbers[platform.nodes]
-    rank = numbers[platform.rank] - numbers.get(platform.main, 0)
+        known_names = "; ".join(f"{entry.name}: {entry.rank} and {entry.nodes}" for entry in PLATFORMS)
+        raise UsageError(
+            f"--on node: the index of this node is not set; set the variables of one platform ({known_names})"
+        )
+    numbers_by_name = {name: _number(env, name) for name in (platform.rank, platform.nodes, platform.main) if name}
+    nodes = numbers_by_name[platform.nodes]
+    rank = numbers_by_name[platform.rank] - numbers_by_name.get(platform.main, 0)
     if not -nodes < rank < nodes:
-        raise UsageError(f"--on node: {platform.rank}={env[platform.rank]} of {platform.nodes}={nodes} nodes, from 0")
+        raise UsageError(
+            f"--on node: {platform.rank}={env[platform.rank]} is out of range for {platform.nodes}={nodes}; count "
+            f"nodes from 0"
+        )
     rank %= nodes
     # The first node may not know its own address. If it is the only node, no other node has to find it.
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
-        raise UsageError(f"--on node: {platform.first} is not set, and node {rank} cannot find the first one; set it")
+        raise UsageError(f"--on node: {platform.first} is not set, so node {rank} cannot find the first node; set it")
     processes = env.get(platform.processes, "")
     return replace(
         job,
@@ -96,7 +101,7 @@ def place(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> J
 def _number(env: Mapping[str, str], name: str) -> int:
     text = env.get(name, "")
     if not text.isdecimal():
-        raise UsageError(f"--on node: {name}={text!r}; expected a whole number")
+        raise UsageError(f"--on node: {name}={text!r}; expected an integer")
     return int(text)
 
 
@@ -110,19 +115,19 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 def commands(job: Job) -> dict[str, list[str]]:
     """Return the command line of each rank on this node. The commands end when their stdin is closed."""
     if job.options:
-        raise UsageError(f"--on node: no launcher to give {' '.join(job.options)} to")
-    each = job.processes_per_node
-    shared = {
+        raise UsageError(f"--on node: there is no launcher to pass {' '.join(job.options)} to; remove --option")
+    processes_per_node = job.processes_per_node
+    shared_variables = {
         _STARTED: job.host,
         "WORLD_SIZE": job.processes,
-        "LOCAL_WORLD_SIZE": each,
+        "LOCAL_WORLD_SIZE": processes_per_node,
         "MASTER_ADDR": job.first,
         "MASTER_PORT": job.port,
     }
     lines = {}
-    for local, rank in enumerate(range(job.host * each, (job.host + 1) * each)):
-        place = shared | {"RANK": rank, "LOCAL_RANK": local}
-        line = ["env", *(f"{name}={value}" for name, value in place.items()), *job.program]
+    for local, rank in enumerate(range(job.host * processes_per_node, (job.host + 1) * processes_per_node)):
+        variables = shared_variables | {"RANK": rank, "LOCAL_RANK": local}
+        line = ["env", *(f"{name}={value}" for name, value in variables.items()), *job.program]
         lines[f"rank {rank}"] = followed(job, line)
     return lines
 

@@ -8,12 +8,12 @@ from lockstep.common.hashing import VARIABLE
 from lockstep.common.rank import SECRET, RankInfo
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job
-from lockstep.launchers.variables import MASTER, PLACE, place, port_of
+from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
-VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{each}" for each in PLACE), "PMIX_NAMESPACE", *MASTER)
+VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in PLACE), "PMIX_NAMESPACE", *MASTER)
 _MISSING: Final = "mpirun of Open MPI sets it in each process"
 # OMPI_MCA_orte_hnp_uri is the host of mpirun itself, which may not be one of the hosts of the job.
-_ADVICE: Final = "mpirun does not say on which host rank 0 runs: mpirun -x MASTER_ADDR=HOST ..."
+_ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -21,30 +21,41 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the job ID, the same on all ranks
-    return place(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:
     """Return the command line of mpirun. Without host names, it runs here or on the hosts of a batch system."""
-    count = job.processes_per_node
+    per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
-    named = ["--host", ",".join(f"{host}:{count}" for host in hosts)] if hosts else []
+    host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
     secret = ["-x", SECRET] if job.signed else []  # passed through the environment, not on the command line
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = [
         "--map-by",
-        f"ppr:{count}:node",
+        f"ppr:{per_node}:node",
         "--bind-to",
         "none",
     ]  # by default it binds a process and its threads to one core
-    return ["mpirun", "-n", str(job.processes), *layout, *named, *address, *hashes, *secret, *job.options, *job.program]
+    return [
+        "mpirun",
+        "-n",
+        str(job.processes),
+        *layout,
+        *host_words,
+        *address,
+        *hashes,
+        *secret,
+        *job.options,
+        *job.program,
+    ]
 
 
 def unused_port(job: Job) -> str:
     """Return why the job doesn't use --port, or "" if it does."""
-    return "" if len(job.hosts) > 1 else "it follows from the number of the job, or is mpirun's -x MASTER_PORT=PORT"
+    return "" if len(job.hosts) > 1 else "the port is derived from the job ID, or set by mpirun -x MASTER_PORT=PORT"
 
 
 LAUNCHER: Final = Launcher("openmpi", detect, VARIABLES, command, unused_port=unused_port)

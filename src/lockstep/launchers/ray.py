@@ -9,7 +9,7 @@ from lockstep.common.rank import RankInfo
 from lockstep.errors import UsageError
 from lockstep.launchers.variables import Variables
 
-_ADVICE: Final = "TorchConfig(init_method='env') of ray.train.torch does"
+_ADVICE: Final = "ray.train.torch.TorchConfig(init_method='env') sets them"
 
 
 class Worker(Protocol):
@@ -32,13 +32,13 @@ def worker() -> Worker | None:
     if train is None:
         return None
     try:
-        found: Worker = train.get_context()
+        context: Worker = train.get_context()
     except (RuntimeError, DeprecationWarning):  # the driver, or a trial of Ray Tune
         return None
-    return found
+    return context
 
 
-def place(worker: Worker, env: Mapping[str, str]) -> RankInfo:
+def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
     """Return the rank of a worker. The store of Ray's process group listens at MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
     port = variables.port(None)
@@ -65,7 +65,7 @@ def run_folder(worker: Worker, folder: str) -> str:
         return folder
     if (kind := storage.storage_filesystem.type_name) != "local":
         raise UsageError(
-            f"run.dir {folder}: the storage_path of Ray's run is no folder but of kind {kind}; name an absolute one, "
-            f"which all nodes share"
+            f"run.dir {folder}: the storage_path of the Ray run is not a folder but {kind}; set run.dir to an absolute "
+            f"path that all nodes share"
         )
     return str(Path(storage.experiment_fs_path) / folder)

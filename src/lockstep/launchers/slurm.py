@@ -15,14 +15,14 @@ from lockstep.launchers.job import Job
 from lockstep.launchers.variables import MASTER, Variables, check_range, port_of
 
 VARIABLES: Final = (
-    *(f"SLURM_{each}" for each in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
-    *(f"SLURM_STEP_{each}" for each in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
+    *(f"SLURM_{suffix}" for suffix in ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")),
+    *(f"SLURM_STEP_{suffix}" for suffix in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
     *("SLURM_DISTRIBUTION", *MASTER),
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and so on
 _ANSWER_S: Final = 5.0
 _STEPS: Final = 16  # ports between two jobs, so that the first steps of consecutive jobs have different ports
-_MISSING: Final = "srun sets it in each task; start lockstep by srun itself, with its variables left as they are"
+_MISSING: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -42,11 +42,15 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     nodes = variables.parse("SLURM_STEP_NODELIST", hosts)
     port = variables.port(port_of(variables.number("SLURM_JOB_ID") * _STEPS + variables.number("SLURM_STEP_ID")))
     if not variables.problems:
-        _check(variables, rank, size, local_rank, node, on_nodes, len(nodes))
-    if not variables.problems and not env.get("MASTER_ADDR") and not _first_is_first(env, rank, node, len(nodes)):
+        _check_consistency(variables, rank, size, local_rank, node, on_nodes, len(nodes))
+    if (
+        not variables.problems
+        and not env.get("MASTER_ADDR")
+        and not _rank_0_is_on_first_host(env, rank, node, len(nodes))
+    ):
         variables.problems.append(
             f"SLURM_DISTRIBUTION={env.get('SLURM_DISTRIBUTION', '')}: rank 0 is not on the first host of "
-            f"{env['SLURM_STEP_NODELIST']}, and srun does not say on which; export MASTER_ADDR=HOST"
+            f"{env['SLURM_STEP_NODELIST']}, and srun does not provide its host; export MASTER_ADDR=HOST"
         )
     variables.check()
     master = env.get("MASTER_ADDR") or (nodes[0] if len(nodes) > 1 else "127.0.0.1")
@@ -54,9 +58,10 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
-    """Return what to tell the user of a process that no launcher started, in a job with several tasks; "" elsewhere.
+    """Return a warning for a process that no launcher started, in a job with several tasks, or "".
 
-    `processes` are those that Lockstep starts itself, on this host. As many as tasks, all of them here, are fine.
+    `processes` is the number of processes that Lockstep starts itself on this host. There is no warning if it is the
+    number of tasks, and all tasks are on this host.
     """
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
@@ -64,8 +69,8 @@ def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
     if nodes == "1" and str(processes) == tasks:
         return ""
     return (
-        f"warning: Slurm has {tasks} tasks for this job (SLURM_NTASKS), and srun did not start this process: the run "
-        f"uses this host alone; write srun before the command, or ask for one task (--ntasks=1)"
+        f"warning: this Slurm job has {tasks} tasks (SLURM_NTASKS), but srun did not start this process, so the run "
+        f"only uses this host; start the command with srun, or request one task (--ntasks=1)"
     )
 
 
@@ -75,14 +80,14 @@ def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
     If Slurm doesn't know the address either, the name is kept, and the error comes from the rendezvous.
     """
     name = info.master or ""
-    if info.launcher != "slurm" or env.get("MASTER_ADDR") or _is_known(name):
+    if info.launcher != "slurm" or env.get("MASTER_ADDR") or _can_resolve(name):
         return info
-    found = node_address(_show_node(name))
-    if not found and env.get("ENVIRONMENT") == "BATCH" and name in _first(env.get("SLURM_JOB_NODELIST", "")):
-        found = env.get(
+    address = node_address(_show_node(name))
+    if not address and env.get("ENVIRONMENT") == "BATCH" and name in _first_host(env.get("SLURM_JOB_NODELIST", "")):
+        address = env.get(
             "SLURM_LAUNCH_NODE_IPADDR", ""
         )  # the host of srun: batch scripts run on the first host of the job
-    return replace(info, master=found) if _is_known(found) else info
+    return replace(info, master=address) if _can_resolve(address) else info
 
 
 def node_address(text: str) -> str:
@@ -98,13 +103,13 @@ def _show_node(name: str) -> str:
     return ""
 
 
-def _first(nodes: str) -> tuple[str, ...]:
+def _first_host(nodes: str) -> tuple[str, ...]:
     with suppress(ValueError):
         return hosts(nodes)[:1]
     return ()
 
 
-def _is_known(host: str) -> bool:
+def _can_resolve(host: str) -> bool:
     """Return whether a host name or address can be resolved on this host."""
     with suppress(OSError, UnicodeError):
         return bool(host and socket.getaddrinfo(host, None))
@@ -113,14 +118,14 @@ def _is_known(host: str) -> bool:
 
 def command(job: Job) -> list[str]:
     """Return the command line of srun, inside an allocation or with a new one. A failed task ends all tasks."""
-    count = job.processes_per_node
-    layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={count}"]
-    named = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
-    asked = [f"{option}={value}" for option, value in job.resources.named.items()]
-    return ["srun", *layout, *named, "--kill-on-bad-exit=1", *asked, *job.options, *job.program]
+    per_node = job.processes_per_node
+    layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={per_node}"]
+    host_words = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
+    resource_words = [f"{option}={value}" for option, value in job.resources.named.items()]
+    return ["srun", *layout, *host_words, "--kill-on-bad-exit=1", *resource_words, *job.options, *job.program]
 
 
-_UNUSED_PORT: Final = "it follows from the numbers of job and step, or is MASTER_PORT of the environment"
+_UNUSED_PORT: Final = "the port is derived from the job and step IDs, or set by MASTER_PORT"
 LAUNCHER: Final = Launcher(
     "slurm", detect, VARIABLES, command, unused_port=lambda _: _UNUSED_PORT, resources=True, followed=True
 )
@@ -132,21 +137,24 @@ def _is_task_of_many(env: Mapping[str, str]) -> bool:
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"
 
 
-def _check(
+def _check_consistency(
     variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
 ) -> None:
     """Record problems if the values contradict each other."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
         variables.problems.append(
-            f"SLURM_STEP_TASKS_PER_NODE says {sum(on_nodes)} tasks on {len(on_nodes)} hosts, "
-            f"SLURM_STEP_NUM_TASKS {size}, SLURM_STEP_NODELIST {nodes} hosts, SLURM_NODEID host {node}"
+            f"the variables contradict each other: SLURM_STEP_TASKS_PER_NODE has {sum(on_nodes)} tasks on "
+            f"{len(on_nodes)} hosts, SLURM_STEP_NUM_TASKS={size}, SLURM_STEP_NODELIST has {nodes} hosts, "
+            f"SLURM_NODEID={node}; do not change the variables of srun"
         )
     elif local_rank >= on_nodes[node]:
-        variables.problems.append(f"SLURM_LOCALID={local_rank} with {on_nodes[node]} tasks on host {node}")
+        variables.problems.append(
+            f"SLURM_LOCALID={local_rank}: expected less than {on_nodes[node]}, the number of tasks on host {node}"
+        )
 
 
-def _first_is_first(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
+def _rank_0_is_on_first_host(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
     """Return whether rank 0 is on the first host. Only an arbitrary distribution can place it elsewhere."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return nodes == 1 or not (arbitrary or (rank == 0 and node))

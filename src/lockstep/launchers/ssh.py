@@ -17,18 +17,18 @@ def commands(job: Job) -> dict[str, list[str]]:
     The remote processes end when the local ssh ends.
     """
     if not job.hosts:
-        raise UsageError("--on ssh: no hosts are given; name them in --hosts FILE, one on each line")
-    return {host: _line(replace(job, host=number)) for number, host in enumerate(job.hosts)}
+        raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
+    return {host: _line(replace(job, host=index)) for index, host in enumerate(job.hosts)}
 
 
 def _line(job: Job) -> list[str]:
     # Detects a dead host within 45 s. Never asks for a password, since there may be no terminal.
-    alive = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
+    ssh_options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
     # Without this check, torchrun would retry for minutes if the rendezvous host can't be resolved.
-    knows = [] if job.standalone else [KNOWS, job.meets_on]
-    agent = followed(job, [*knows, *agents.command(replace(job, options=()))])
-    there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"
-    return ["ssh", *alive, *job.options, job.hosts[job.host], there]
+    resolve_check = [] if job.standalone else [KNOWS, job.meets_on]
+    agent = followed(job, [*resolve_check, *agents.command(replace(job, options=()))])
+    remote_command = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"
+    return ["ssh", *ssh_options, *job.options, job.hosts[job.host], remote_command]
 
 
 LAUNCHER: Final = Launcher("ssh", commands=commands, elastic=True)

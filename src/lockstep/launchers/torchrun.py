@@ -34,8 +34,9 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
     (fewest, _), hosts = _hosts(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
         raise UsageError(
-            f"torchrun: --nnodes asks for {fewest} hosts, and it began with {hosts}, as "
-            f"GROUP_WORLD_SIZE={hosts} says; it takes a host for dead whose clock is 15 s behind: set the clocks"
+            f"torchrun: --nnodes requests {fewest} hosts, but torchrun started with {hosts} "
+            f"(GROUP_WORLD_SIZE={hosts}); set the clocks of the hosts, because torchrun assumes that a host is dead if "
+            f"its clock is 15 s behind"
         )
 
 
@@ -44,10 +45,10 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     fewest, most = _hosts(agent, env)
     if not folder and (restarts != "0" or fewest < most):
-        asked = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
+        option = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
-            f"run.dir: left out, but torchrun may start the run again ({asked}), and without a folder to resume "
-            f"each start would begin a run of its own; name one, such as run.dir=runs/a"
+            f"run.dir: not set, but torchrun may restart the run ({option}), and each restart would begin a new run; "
+            f"set a folder to resume from, such as run.dir=runs/a"
         )
 
 
@@ -56,8 +57,8 @@ def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
     fewest, most = _hosts(agent, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
-            f"placement.on_corruption: go_on: no host can leave a torchrun with --nnodes={fewest}, or that does not "
-            f"start again; give it --nnodes=FEWEST:MOST --max-restarts=N (lockstep launch: --nodes FEWEST:MOST)"
+            "placement.on_corruption: go_on requires a torchrun that restarts and in which a host can leave; pass "
+            "--nnodes=MIN:MAX and --max-restarts=N to torchrun (--nodes MIN:MAX to lockstep launch)"
         )
 
 
@@ -72,28 +73,28 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
     return (
-        f"warning: torchrun --nnodes={fewest}:{most} without {OWN_STORE} in its environment: once the host of rank 0 "
-        f"goes, the next start may time out; set it on all hosts, or start by lockstep launch"
+        f"warning: torchrun --nnodes={fewest}:{most} without {OWN_STORE} in its environment: if the host of rank 0 "
+        f"leaves, the next start may time out; set it on all hosts, or use lockstep launch"
     )
 
 
 def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
     """Return the minimum and maximum number of hosts that were requested from torchrun."""
-    given = [env.get("PET_NNODES", "")]
-    for word, following in zip(agent, [*agent[1:], ""], strict=True):
+    values = [env.get("PET_NNODES", "")]
+    for word, next_word in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--nnodes":
-            given.append(value or following)
-    fewest, _, most = given[-1].partition(":")
-    number = int(fewest) if fewest.isdecimal() else 1
-    return number, int(most) if most.isdecimal() else number
+            values.append(value or next_word)
+    fewest, _, most = values[-1].partition(":")
+    minimum = int(fewest) if fewest.isdecimal() else 1
+    return minimum, int(most) if most.isdecimal() else minimum
 
 
 def unused_port(job: Job) -> str:
     """Return why the job doesn't use --port, or "" if it does."""
     if job.endpoint:
-        return f"they meet at --endpoint {job.endpoint}"
-    return "a free one is looked for on one host" if job.standalone else ""
+        return f"the agents rendezvous at --endpoint {job.endpoint}"
+    return "a single host picks a free port" if job.standalone else ""
 
 
 LAUNCHER: Final = Launcher(

@@ -31,7 +31,7 @@ class Variables:
         if text is None and default is not None:
             return default
         self.problems.append(
-            f"{name} is not set; {self._missing}" if text is None else f"{name}={text}: expected a whole number"
+            f"{name} is not set; {self._missing}" if text is None else f"{name}={text}: expected an integer"
         )
         return 0
 
@@ -53,7 +53,7 @@ class Variables:
             return default
         port = self.number("MASTER_PORT")
         if port > 65535:
-            self.problems.append(f"MASTER_PORT={port}: ports go from 1 to 65535")
+            self.problems.append(f"MASTER_PORT={port}: expected a port from 1 to 65535")
         return port or default
 
     def check(self) -> None:
@@ -62,7 +62,7 @@ class Variables:
             raise UsageError("\n".join(self.problems))
 
 
-def place(
+def rank_info(
     env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
 ) -> RankInfo:
     """Return the rank from four variables: `names` of the rank, the world size, the local rank and the local size.
@@ -74,21 +74,21 @@ def place(
     """
     variables = Variables(env, missing)
     rank, size, local_rank, local_size = map(variables.number, names)
-    chosen = variables.port(port)
+    master_port = variables.port(port)
     if not variables.problems:
         check_range(variables, names[0], rank, names[1], size)
         check_range(variables, names[2], local_rank, names[3], local_size)
         if local_size > size:
-            variables.problems.append(f"{names[3]}={local_size} with {names[1]}={size}: more on this host than in all")
+            variables.problems.append(f"{names[3]}={local_size}: more processes on this host than {names[1]}={size}")
     variables.check()
     master = env.get("MASTER_ADDR") or ("127.0.0.1" if local_size == size else None)
-    return RankInfo(rank, size, local_rank, local_size, launcher, master, chosen, advice)
+    return RankInfo(rank, size, local_rank, local_size, launcher, master, master_port, advice)
 
 
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
     """Record a problem if a rank isn't below the size."""
     if rank >= size:
-        variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: ranks go from 0 to {size - 1}")
+        variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: expected a rank from 0 to {size - 1}")
 
 
 def port_of(number: int) -> int:

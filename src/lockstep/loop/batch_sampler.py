@@ -112,7 +112,7 @@ class BatchSampler(Sampler[list[int]]):
                 f"{now[0]} of {now[1]}; make it after the process group, or give rank= and world_size="
             )
         first = self._steps[self._first]
-        order = self._order.of(first.epoch)
+        order = self._order.for_epoch(first.epoch)
         end = (first.epoch + 1) * self._steps.per_epoch
         for step in map(self._steps.__getitem__, range(first.number, end)):
             microbatches = step.microbatches(self._parts)

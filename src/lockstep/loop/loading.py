@@ -34,5 +34,5 @@ def make_loader(
         settings.placement.workers,
         None if audits is None else partial(audits.assignment, world.rank),
         weigh,
-        order and order.of,
+        order and order.for_epoch,
     )

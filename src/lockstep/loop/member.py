@@ -85,7 +85,7 @@ class Member:
         elif worker is not None:
             kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
             # Ray watches its workers and ends all if one fails: no heartbeats are needed, and errors are raised.
-            rendezvous = join_ranks(ray.place(worker, os.environ), placement.rendezvous, placement.timeout_s)
+            rendezvous = join_ranks(ray.rank_info(worker, os.environ), placement.rendezvous, placement.timeout_s)
             held.callback(rendezvous.leave)
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)

@@ -33,7 +33,7 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
     binding = choose_cores(world.rank, seats, siblings(seat.usable, sysfs), threads)
     if binding.cores != seat.usable:
         _bind_threads(binding.cores)
-    return world.all_tell(f"{format_cores(binding.cores)}: {binding.why}")
+    return world.all_tell(f"{format_cores(binding.cores)}: {binding.reason}")
 
 
 def pci_address(device: torch.device) -> str:

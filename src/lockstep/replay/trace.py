@@ -69,7 +69,7 @@ class Trace:
         tensor = tensor.detach()
         norm = float(torch.linalg.vector_norm(tensor.double()))
         kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
-        self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.of(tensor)):x}", f"{norm:.9g}"))
+        self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}"))
 
     def text(self) -> str:
         """Return the contents of the trace file, in JSON lines."""

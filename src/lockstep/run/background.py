@@ -61,13 +61,13 @@ def train(
     Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine can't run it, and
     TrainingError if training fails.
     """
-    words = as_words(overrides, processes)
+    override_words = as_words(overrides, processes)
     if isinstance(recipe, Recipe):
-        loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, words)
+        loaded = load_text(json.dumps({"recipe": values(recipe)}), "recipe", recipe.model.name, override_words)
     else:
-        loaded = load_recipe(str(recipe), words)
-    if (done := completed(loaded)) is not None:
-        yield done
+        loaded = load_recipe(str(recipe), override_words)
+    if (completed_event := completed(loaded)) is not None:
+        yield completed_event
     else:
         yield from train_in_background(loaded)
 
@@ -89,8 +89,8 @@ def evaluate(
 
     Raises the same errors as `train`.
     """
-    asked = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
-    [message] = _messages(lambda pipe: evaluate_here(asked, lambda found: pipe.write(found.event, 0.0)))
+    request = EvalRequest(str(run), tuple(as_words(overrides, processes)), trust)
+    [message] = _messages(lambda pipe: evaluate_here(request, lambda result: pipe.write(result.event, 0.0)))
     event = _event(message)
     assert isinstance(event, Evaluated)
     return event
@@ -98,13 +98,16 @@ def evaluate(
 
 def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
     """Return dotted overrides as the words of a command. Paths are converted to text."""
-    chosen = {} if processes is None else {"placement.processes": processes}
-    return [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in {**chosen, **(overrides or {})}.items()]
+    placement_overrides = {} if processes is None else {"placement.processes": processes}
+    return [
+        f"{key}={json.dumps(value, default=os.fspath)}"
+        for key, value in {**placement_overrides, **(overrides or {})}.items()
+    ]
 
 
 def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
     """Return a path or a sequence of paths as the words of a command."""
-    return [str(paths)] if isinstance(paths, str | Path) else [str(each) for each in paths]
+    return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 
 
 def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -121,27 +124,27 @@ def _event(message: Mapping[str, Any]) -> Event:
 def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
     """Call `body` in a background process and yield its messages. If it fails, raise its error."""
     context = multiprocessing.get_context("fork")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_background, args=(body, sending))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_background, args=(body, sender))
     process.start()
-    sending.close()
-    ended = False
+    sender.close()
+    has_ended = False
     try:
-        with closing(receiving):
-            while not ended:
-                if not receiving.poll(_LOOK_S):
-                    ended = not process.is_alive() and not receiving.poll(0)
+        with closing(receiver):
+            while not has_ended:
+                if not receiver.poll(_LOOK_S):
+                    has_ended = not process.is_alive() and not receiver.poll(0)
                     continue
-                message = plainfile.parse_json(receiving.recv_bytes())
+                message = plainfile.parse_json(receiver.recv_bytes())
                 if _END not in message:
                     yield message
                     continue
-                ended = True
+                has_ended = True
                 _raise(message)
             if process.exitcode:
-                raise TrainingError(f"the background process ended with code {process.exitcode}")
+                raise TrainingError(f"the background process exited with code {process.exitcode}")
     finally:
-        if not ended:
+        if not has_ended:
             process.terminate()  # the run saves and stops
         process.join()
 

@@ -34,15 +34,15 @@ class Resumed:
 class Checkpoints:
     """The checkpoints in the run folder. All ranks must call each method in the same order.
 
-    A checkpoint contains the state of `engine`, the progress of the rank, and the result of `decided`: everything that
-    the numbers depend on, JSON-serializable. `buffers` are the names of tensors that aren't parameters. `script`
+    A checkpoint contains the state of `engine`, the progress of the rank, and the result of `run_settings`: everything
+    that the numbers depend on, JSON-serializable. `buffers` are the names of tensors that aren't parameters. `script`
     returns additional tensors of a custom loop, which must be the same on all ranks.
     """
 
     rank: Rank
     run: RunConfig
     engine: Engine
-    decided: Callable[[], dict[str, Any]]
+    run_settings: Callable[[], dict[str, Any]]
     buffers: frozenset[str] = frozenset()
     script: Callable[[], Mapping[str, Tensor]] = dict
 
@@ -62,11 +62,11 @@ class Checkpoints:
         for line in feedback_lost(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         for line in machine.numerics_differences(state.numerics, rank.numerics):
-            rank.warn(f"{line}: the bits of an uninterrupted run are not promised")
+            rank.warn(f"{line}: results may differ from an uninterrupted run")
         if changed := source_changes(state.source, rank.source):
             rank.warn(
-                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run goes on with "
-                f"the new ones, and not to the bits of an uninterrupted one"
+                f"your source files changed since step {rank.progress.step} was saved: {changed}: the run continues "
+                f"with the new files, and its results can differ from an uninterrupted run"
             )
 
     def save(self) -> list[Saved]:
@@ -74,20 +74,20 @@ class Checkpoints:
         rank = self.rank
         with rank.during("saving"):
             state = self.engine.state()
-            kept = {
+            saved_state = {
                 "schema": SCHEMA,
                 "progress": asdict(rank.progress),
                 "engine": state.scalars,
                 "numerics": rank.numerics,
                 "source": dict(rank.source),
-                **self.decided(),
+                **self.run_settings(),
             }
             self._saved_at = rank.progress.step
             if rank.digests is not None:
                 rank.digests.add_weights(rank.progress.step, state.model)
                 rank.digests.collect()
             script = self.script() or None
-            snapshot = store.Snapshot(state.model, state.optimizer, state.ema, kept, state.feedback, script)
+            snapshot = store.Snapshot(state.model, state.optimizer, state.ema, saved_state, state.feedback, script)
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:

@@ -75,15 +75,17 @@ Opened = tuple[store.FoundCheckpoint, Prepared]
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
     """Check everything in this process, then evaluate in it or in new processes. Returns the exit code."""
     torch.set_num_threads(1)  # see run/start.py
-    found, loaded = open_checkpoint(request)
+    checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
         say(f"note: {note}")
-    prepared = _prepare(loaded, found)
-    _check_run(found)
-    checked_state(found.path, found.snapshot, prepared.ready)
-    for problem in found.problems:
+    prepared = _prepare(loaded, checkpoint)
+    _check_run(checkpoint)
+    checked_state(checkpoint.path, checkpoint.snapshot, prepared.ready)
+    for problem in checkpoint.problems:
         say(f"warning: {problem}")
-    return on_ranks(partial(_evaluate_as, request, report), (found, prepared), prepared.placement, prepared.processes)
+    return on_ranks(
+        partial(_evaluate_as, request, report), (checkpoint, prepared), prepared.placement, prepared.processes
+    )
 
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
@@ -109,36 +111,36 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
 
 
 def open_checkpoint(
-    request: EvalRequest, found: store.FoundCheckpoint | None = None
+    request: EvalRequest, checkpoint: store.FoundCheckpoint | None = None
 ) -> tuple[store.FoundCheckpoint, Loaded]:
-    """Load a checkpoint, unless `found` is one, and the configuration of its evaluation.
+    """Load a checkpoint, unless `checkpoint` is one, and the configuration of its evaluation.
 
     The location of the data comes from the config.yaml of the run folder, if there is one. Raises UsageError if the
     recipe names code that the user doesn't trust, or if an override has no effect on the command.
     """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
-            f"{request.path}: is a file; give a run folder or a checkpoint, or for weights their recipe: "
+            f"{request.path}: is a file; pass a run folder or a checkpoint, or evaluate weights with their recipe: "
             f"lockstep eval RECIPE recipe.model.weights={shlex.quote(request.path)}"
         )
-    is_new = found is None
-    found = found or store.load(Path(request.path), "best" if request.best else "newest")
-    recipe = values(checkpoint_recipe(found.path, found.snapshot))
-    run_config = found.path.parent.parent / CONFIG
+    is_new = checkpoint is None
+    checkpoint = checkpoint or store.load(Path(request.path), "best" if request.best else "newest")
+    recipe = values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot))
+    run_config = checkpoint.path.parent.parent / CONFIG
     if os.path.lexists(run_config):
         data = read_run_recipe(run_config).data
         recipe["data"] |= {"root": data.root, "download": data.download}
-    label, text = str(found.path / store.STATE), json.dumps({"recipe": recipe})
-    loaded = load_text(text, label, found.path.name, request.overrides, shares_steps=False)
+    label, text = str(checkpoint.path / store.STATE), json.dumps({"recipe": recipe})
+    loaded = load_text(text, label, checkpoint.path.name, request.overrides, shares_steps=False)
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run.key_file)
     if key is not None and is_new:  # the key is only known now, and the state has not been used yet
-        signed = store.load(found.path, key=key)
-        if signed.snapshot.state != found.snapshot.state:
-            raise UsageError(f"{found.path}: changed while it was read; try again")
-        found = found._replace(snapshot=signed.snapshot)
-    return found, loaded
+        signed_checkpoint = store.load(checkpoint.path, key=key)
+        if signed_checkpoint.snapshot.state != checkpoint.snapshot.state:
+            raise UsageError(f"{checkpoint.path}: changed while it was read; try again")
+        checkpoint = checkpoint._replace(snapshot=signed_checkpoint.snapshot)
+    return checkpoint, loaded
 
 
 def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
@@ -152,12 +154,12 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
     keys |= {"recipe.metrics": flow(recipe.metrics)} if recipe.metrics else {}
-    foreign = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
-    if foreign and not request.trust:
-        words = " ".join(map(shlex.quote, foreign))
+    untrusted = [f"{key}={name}" for key, name in keys.items() if loaded.origins[key] != "override"]
+    if untrusted and not request.trust:
+        words = " ".join(map(shlex.quote, untrusted))
         raise UsageError(
-            f"{request.path}: its recipe names code, which would run with your rights: {words}; it runs only if your "
-            f"command names it: add these words, or --trust for all (from Python trust=True)"
+            f"{request.path}: its recipe names code, which would run with your permissions: {words}; to run this code, "
+            f"add these overrides to your command, or pass --trust (from Python, trust=True)"
         )
     return keys
 
@@ -167,23 +169,30 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
 
     These are keys of training and, except in `lockstep eval`, all keys of the placement but `device`.
     """
-    alone = request.command != "eval"  # in this process
+    is_local = request.command != "eval"  # in this process
     for key in overridden:
-        idle = key.startswith(_OF_TRAINING) or (alone and key.startswith("placement.") and key != "placement.device")
-        if idle and key != "run.key_file":
-            raise UsageError(f"{key}: lockstep {request.command} does not use it; leave it out")
+        is_unused = key.startswith(_OF_TRAINING) or (
+            is_local and key.startswith("placement.") and key != "placement.device"
+        )
+        if is_unused and key != "run.key_file":
+            raise UsageError(f"{key}: not used by lockstep {request.command}; remove it")
 
 
-def _check_run(found: store.FoundCheckpoint) -> None:
+def _check_run(checkpoint: store.FoundCheckpoint) -> None:
     """Raise UsageError if the run folder contains a run of a different recipe than the checkpoint."""
-    config = found.path.parent.parent / CONFIG
+    config = checkpoint.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
-    run, own = values(read_run_recipe(config)), values(checkpoint_recipe(found.path, found.snapshot))
-    if comparable(run) != comparable(own):
-        lines = [each.replace(" in the run,", " there,").removesuffix(" now") for each in differences(run, own)]
+    run, own_recipe = (
+        values(read_run_recipe(config)),
+        values(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)),
+    )
+    if comparable(run) != comparable(own_recipe):
+        lines = [line.replace(" in the run,", " there,").removesuffix(" now") for line in differences(run, own_recipe)]
         raise UsageError(
-            "\n".join([f"{found.path}: is not of the run that {config} is of; move it to a folder of its own:", *lines])
+            "\n".join(
+                [f"{checkpoint.path}: does not belong to the run of {config}; move it to a separate folder:", *lines]
+            )
         )
 
 
@@ -191,61 +200,63 @@ def _key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
-def _prepare(loaded: Loaded, found: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
+def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
     """Open and check the recipe. Without a checkpoint, the recipe must name weights to evaluate."""
-    if found is None:
+    if checkpoint is None:
         placed = place(loaded, processes, training=False)
         model = placed.resolved.recipe.model
         if placed.first is None and not model.pretrained:
             raise UsageError(
-                f"model {model.name}: the recipe names no weights to evaluate; give recipe.model.weights=FILE, "
-                f"recipe.model.pretrained=true, or in the place of the recipe a run folder"
+                f"model {model.name}: the recipe names no weights to evaluate; set recipe.model.weights=FILE or "
+                f"recipe.model.pretrained=true, or pass a run folder instead of the recipe"
             )
     else:
         placed = Placed(check(loaded, processes, training=False))
     prepared = placed.open(training=False)
     if prepared.ready.data.validation is None:
         raise UsageError(
-            f"data set {loaded.config.recipe.data.name}: it has no validation part, so there is nothing to evaluate; "
-            f"give it one"
+            f"dataset {loaded.config.recipe.data.name}: has no validation split, so there is nothing to evaluate; add "
+            f"a validation split"
         )
     return prepared
 
 
 def _evaluate_as(request: EvalRequest, report: ReportResult, opened: Opened | None, rendezvous: Rendezvous) -> int:
-    found, loaded = open_checkpoint(request, opened[0] if opened else None)
-    return _on_rank(loaded, found, report, opened[1] if opened else None, rendezvous)
+    checkpoint, loaded = open_checkpoint(request, opened[0] if opened else None)
+    return _on_rank(loaded, checkpoint, report, opened[1] if opened else None, rendezvous)
 
 
 def _on_rank(
     loaded: Loaded,
-    found: store.FoundCheckpoint | None,
+    checkpoint: store.FoundCheckpoint | None,
     report: ReportResult,
     prepared: Prepared | None,
     rendezvous: Rendezvous,
 ) -> int:
     """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they joined."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
-    weights = {} if found is None else {"weights": store.weights_sha256(found.snapshot.model)}
+    weights = {} if checkpoint is None else {"weights": store.weights_sha256(checkpoint.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
-        prepared = prepared or _prepare(loaded, found, rendezvous.info.size)
+        prepared = prepared or _prepare(loaded, checkpoint, rendezvous.info.size)
         ready = prepared.ready
-        progress = Progress() if found is None else checked_state(found.path, found.snapshot, ready).progress
+        progress = (
+            Progress() if checkpoint is None else checked_state(checkpoint.path, checkpoint.snapshot, ready).progress
+        )
         rendezvous.compare(setup_facts(ready))
         with session.open_world() as world:
             if placement.affinity == "auto":
                 bind(world, recipe.threads)
             engine, loader = start_engine(prepared, world)
-            if found is not None:
+            if checkpoint is not None:
                 # Evaluation doesn't use the optimizer, so its saved state isn't loaded.
-                engine.load(replace(engine_state(found.snapshot), optimizer={}, scalars=engine.state().scalars))
-            model = found.snapshot.model if found is not None else gather_whole(world, engine.state().model)
+                engine.load(replace(engine_state(checkpoint.snapshot), optimizer={}, scalars=engine.state().scalars))
+            model = checkpoint.snapshot.model if checkpoint is not None else gather_whole(world, engine.state().model)
             sha256 = store.weights_sha256(model)
             rendezvous.status = lambda: RankStatus("evaluating", progress.step)
             event = evaluation_event(engine, world, ready, loader, progress)
             engine.close()
     if rendezvous.info.rank == 0:
-        first = recipe.model.weights
-        named = loaded.name if first is None or first.path is None else first.path
-        report(EvalResult(Path(named) if found is None else found.path, event, sha256))
+        weights_config = recipe.model.weights
+        weights_name = loaded.name if weights_config is None or weights_config.path is None else weights_config.path
+        report(EvalResult(Path(weights_name) if checkpoint is None else checkpoint.path, event, sha256))
     return EXIT_DONE

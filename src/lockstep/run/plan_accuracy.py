@@ -38,16 +38,16 @@ class Grading:
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
         """Yield the items of `steps` and measure each step, which lasts until the next item is requested."""
-        for each in steps:
+        for item in steps:
             self._steps += 1
             if self._steps == _TIMED:
                 self._before = self._clock.split_seconds()
             if self._live is None or not _WATCHED <= self._steps < _TIMED:
-                yield each
+                yield item
                 continue
-            with self._live.watched() as most:
-                yield each
-            self._peak = max(self._peak, most[0])
+            with self._live.watched() as peak:
+                yield item
+            self._peak = max(self._peak, peak[0])
 
     def measured(self) -> dict[str, float]:
         """Return the mean time of a step in seconds and its peak memory in bytes. Empty if there were too few steps."""
@@ -60,5 +60,5 @@ class Grading:
 
 def is_predicted(resolved: Resolved) -> bool:
     """Return whether a plan predicted this placement, and memory can be measured here, which needs glibc."""
-    predicted, here = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
-    return predicted is not None and (predicted.strategy, predicted.processes) == here and can_count()
+    predicted, placement = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
+    return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count()

@@ -103,10 +103,10 @@ class Rank:
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
-        none = every == "off" or exactness != "bits"
-        if self.world.rank == 0 and (path.exists() or not none):
+        is_off = every == "off" or exactness != "bits"
+        if self.world.rank == 0 and (path.exists() or not is_off):
             digest_file.begin(path, self.progress.step, self.warn)
-        if none or every == "off":
+        if is_off or every == "off":
             return
         append, period = partial(digest_file.append, path), None if every == "auto" else every
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)

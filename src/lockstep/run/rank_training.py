@@ -46,8 +46,8 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
 _SEEDED: Final = (
-    "let the model's function start from what is the same on all ranks: torch's, NumPy's and Python's generators are "
-    "seeded before it is called"
+    "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
+    "seeded before the model is built"
 )
 _FILES: Final = 100  # unreadable files in one event
 
@@ -59,7 +59,7 @@ class RankTraining:
     - `start`, `resumed`: The run folder, and the checkpoint to resume from, if any.
     - `streams`: The terminal, and the log of this rank.
     - `look`: Returns the findings of the probe at the start.
-    - `also`: A sink in addition to those of the configuration.
+    - `extra_sink`: A sink in addition to those of the configuration.
     """
 
     prepared: Prepared
@@ -69,7 +69,7 @@ class RankTraining:
     resumed: Resumed | None
     streams: tuple[TextIO, TextIO]  # the terminal and the log
     look: Look
-    also: Sink | None
+    extra_sink: Sink | None
 
     def __post_init__(self) -> None:
         prepared, ready, world = self.prepared, self.prepared.ready, self.world
@@ -86,8 +86,8 @@ class RankTraining:
         self.loader: Loader
         build = ready.problem.build_model
         problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
-        agreeing = replace(prepared, ready=replace(ready, problem=problem))
-        self.engine, self.loader = start_engine(agreeing, world, resumes=self.resumed is not None)
+        agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
+        self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
@@ -132,7 +132,7 @@ class RankTraining:
             evaluate=Interval(run.evaluate_every.steps, run.evaluate_every.epochs) if evaluates else None,
         )
         reports = StepReports(self.world, plan, rank.progress, rank.digests)
-        following = turns(
+        step_turns = turns(
             self._batches,
             reports,
             save=lambda _: checkpoints.save(),
@@ -140,7 +140,7 @@ class RankTraining:
             stop=stop,
             preempted=rank.preempted,
         )
-        for event in train(self.engine, reports, following):
+        for event in train(self.engine, reports, step_turns):
             if isinstance(event, Evaluated | Stopped):
                 yield from self._report_unreadable()
             yield from checkpoints.wait() if isinstance(event, Stopped) else checkpoints.poll()
@@ -182,19 +182,19 @@ class RankTraining:
 
     def _report_unreadable(self) -> Iterator[Skipped]:
         """Report the files that any rank couldn't read since the last report. All ranks must call it."""
-        for number, file in enumerate(self.prepared.ready.data.files or ()):
-            met, reported = self.loader.unreadable[number], self.reported[number]
-            of_all = self.world.told_by_all(sorted(met - reported))
-            new = sorted({each for of_rank in of_all for each in of_rank} - reported)
-            reported.update(new)
-            for first in range(0, len(new), _FILES):
-                files = tuple(file(each) for each in new[first : first + _FILES])
+        for split_index, file in enumerate(self.prepared.ready.data.files or ()):
+            unreadable, reported = self.loader.unreadable[split_index], self.reported[split_index]
+            by_rank = self.world.told_by_all(sorted(unreadable - reported))
+            new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
+            reported.update(new_indices)
+            for first in range(0, len(new_indices), _FILES):
+                files = tuple(file(index) for index in new_indices[first : first + _FILES])
                 yield Skipped(**self.rank.progress.at, files=files)
 
     def _done(self) -> Done:
-        spent, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
+        seconds, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
         predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.measured()
-        ranks = self.world.told_by_all([spent, peak, measured, sorted(self.loader.unreadable[0])])
+        ranks = self.world.told_by_all([seconds, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
             **progress.at,
@@ -202,30 +202,30 @@ class RankTraining:
             figures=progress.figures,
             best=progress.best,
             skipped_steps=progress.skipped_steps,
-            skipped_samples=len({number for *_, met in ranks for number in met}),
+            skipped_samples=len({index for *_, unreadable in ranks for index in unreadable}),
             audited=getattr(self.engine, "audited", 0),
             seconds=self.rank.seconds,
-            seconds_by_rank={what: [each.get(what, 0.0) for each, *_ in ranks] for what in spent},
-            peak_bytes_by_rank=[each for _, each, *_ in ranks],
+            seconds_by_rank={activity: [item.get(activity, 0.0) for item, *_ in ranks] for activity in seconds},
+            peak_bytes_by_rank=[item for _, item, *_ in ranks],
             predicted={key: getattr(predicted, key) for key in measured},
-            measured={key: max(each[key] for *_, each, _ in ranks) for key in measured},
+            measured={key: max(item[key] for *_, item, _ in ranks) for key in measured},
         )
 
     @contextmanager
     def _sinks(self) -> Iterator[list[Sink]]:
-        added = [] if self.also is None else [self.also]
+        extra_sinks = [] if self.extra_sink is None else [self.extra_sink]
         if self.world.rank != 0:
-            yield added
+            yield extra_sinks
             return
         folder = self.start.folder
         prepared = self.prepared
         recipe, run = prepared.recipe, prepared.run
-        decided = {format_key(path): value for path, value in leaves(values(recipe))}
+        recipe_values = {format_key(path): value for path, value in leaves(values(recipe))}
         rule = f"learning rate {planning.rule(recipe)}"
-        with sinks.open_sinks(run, decided, rule, folder, self.streams) as found:
-            exchange = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
+        with sinks.open_sinks(run, recipe_values, rule, folder, self.streams) as config_sinks:
+            communication = {"backend": self.world.backend, "ranks with one device": self.world.sharing}
             source = prepared.sources | source_digests(sinks.own_paths(run))
-            first = weights_record(recipe, prepared.ready.first, prepared.ready.taken)
+            first_weights = weights_record(recipe, prepared.ready.first, prepared.ready.fit)
             run_folder.record_config(folder, to_yaml(prepared.loaded), prepared.resolved.engine_files)
-            run_folder.record_environment(folder, source, self.cores, exchange, first)
-            yield [*found, *added]
+            run_folder.record_environment(folder, source, self.cores, communication, first_weights)
+            yield [*config_sinks, *extra_sinks]

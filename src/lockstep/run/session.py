@@ -75,8 +75,8 @@ def open_recipe_rank(
 ) -> Iterator[Session]:
     """Open this rank for a recipe, which must be the same on all ranks. Otherwise like `open_rank`."""
     recipe = loaded.config.recipe
-    compared = {"recipe": comparable(values(recipe)), **(facts or {})}
-    with open_rank(rendezvous, loaded.config.placement, recipe, compared) as session:
+    compared_facts = {"recipe": comparable(values(recipe)), **(facts or {})}
+    with open_rank(rendezvous, loaded.config.placement, recipe, compared_facts) as session:
         yield session
 
 

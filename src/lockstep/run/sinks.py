@@ -36,24 +36,24 @@ _CONTRACT: Final = "see docs/extend.md"
 
 def check_sinks(run: RunConfig) -> None:
     """Raise UsageError if a sink isn't installed, isn't callable, or has invalid options or a secret among them."""
-    for number, sink in enumerate(run.sinks):
+    for index, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
-                raise UsageError(f"sink {sink.name}: it is not callable; name a class or a function ({_CONTRACT})")
+                raise UsageError(f"sink {sink.name}: is not callable; name a class or a function ({_CONTRACT})")
         elif sink.name == "csv":
-            _check_options(number, sink, ())
+            _check_options(index, sink, ())
         else:
             spec = find_spec(sink.name)
             if spec is None or spec.origin is None:  # a namespace package: a folder with this name
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
-            _check_options(number, sink, _OPTIONS[sink.name])
+            _check_options(index, sink, _OPTIONS[sink.name])
         for key, text in _texts(sink.model_extra or {}):
             if _is_secret(key, text):
                 raise UsageError(
-                    f"run.sinks.{number}.{key}: a secret, which config.yaml and environment.json would keep; put it in "
-                    f"an environment variable, and its name here: ${{NAME}}"
+                    f"run.sinks.{index}.{key}: contains a secret, which config.yaml and environment.json would store; "
+                    f"put the secret into an environment variable NAME, and write ${{NAME}} here"
                 )
 
 
@@ -64,11 +64,11 @@ def own_paths(run: RunConfig) -> list[str]:
 
 @contextmanager
 def open_sinks(
-    run: RunConfig, decided: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
+    run: RunConfig, recipe_values: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Open the sinks of a run while the block runs. Only rank 0 calls it. Sinks that can fail are opened first.
 
-    - `decided`: Settings that services such as MLflow save next to the figures, by name.
+    - `recipe_values`: Settings that services such as MLflow save next to the figures, by name.
     - `rule`: The formula of the learning rate.
     - `streams`: The terminal and, if there is one, the log of rank 0.
     """
@@ -78,41 +78,41 @@ def open_sinks(
         for log in streams[1:]:
             log.write(f"{printable(text)}\n")
 
-    with ExitStack() as held:
+    with ExitStack() as stack:
         optional: list[Sink] = []
-        for named in run.sinks:
-            optional.append(Optional(f"sink {named.name}", _open_sink(named, decided, folder), warn))
-            held.callback(optional[-1].close)
+        for config in run.sinks:
+            optional.append(Optional(f"sink {config.name}", _open_sink(config, recipe_values, folder), warn))
+            stack.callback(optional[-1].close)
         if run.tensorboard:
             from lockstep.reporting.tensorboard import TensorBoard  # imported here because it takes a second
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
             optional.append(Optional("tensorboard", curves, warn))
-            held.callback(optional[-1].close)
-        kept: list[Sink] = [
+            stack.callback(optional[-1].close)
+        file_sinks: list[Sink] = [
             JsonLines(folder / run_folder.EVENTS),
             SkippedFiles(folder / run_folder.SKIPPED),
             *(Console(stream, str(folder), rule) for stream in streams),
         ]
-        for each in kept:
-            held.callback(each.close)
-        yield [*kept, *optional]
+        for sink in file_sinks:
+            stack.callback(sink.close)
+        yield [*file_sinks, *optional]
 
 
-def _open_sink(named: Named, decided: Mapping[str, Any], folder: Path) -> Sink:
-    options = _expand_variables(f"sink {named.name}", named.model_extra or {})
-    if ":" in named.name:
-        return _own(named.name, folder, options)
-    if named.name == "csv":
+def _open_sink(config: Named, recipe_values: Mapping[str, Any], folder: Path) -> Sink:
+    options = _expand_variables(f"sink {config.name}", config.model_extra or {})
+    if ":" in config.name:
+        return _open_custom_sink(config.name, folder, options)
+    if config.name == "csv":
         return Tables(folder)
-    with OwnCode(f"sink {named.name}"):
-        if named.name == "wandb":
-            return wandb_sink.Wandb(folder, options, decided)
-        return mlflow_sink.Mlflow(folder, options, decided)
+    with OwnCode(f"sink {config.name}"):
+        if config.name == "wandb":
+            return wandb_sink.Wandb(folder, options, recipe_values)
+        return mlflow_sink.Mlflow(folder, options, recipe_values)
 
 
 @final
-class _Own:
+class _CustomSink:
     """A custom sink. It receives events as mappings with the fields of events.jsonl."""
 
     def __init__(self, sink: Any) -> None:
@@ -125,13 +125,13 @@ class _Own:
         self._sink.close()
 
 
-def _own(path: str, folder: Path, options: Mapping[str, Any]) -> _Own:
+def _open_custom_sink(path: str, folder: Path, options: Mapping[str, Any]) -> _CustomSink:
     with OwnCode(f"sink {path}"):
-        made = import_object(path, "sink")(folder, **options)
-        found = dir(made)
-    if missing := [name for name in ("write", "close") if name not in found]:
-        raise UsageError(f"sink {path}: it has no {' and no '.join(missing)}; add it ({_CONTRACT})")
-    return _Own(made)
+        sink = import_object(path, "sink")(folder, **options)
+        members = dir(sink)
+    if missing := [name for name in ("write", "close") if name not in members]:
+        raise UsageError(f"sink {path}: has no {' and no '.join(missing)} method; add it ({_CONTRACT})")
+    return _CustomSink(sink)
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -140,35 +140,37 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, str):
             yield key, value
         elif isinstance(value, Mapping):
-            yield from ((f"{key}.{below}", text) for below, text in _texts(value))
+            yield from ((f"{key}.{subkey}", text) for subkey, text in _texts(value))
         elif isinstance(value, list):
-            yield from _texts({f"{key}.{number}": each for number, each in enumerate(value)})
+            yield from _texts({f"{key}.{index}": item for index, item in enumerate(value)})
 
 
 def _is_secret(key: str, text: str) -> bool:
     """Return whether an option is a plain-text secret: its name says so, or it is a URL that contains a secret."""
-    named = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
-    return bool(named or _IN_URL.search(text))
+    has_secret_name = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
+    return bool(has_secret_name or _IN_URL.search(text))
 
 
 def _expand_variables(label: str, value: Any) -> Any:
     """Replace `${NAME}` by the values of environment variables. Raises UsageError if a variable isn't set."""
     if isinstance(value, Mapping):
-        return {key: _expand_variables(label, each) for key, each in value.items()}
+        return {key: _expand_variables(label, item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_expand_variables(label, each) for each in value]
+        return [_expand_variables(label, item) for item in value]
     if not isinstance(value, str):
         return value
     if missing := [name for name in _VARIABLE.findall(value) if name not in os.environ]:
-        raise UsageError(f"{label}: the environment variable {missing[0]} is not set, and an option asks for it")
-    return _VARIABLE.sub(lambda found: os.environ[found[1]], value)
+        raise UsageError(f"{label}: an option uses the environment variable {missing[0]}, which is not set; set it")
+    return _VARIABLE.sub(lambda match: os.environ[match[1]], value)
 
 
-def _check_options(number: int, sink: Named, valid: tuple[str, ...]) -> None:
+def _check_options(index: int, sink: Named, option_names: tuple[str, ...]) -> None:
     for key, value in (sink.model_extra or {}).items():
-        if key not in valid:
-            raise UsageError(f"run.sinks.{number}.{key}: sink {sink.name} has no such option{choices(key, valid)}")
-        listed = isinstance(value, list) and all(isinstance(each, str) for each in value)
-        if not (listed if key == "tags" else isinstance(value, str)):
-            expected = "a list of texts" if key == "tags" else "text"
-            raise UsageError(f"run.sinks.{number}.{key}: expected {expected}; got {value!r}")
+        if key not in option_names:
+            raise UsageError(
+                f"run.sinks.{index}.{key}: sink {sink.name} has no such option{choices(key, option_names)}"
+            )
+        is_string_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if not (is_string_list if key == "tags" else isinstance(value, str)):
+            expected = "a list of strings" if key == "tags" else "text"
+            raise UsageError(f"run.sinks.{index}.{key}: expected {expected}; got {value!r}")

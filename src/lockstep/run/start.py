@@ -31,7 +31,7 @@ _SIGNALLED: Final = 128  # larger exit codes stand for signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
-def as_launched(info: RankInfo, words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
+def as_launched(info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
     """Join the ranks that the launcher started and do the work that `check` returns. Returns its exit code.
 
     `check` runs as many checks as possible before the ranks join. If it raises a LockstepError, this rank exits. Other
@@ -41,7 +41,7 @@ def as_launched(info: RankInfo, words: Sequence[str], check: Callable[[], tuple[
     try:
         placement, work = check()
     except LockstepError as error:
-        refuse(info, rendezvous_in(words), error)
+        refuse(info, rendezvous_in(override_words), error)
     with membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s) as rendezvous:
         return work(rendezvous)
 

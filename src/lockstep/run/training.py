@@ -45,11 +45,11 @@ from lockstep.training.checkpoint.read_alike import read_alike
 from lockstep.training.checkpoint.signing import signing_key
 
 
-def train_here(loaded: Loaded, also: Sink | None = None) -> int:
+def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     """Check everything in this process, then train in it or in new processes. Returns the exit code.
 
-    `also` is a sink in addition to those of the configuration. It must be picklable for spawned processes. If an audit
-    names wrong ranks and `placement.on_corruption` is `go_on`, training continues without them.
+    `extra_sink` is a sink in addition to those of the configuration. It must be picklable for spawned processes. If an
+    audit names wrong ranks and `placement.on_corruption` is `go_on`, training continues without them.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -62,20 +62,20 @@ def train_here(loaded: Loaded, also: Sink | None = None) -> int:
     with claim.hold():
         for note in claim.notes:
             run_folder.say(note)
-        if claim.checkpoint is None and not claim.done:
+        if claim.checkpoint is None and not claim.done_message:
             with with_places(loaded):
                 check_beginning(prepared.ready)
-        work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done), also)
+        work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done_message), extra_sink)
         code = on_ranks_of(prepared, work, claim.folder, failures)
-    wrong = [rank for failure in failures for rank in failure.wrong]
-    if not wrong or resolved.placement.on_corruption == "end":
+    wrong_ranks = [rank for failure in failures for rank in failure.wrong]
+    if not wrong_ranks or resolved.placement.on_corruption == "end":
         return code
-    others = f"without rank {', '.join(map(str, wrong))}"
-    fewer = without(loaded, wrong, resolved.processes, claim.folder)
-    with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot go on {others}"):
-        check(fewer)
-    run_folder.say(f"placement.on_corruption: going on {others}")
-    return train_here(fewer, also)
+    without_text = f"without rank {', '.join(map(str, wrong_ranks))}"
+    reduced = without(loaded, wrong_ranks, resolved.processes, claim.folder)
+    with error_as(TrainingError, UsageError, f"placement.on_corruption: cannot continue {without_text}"):
+        check(reduced)
+    run_folder.say(f"placement.on_corruption: continuing {without_text}")
+    return train_here(reduced, extra_sink)
 
 
 def on_ranks_of(
@@ -92,24 +92,27 @@ def on_ranks_of(
     return code
 
 
-def without(loaded: Loaded, ranks: Sequence[int], count: int, folder: Path) -> Loaded:
+def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Path) -> Loaded:
     """Return the configuration to continue the run in `folder` on `count` processes without these ranks.
 
     If each rank had its own CUDA device, the devices of these ranks are hidden from this process and its children.
     """
     devices = torch.cuda.device_count()
-    if loaded.config.placement.device != "cpu" and devices >= count:
+    if loaded.config.placement.device != "cpu" and devices >= process_count:
         names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
-        seen = [name for number, name in enumerate(names.split(",")) if number not in ranks]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
-    kept = {"dir": str(folder), "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume}
-    return loaded.changed("placement", {"processes": count - len(ranks)}).changed("run", kept)
+        visible_names = [name for index, name in enumerate(names.split(",")) if index not in ranks]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_names)
+    run_values = {
+        "dir": str(folder),
+        "resume": "auto" if loaded.config.run.resume == "never" else loaded.config.run.resume,
+    }
+    return loaded.changed("placement", {"processes": process_count - len(ranks)}).changed("run", run_values)
 
 
-def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -> tuple[Placement, Work]:
+def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:
     """Check as much as possible before the ranks of a launcher join. Returns their placement and work.
 
-    `also` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
+    `extra_sink` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
     """
     _check_launch(loaded.config, info)
     with with_places(loaded):
@@ -118,11 +121,11 @@ def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -
 
     def work(rendezvous: Rendezvous) -> int:
         try:
-            return run_rank(resolved, None, also, None, rendezvous)
+            return run_rank(resolved, None, extra_sink, None, rendezvous)
         except CorruptionError as error:
             first = info.rank - info.local_rank
-            of_this_agent = range(first, first + info.local_size)
-            if resolved.placement.on_corruption == "go_on" and not {*error.ranks}.isdisjoint(of_this_agent):
+            agent_ranks = range(first, first + info.local_size)
+            if resolved.placement.on_corruption == "go_on" and not {*error.ranks}.isdisjoint(agent_ranks):
                 torchrun.leave()
             raise
 
@@ -130,31 +133,36 @@ def training_as_rank(loaded: Loaded, info: RankInfo, also: Sink | None = None) -
 
 
 def run_rank(
-    resolved: Resolved, start: RunStart | None, also: Sink | None, prepared: Prepared | None, rendezvous: Rendezvous
+    resolved: Resolved,
+    start: RunStart | None,
+    extra_sink: Sink | None,
+    prepared: Prepared | None,
+    rendezvous: Rendezvous,
 ) -> int:
     """Train as one of the ranks, which have joined, and return the exit code.
 
     If another launcher started the ranks, `start` is None. In this case, rank 0 claims the run folder and tells the
-    other ranks where the run starts, and `also` is a sink of this rank. Otherwise, `also` is a sink of rank 0 only.
+    other ranks where the run starts, and `extra_sink` is a sink of this rank. Otherwise, `extra_sink` is a sink of rank
+    0 only.
     """
     # Load the initial weights first: their hash is added to the recipe, which is compared between ranks.
     placed = prepared or place(resolved.loaded, resolved.processes)
     loaded, info = placed.resolved.loaded, rendezvous.info
     stop = StopRequest()
     terminal = sys.stdout
-    with ExitStack() as held:
-        session = held.enter_context(open_recipe_rank(rendezvous, loaded))
-        where = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
-        where = f"{where}  host {rendezvous.rank_log.host}  device {session.device}\n"
-        terminal.write(where)  # in one write, because ranks share the terminal
+    with ExitStack() as stack:
+        session = stack.enter_context(open_recipe_rank(rendezvous, loaded))
+        rank_line = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
+        rank_line = f"{rank_line}  host {rendezvous.rank_log.host}  device {session.device}\n"
+        terminal.write(rank_line)  # in one write, because ranks share the terminal
         terminal.flush()
         claim = partial(recipe_folder.claim, loaded)
-        agreed = start or held.enter_context(run_folder.hold_run_folder(rendezvous, claim))
-        if agreed.done:
-            terminal.write(f"{agreed.done}\n" if info.rank == 0 else "")
+        run_start = start or stack.enter_context(run_folder.hold_run_folder(rendezvous, claim))
+        if run_start.done_message:
+            terminal.write(f"{run_start.done_message}\n" if info.rank == 0 else "")
             return EXIT_DONE
-        log = held.enter_context(rendezvous.rank_log.capture(agreed.folder / run_folder.LOGS / log_name(info.rank)))
-        log.write(where)
+        log = stack.enter_context(rendezvous.rank_log.capture(run_start.folder / run_folder.LOGS / log_name(info.rank)))
+        log.write(rank_line)
         if isinstance(placed, Placed):
             prepared = placed.open()
             if start is None and info.rank == 0:  # otherwise the parent process has warned
@@ -164,18 +172,18 @@ def run_rank(
         if info.size > 1:  # a single rank has no other rank to compare with, and needn't read samples
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
-        if agreed.checkpoint:
-            manifest, snapshot = read_alike(rendezvous, agreed.checkpoint, signing_key(prepared.run.key_file))
-            state = checked_state(agreed.checkpoint, snapshot, prepared.ready)
+        if run_start.checkpoint:
+            manifest, snapshot = read_alike(rendezvous, run_start.checkpoint, signing_key(prepared.run.key_file))
+            state = checked_state(run_start.checkpoint, snapshot, prepared.ready)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
             with with_places(loaded):
                 check_beginning(prepared.ready)
-        looks = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
-        look = held.enter_context(first_look(prepared.ready)) if looks else list
-        world = held.enter_context(session.open_world())
-        added = also if start is None or info.rank == 0 else None
-        training = RankTraining(prepared, rendezvous, world, agreed, resumed, (terminal, log), look, added)
+        probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
+        look = stack.enter_context(first_look(prepared.ready)) if probes else list
+        world = stack.enter_context(session.open_world())
+        rank_sink = extra_sink if start is None or info.rank == 0 else None
+        training = RankTraining(prepared, rendezvous, world, run_start, resumed, (terminal, log), look, rank_sink)
         return training.run(stop)
 
 
@@ -187,7 +195,7 @@ def warn(prepared: Prepared) -> None:
 
 def _check_launch(config: Config, info: RankInfo) -> None:
     """Raise UsageError if the launcher started the ranks in a way that doesn't match the configuration."""
-    goes_on = config.placement.on_corruption == "go_on"
+    continues = config.placement.on_corruption == "go_on"
     if info.launcher == "torchrun":
         agent = parent_command()
         torchrun.check_hosts(agent, os.environ)
@@ -195,16 +203,16 @@ def _check_launch(config: Config, info: RankInfo) -> None:
         if warning and info.rank == 0:
             run_folder.say(warning)
         torchrun.check_restarts(agent, os.environ, config.run.dir)
-        if goes_on:
+        if continues:
             torchrun.check_leaving(agent, os.environ)
-    elif goes_on:
+    elif continues:
         raise UsageError(
-            f"placement.on_corruption: go_on: the launcher ({info.launcher}) starts nothing again; use torchrun, "
-            f"lockstep launch --nodes FEWEST:MOST or lockstep train, or end"
+            f"placement.on_corruption: go_on requires a launcher that restarts ranks, got {info.launcher}; use "
+            f"torchrun, lockstep launch --nodes MIN:MAX or lockstep train, or set placement.on_corruption=end"
         )
-    asked = config.placement.processes
-    if asked not in ("auto", info.size):
+    requested = config.placement.processes
+    if requested not in ("auto", info.size):
         raise UsageError(
-            f"placement.processes: {asked} asked for, but the launcher says WORLD_SIZE={info.size}; "
-            f"start as many, or leave placement.processes out"
+            f"placement.processes: got {requested}, but the launcher started {info.size} processes (WORLD_SIZE); "
+            f"start {requested} processes, or unset placement.processes"
         )

@@ -33,20 +33,20 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
     try:
         records = _records(path)
     except UsageError as error:
-        records = _parse(b"")
-        warn(f"{error}; begun anew")
-    kept = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
-    wrong = os_error_as(HostError, f"{path}: not written")
-    with wrong, os.fdopen(plainfile.descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
-        file.truncate(len(_HEAD) + kept.nbytes)
+        records = _parse_records(b"")
+        warn(f"{error}; replaced by a new file")
+    kept_records = records[: np.searchsorted(records[:, 0] % _WEIGHTS, step, side="right")]
+    writing = os_error_as(HostError, f"{path}: not written")
+    with writing, os.fdopen(plainfile.descriptor(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
+        file.truncate(len(_HEAD) + kept_records.nbytes)
         file.write(_HEAD)
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
     """Append digests. Their steps must follow the steps in the file. Raises HostError if the file can't be written."""
-    records = np.array([(each.step | each.weights * _WEIGHTS, each.value) for each in digests], "<u8")
-    wrong = os_error_as(HostError, f"{path}: digests not written")
-    with wrong, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+    records = np.array([(digest.step | digest.weights * _WEIGHTS, digest.value) for digest in digests], "<u8")
+    writing = os_error_as(HostError, f"{path}: digests not written")
+    with writing, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
         file.write(records.tobytes())
 
 
@@ -58,15 +58,15 @@ def read(path: Path) -> list[Digest]:
 def _records(path: Path) -> NDArray[np.uint64]:
     """Return the records of a file, or no records if it doesn't exist. An incomplete last record is ignored."""
     head, data = _HEAD, b""
-    wrong = os_error_as(UsageError, f"{path}: cannot be read")
-    with wrong, suppress(FileNotFoundError), plainfile.reader(path) as file:
+    reading = os_error_as(UsageError, f"{path}: cannot be read")
+    with reading, suppress(FileNotFoundError), plainfile.reader(path) as file:
         head, data = file.read(len(_HEAD)), file.read()
     if head != _HEAD:
-        what = "of a newer version" if head.startswith(_HEAD[:8]) else "not a file of digests"
-        raise UsageError(f"{path}: {what}")
-    return _parse(data)
+        problem = "written by a newer version" if head.startswith(_HEAD[:8]) else "not a digest file"
+        raise UsageError(f"{path}: {problem}")
+    return _parse_records(data)
 
 
-def _parse(data: bytes) -> NDArray[np.uint64]:
+def _parse_records(data: bytes) -> NDArray[np.uint64]:
     """Return the complete records as an array of shape [n, 2]."""
     return np.frombuffer(data[: len(data) // _RECORD * _RECORD], "<u8").reshape(-1, 2)

@@ -59,19 +59,19 @@ _LONGEST_REASON: Final = 500
 class Claim:
     """A run folder that this start has locked.
 
-    - `made`: The folders that were created for it, innermost first.
+    - `created`: The folders that were created for it, innermost first.
     - `checkpoint`: The checkpoint to resume from, if any.
     - `notes`: Lines for the user.
-    - `done`: The message for a run that is complete. Empty for any other run.
+    - `done_message`: The message for a run that is complete. Empty for any other run.
     - `before`: The state that the last start left in the folder.
     """
 
     folder: Path
     lock: Lock
-    made: list[Path]
+    created: list[Path]
     checkpoint: Path | None = None
     notes: list[str] = field(default_factory=list)
-    done: str = ""
+    done_message: str = ""
     before: "LastStart" = field(default_factory=lambda: LastStart(None, 0))
 
     @contextmanager
@@ -81,7 +81,7 @@ class Claim:
         If the error is a mistake of the user and the run hasn't begun, the folder is restored: a folder created for
         this start is removed, and result.json is the file of the previous start.
         """
-        with self.lock, _settle_on_error(self.folder, self.made, self.before):
+        with self.lock, _settle_on_error(self.folder, self.created, self.before):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
@@ -110,11 +110,11 @@ class LastStart:
 
 @dataclass(frozen=True)
 class RunStart:
-    """The start of a run: its folder, the checkpoint to resume from, and the message `done` if the run is complete."""
+    """The start of a run: its folder, the checkpoint to resume from, and `done_message` if the run is complete."""
 
     folder: Path
     checkpoint: Path | None
-    done: str = ""
+    done_message: str = ""
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
             say(note)
         path = rendezvous.tell(str(claim.checkpoint or "") if claim else "")
         folder = rendezvous.tell(str(claim.folder) if claim else "")
-        done = rendezvous.tell(claim.done if claim else "")
+        done = rendezvous.tell(claim.done_message if claim else "")
         if claim:
             rendezvous.keep_failure = claim.keep_failure
             if (context := WORKER_CONTEXT.get()) is not None and context.claimed is not None:
@@ -140,21 +140,21 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     `done` returns a message if the run is complete, else "". `begin` returns the checkpoint to resume from, if any, and
     notes for the user. Raises UsageError if the folder is in use or can't be used.
     """
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     _refuse_foreign(folder)
-    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose another run.dir"):
-        held = lock(folder)
+    with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
+        folder_lock = lock(folder)
     try:
-        if words := done():
-            return Claim(folder, held, made, done=words)
+        if done_words := done():
+            return Claim(folder, folder_lock, created, done_message=done_words)
         before = LastStart.read(folder)
-        with _settle_on_error(folder, made, before):
+        with _settle_on_error(folder, created, before):
             checkpoint_path, notes = begin()
         (folder / RESULT).unlink(missing_ok=True)  # a script could mistake it for the result of this start
     except BaseException:
-        held.release()
+        folder_lock.release()
         raise
-    return Claim(folder, held, made, checkpoint_path, notes, before=before)
+    return Claim(folder, folder_lock, created, checkpoint_path, notes, before=before)
 
 
 def claim_own(folder: Path, key: bytes | None) -> Claim:
@@ -162,7 +162,7 @@ def claim_own(folder: Path, key: bytes | None) -> Claim:
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
-            raise UsageError(f"{folder}: holds a run of a recipe, which its loop did not make; choose another dir")
+            raise UsageError(f"{folder}: contains a run of a recipe, not of a custom loop; choose a different dir")
         newest = store.newest(folder / store.FOLDER, key)
         return (None, []) if newest is None else (newest.path, checkpoint_warnings(newest))
 
@@ -229,15 +229,15 @@ def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
 def keep_failure(folder: Path, failure: Failure) -> None:
     """Write result.json for a failed start: the first line of the error, its cause, ranks and host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
-    found = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
+    outcome = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
     # If an audit named ranks, the reason contains their hosts. `failure.host` is the host of the reporting rank.
-    where = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
+    location = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
     with suppress(TrainingError):  # don't hide the original error
-        conclude(folder, {"event": "failed", "time": time.time(), **found, **where})
+        conclude(folder, {"event": "failed", "time": time.time(), **outcome, **location})
 
 
 @contextmanager
-def _settle_on_error(folder: Path, made: Sequence[Path], before: LastStart) -> Iterator[None]:
+def _settle_on_error(folder: Path, created: Sequence[Path], before: LastStart) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -246,14 +246,14 @@ def _settle_on_error(folder: Path, made: Sequence[Path], before: LastStart) -> I
             failure = replace(failure, text=str(error))
         if not before.is_refused(folder, failure):
             settle(folder, failure.exit_code, failure)
-        elif made and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
-            _remove(folder, made)
+        elif created and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
+            _remove(folder, created)
         elif before.result is not None:  # restore the reason of the previous start
             _write(folder / RESULT, before.result.decode(errors="replace"))
         raise
 
 
-def _remove(folder: Path, made: Sequence[Path]) -> None:
+def _remove(folder: Path, created: Sequence[Path]) -> None:
     """Remove the folders and files that a rejected start created. Any other files are kept."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
@@ -261,8 +261,8 @@ def _remove(folder: Path, made: Sequence[Path]) -> None:
         (folder / LOGS).rmdir()
     with suppress(OSError):
         (folder / LOCK).unlink()
-        for each in made:
-            each.rmdir()
+        for parent in created:
+            parent.rmdir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -286,12 +286,12 @@ def _refuse_foreign(folder: Path) -> None:
     folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]
     folders += (folder / store.FOLDER).glob("step-*")
     paths = [folder / name for name in _FILES]
-    if strange := next((path for path in paths if path.exists() and not path.is_file()), None):
-        raise UsageError(f"{strange}: not a file, as a run writes it; move it away, or choose another run.dir")
-    paths += [*folders, *(path for each in folders if each.is_dir() for path in each.iterdir())]
+    if irregular := next((path for path in paths if path.exists() and not path.is_file()), None):
+        raise UsageError(f"{irregular}: must be a regular file; move it away, or choose a different run.dir")
+    paths += [*folders, *(path for subfolder in folders if subfolder.is_dir() for path in subfolder.iterdir())]
     for path in paths:
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
             raise UsageError(
-                f"{path}: a link that leads out of the run folder, to {path.readlink()}; put there what it leads to, "
-                f"or let the run folder itself be a link"
+                f"{path}: is a link out of the run folder, to {path.readlink()}; replace the link by its target, or "
+                f"make the run folder itself a link"
             )

@@ -40,17 +40,17 @@ def run_folders(*folders: Path) -> Iterator[Path]:
 
     A run is yielded once, even if links lead to it. Raises UsageError if a folder doesn't exist or can't be read.
     """
-    found = set()
+    real_paths = set()
     for folder in folders:
         try:
             for run in _below(folder, _DEEPEST):
-                if (real := os.path.realpath(run)) not in found:
-                    found.add(real)
+                if (real := os.path.realpath(run)) not in real_paths:
+                    real_paths.add(real)
                     yield run
         except FileNotFoundError:
-            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder that has some") from None
+            raise UsageError(f"{folder}: no such folder; name a run folder, or a folder with run folders") from None
         except OSError as error:
-            raise UsageError(f"{error.filename}: cannot be looked into: {error.strerror}") from error
+            raise UsageError(f"{error.filename}: cannot be searched: {error.strerror}") from error
 
 
 def record_job(folder: Path, submitted: Submitted) -> None:
@@ -64,29 +64,29 @@ def job_of(folder: Path) -> Submitted | None:
         match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
-        raise ValueError("not a job's record")
+        raise ValueError("not a job record")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it holds the number of the job") from error
+        raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it should contain the job ID") from error
 
 
 def failure(folder: Path) -> str:
     """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure."""
-    found = json_in(folder / RESULT)
-    reason = found.get("reason") if found.get("event") == "failed" else None
+    result = json_in(folder / RESULT)
+    reason = result.get("reason") if result.get("event") == "failed" else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
 
 
 def machine_of(folder: Path) -> str:
     """Describe CPU cores, GPUs and torch version of a run, from environment.json. Returns "" if it can't be read."""
-    found = json_in(folder / _ENVIRONMENT)
-    cpu, packages, gpus = found.get("cpu"), found.get("packages"), found.get("gpus")
+    environment = json_in(folder / _ENVIRONMENT)
+    cpu, packages, gpus = environment.get("cpu"), environment.get("packages"), environment.get("gpus")
     cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
-    words = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
-    words += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
-    words += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
-    return printable_line(", ".join(words))[:_LONGEST_MACHINE]
+    parts = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
+    parts += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
+    parts += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
+    return printable_line(", ".join(parts))[:_LONGEST_MACHINE]
 
 
 def is_held(folder: Path) -> bool:
@@ -118,7 +118,7 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
 def json_in(file: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file, or an empty mapping if it can't be read."""
     try:
-        found = plainfile.parse_json(plainfile.content(file, _LARGEST))
+        content = plainfile.parse_json(plainfile.content(file, _LARGEST))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

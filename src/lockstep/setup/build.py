@@ -39,8 +39,8 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check
 from lockstep.parallel.weights import computing_in
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
-from lockstep.setup.first_weights import First
-from lockstep.setup.optimizing import optimizer, special_settings, with_each
+from lockstep.setup.first_weights import FirstWeights
+from lockstep.setup.optimizing import optimizer, optimizer_factories, special_settings
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
 from lockstep.tasks.base import Build, Problem, Task
@@ -58,15 +58,15 @@ class Setup:
     problem: Problem
     steps: Steps
     summary: Summary  # of the model, as it is trained
-    special: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters
+    parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters
     blank: Build  # builds the model with arbitrary weights
     uncut: Build  # builds the model with its first weights and without chunks
     warnings: tuple[str, ...]  # about settings that are valid, but probably not intended
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # the task, and why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    first: First | None = None  # the first weights, if they don't come from the seed
-    taken: Fit | None = None  # how the first weights fit the model
+    first: FirstWeights | None = None  # the first weights, if they don't come from the seed
+    fit: Fit | None = None  # how the first weights fit the model
     guarded: bool = True  # whether code that would make results depend on the placement is rejected
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
@@ -76,7 +76,7 @@ class Setup:
 
     def settings_of(self, name: str) -> Mapping[str, Any]:
         """Return the optimizer settings that only apply to the parameter `name`."""
-        return self.special.get(name, {})
+        return self.parameter_settings.get(name, {})
 
     @property
     def task(self) -> Task:
@@ -100,22 +100,22 @@ class Setup:
         )
 
     def loader(
-        self, world: World, data_rank: DataRank, workers: int, beside: Callable[[Step], int | None] | None = None
+        self, world: World, data_rank: DataRank, workers: int, extra: Callable[[Step], int | None] | None = None
     ) -> Loader:
-        """Return the loader of this process, which is `data_rank`. For `beside`, see `extra` of Loader."""
+        """Return the loader of this process, which is `data_rank`. For `extra`, see Loader."""
         recipe, task, device = self.recipe, self.task, world.device
-        change = transforms_of(recipe, self.data, device)
+        transforms = transforms_of(recipe, self.data, device)
         weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
         return Loader(
             data=self.data,
             steps=self.steps,
             microbatches=recipe.microbatches,
-            transforms=change,
+            transforms=transforms,
             device=device,
             seed=recipe.seed,
             data_rank=data_rank,
             workers=workers,
-            extra=beside,
+            extra=extra,
             weigh=weigh,
         )
 
@@ -132,12 +132,19 @@ def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
 def tuning_of(recipe: Recipe) -> Tuning:
     """Return the changes that the recipe makes to a model after it is built."""
     lora = None
-    if (given := recipe.model.lora) is not None:
-        lora = Lora(given.target_modules, given.r, given.alpha, given.dropout, given.rslora, given.train)
+    if (lora_config := recipe.model.lora) is not None:
+        lora = Lora(
+            lora_config.target_modules,
+            lora_config.r,
+            lora_config.alpha,
+            lora_config.dropout,
+            lora_config.rslora,
+            lora_config.train,
+        )
     return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
-def setup(recipe: Recipe, first: First | None = None) -> Setup:
+def setup(recipe: Recipe, first: FirstWeights | None = None) -> Setup:
     """Open the data, check model, loss and optimizer with it, and return all of them.
 
     `first` are the first weights, if they don't come from the seed (setup/first_weights.py). Every mistake raises
@@ -155,11 +162,11 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
     _check_batchnorm(recipe, summary)
     chunked = chunk_layouts(models.uncut, recipe.model)
     if recipe.model.chunks > 1:
-        _check_model(recipe, steps, task, models.cut, example, evaluation)
+        _check_model(recipe, steps, task, models.chunked, example, evaluation)
     inputs = _check_computing(recipe, task, models, summary, example, evaluation)
-    special = _check_optimizer(recipe, models, summary)
+    parameter_settings = _check_optimizer(recipe, models, summary)
     check_rate(recipe, steps)
-    taken = None if first is None else first.into(on_meta(models.uncut if first.adapted else models.plain))
+    fit = None if first is None else first.load_into(on_meta(models.uncut if first.adapted else models.plain))
     return Setup(
         recipe=recipe,
         data=data,
@@ -171,13 +178,13 @@ def setup(recipe: Recipe, first: First | None = None) -> Setup:
         ),
         steps=steps,
         summary=summary.stored(stored_dtype(recipe.precision)),
-        special=special,
-        blank=models.cut,
+        parameter_settings=parameter_settings,
+        blank=models.chunked,
         uncut=partial(initialise, models.first, recipe.seed),
-        warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, taken)),
+        warnings=(*data.warnings, *_warnings(recipe, steps, summary, first, fit)),
         source=source_digests(import_paths(recipe).values()),  # last, because importing user code may change sys.path
         first=first,
-        taken=taken,
+        fit=fit,
         task_line=task_line,
         chunked=chunked,
     )
@@ -188,11 +195,11 @@ class _Models(NamedTuple):
 
     plain: Build  # as in its library, with arbitrary weights
     uncut: Build  # with adapters and frozen parameters
-    cut: Build  # also in chunks
+    chunked: Build  # also in chunks
     first: Build  # `uncut`, with its first weights
 
 
-def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
+def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Models:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
@@ -201,17 +208,19 @@ def _models(recipe: Recipe, data: DataSet, first: First | None) -> _Models:
     return _Models(
         plain=plain,
         uncut=uncut,
-        cut=partial(build_in_chunks, uncut, recipe.model),
+        chunked=partial(build_in_chunks, uncut, recipe.model),
         first=partial(build_finetuned, pretrained, tuning, first),
     )
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
     """Run a model and the task on as many samples as the smallest micro-batch has, and on two samples in evaluation."""
-    seen = task.inputs(repeat_samples(evaluation, 2))
-    learned = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
+    training_inputs = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
     check = partial(_check_task, task, example)
-    return check_model(build, name=recipe.model.name, evaluation=seen, training=learned, check=check)
+    return check_model(
+        build, name=recipe.model.name, evaluation=evaluation_inputs, training=training_inputs, check=check
+    )
 
 
 def _check_computing(
@@ -223,44 +232,52 @@ def _check_computing(
     if recipe.model.sequence_chunks > 1:
         if summary.batchnorm:
             raise UsageError(
-                f"recipe.model.sequence_chunks: model {name} has BatchNorm, which would normalise over a chunk; leave "
-                f"the key out, or use another model"
+                f"recipe.model.sequence_chunks: model {name} has BatchNorm layers, which would normalize each chunk "
+                f"separately; unset recipe.model.sequence_chunks, or use a different model"
             )
-        given, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
-        inputs = check_sequences(models.cut, task, given, chunks, f"model {name}")
+        batch, chunks = repeat_samples(example, 2), recipe.model.sequence_chunks
+        inputs = check_sequences(models.chunked, task, batch, chunks, f"model {name}")
     if dtype is not None:
-        check_dtype(models.cut, computing_in, name=name, inputs=task.inputs(repeat_samples(evaluation, 2)), dtype=dtype)
+        check_dtype(
+            models.chunked, computing_in, name=name, inputs=task.inputs(repeat_samples(evaluation, 2)), dtype=dtype
+        )
     return inputs
 
 
 def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
     """Check the optimizer with each distinct setting, and return the settings of individual parameters."""
-    special, stored = special_settings(recipe, [*summary.trained], models.cut), stored_dtype(recipe.precision)
-    for make in with_each(recipe, special):
+    parameter_settings, stored = (
+        special_settings(recipe, [*summary.trained], models.chunked),
+        stored_dtype(recipe.precision),
+    )
+    for make in optimizer_factories(recipe, parameter_settings):
         check_optimizer(make, summary.dims)
         if stored is not None:
             check_stored(make, stored)
     if ":" in recipe.optimizer.name:
         check_own(recipe.optimizer.name, optimizer(recipe))
-    return special
+    return parameter_settings
 
 
-def _warnings(recipe: Recipe, steps: Steps, summary: Summary, first: First | None, taken: Fit | None) -> Iterator[str]:
+def _warnings(
+    recipe: Recipe, steps: Steps, summary: Summary, first: FirstWeights | None, fit: Fit | None
+) -> Iterator[str]:
     if summary.batchnorm:
         yield from few_samples(recipe, steps)
-    if first is not None and taken is not None and (taken.fresh or taken.left_over):
-        yield f"first weights from {first.place}: {taken}"
+    if first is not None and fit is not None and (fit.fresh or fit.left_over):
+        yield f"first weights from {first.label}: {fit}"
 
 
 def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
     if recipe.batchnorm == "sync" and not summary.batchnorm:
         raise UsageError(
-            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that trains; leave the key out"
+            f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that computes batch statistics; "
+            f"unset recipe.batchnorm"
         )
     if recipe.batchnorm == "local" and summary.synchronised:
         raise UsageError(
-            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, and recipe.batchnorm is "
-            f"local; write batchnorm: sync, to normalise over all micro-batches of a step, or give the model "
+            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
+            f"local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or build the model with "
             f"torch.nn.BatchNorm layers"
         )
 

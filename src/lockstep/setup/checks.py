@@ -17,7 +17,7 @@ from lockstep.parallel.optimizer_trials import check_updates
 from lockstep.parallel.pipeline.state import check_separable
 from lockstep.setup.build import Setup
 from lockstep.setup.examples import examples
-from lockstep.setup.optimizing import optimizer, with_each
+from lockstep.setup.optimizing import optimizer, optimizer_factories
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import check_strategy
 from lockstep.strategies.base import CutsModel, ExternalEngine
@@ -34,23 +34,25 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     resolve_backend(placement.backend, on_gpu)
     if not on_gpu:
         check_precision(recipe.precision, torch.device("cpu"))  # on a GPU, each rank checks its own device
-    shares = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
-    check_strategy(resolved.strategy_name, strategy, resolved.processes, shares)
+    microbatches = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
+    check_strategy(resolved.strategy_name, strategy, resolved.processes, microbatches)
     _check_compile(resolved)
     if not training:
         return
     if placement.audit_every is not None and isinstance(strategy, ExternalEngine):
         raise UsageError(
-            f"placement.audit_every: strategy {resolved.strategy_name} repeats no micro-batch; leave audit_every out, "
-            f"or use ddp, zero1, zero2, zero3 or hsdp"
+            f"placement.audit_every: strategy {resolved.strategy_name} does not support audits; unset "
+            f"placement.audit_every, or use strategy ddp, zero1, zero2, zero3 or hsdp"
         )
     if placement.audit_every is not None and not strategy.traits.audits:
         raise UsageError(
-            f"placement.audit_every: under strategy {resolved.strategy_name}, with these options, no two ranks have "
-            f"the same weights, so nothing can be compared; leave audit_every out"
+            f"placement.audit_every: strategy {resolved.strategy_name} with these options has no two ranks with the "
+            f"same weights to compare; unset placement.audit_every"
         )
     if placement.on_corruption == "go_on" and placement.audit_every is None:
-        raise UsageError("placement.on_corruption: go_on: only audits find who is wrong; set placement.audit_every too")
+        raise UsageError(
+            "placement.on_corruption: go_on requires audits, which find the faulty ranks; set placement.audit_every"
+        )
     _check_batchnorm(resolved)
     _check_sequences(resolved)
     _check_updates(resolved, recipe.model.chunks > 1, [optimizer(recipe)], {stored_dtype(recipe.precision)})
@@ -63,18 +65,19 @@ def _check_compile(resolved: Resolved) -> None:
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
-            "recipe.compile: layers in chunks are called one chunk after the other, which torch.compile cannot follow; "
-            "set it to false, or leave recipe.model.chunks out"
+            "recipe.compile: not supported with recipe.model.chunks, because torch.compile cannot trace layers that "
+            "are called one chunk after the other; set recipe.compile=false, or unset recipe.model.chunks"
         )
     if recipe.compile and computing_dtype(recipe.precision) is not None:
         raise UsageError(
-            f"recipe.compile: with recipe.precision {recipe.precision} nothing has shown that a compiled model gives "
-            f"the same bits everywhere; use precision bf16 or fp16, or set recipe.compile to false"
+            f"recipe.compile: not supported with recipe.precision={recipe.precision}, because a compiled model has not "
+            f"been shown to give the same bits on every placement; set recipe.precision to bf16 or fp16, or set "
+            f"recipe.compile=false"
         )
     if recipe.compile and not resolved.strategy.traits.compiles:
         raise UsageError(
-            f"recipe.compile: strategy {resolved.strategy_name} takes the backward of a block apart, and a compiled "
-            f"block does it as one; use another schedule, such as 1f1b, or set it to false"
+            f"recipe.compile: strategy {resolved.strategy_name} splits the backward of each block, which a compiled "
+            f"block does not support; use a different schedule, such as 1f1b, or set recipe.compile=false"
         )
 
 
@@ -83,19 +86,23 @@ def _check_batchnorm(resolved: Resolved) -> None:
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
-    key, count = "recipe.batchnorm: sync", recipe.microbatches
+    key, microbatches = "recipe.batchnorm: sync", recipe.microbatches
     if recipe.model.chunks > 1:
-        raise UsageError(f"{key}: a model in chunks is called once for each; leave recipe.model.chunks out")
+        raise UsageError(
+            f"{key}: not supported with recipe.model.chunks, because the model is called once per chunk; unset "
+            f"recipe.model.chunks"
+        )
     _check_waiting(resolved, key)
     if not strategy.traits.syncs_batchnorm:
         raise UsageError(
-            f"{key}: under strategy {resolved.strategy_name} the forwards of a step do not reach a layer together; use "
-            f"single, ddp or zero1, or with {count} processes zero2, zero3 or hsdp"
+            f"{key}: strategy {resolved.strategy_name} does not run the forwards of a step together, layer by layer; "
+            f"use strategy single, ddp or zero1, or zero2, zero3 or hsdp with {microbatches} processes"
         )
-    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < count:
+    if strategy.mesh(resolved.processes).shard > 1 and resolved.processes < microbatches:
         raise UsageError(
-            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch after the other, and "
-            f"{resolved.processes} processes have {count}; use as many processes as micro-batches, or ddp or zero1"
+            f"{key}: strategy {resolved.strategy_name} gathers parameters for one micro-batch at a time, but "
+            f"{resolved.processes} processes share {microbatches} micro-batches; use {microbatches} processes, or "
+            f"strategy ddp or zero1"
         )
 
 
@@ -103,11 +110,14 @@ def _check_waiting(resolved: Resolved, key: str) -> None:
     """Raise UsageError for settings that don't work if forwards wait for each other, which `key` requires."""
     placement = resolved.placement
     if resolved.recipe.compile:
-        raise UsageError(f"{key}: a compiled block cannot wait in its middle for others; set recipe.compile to false")
+        raise UsageError(
+            f"{key}: not supported with recipe.compile, because a compiled block cannot wait for other forwards in its "
+            f"middle; set recipe.compile=false"
+        )
     if placement.recompute != "none":
         raise UsageError(
-            f"{key}: a block that computes its activations again would wait for others in its backward; leave "
-            f"placement.recompute out"
+            f"{key}: not supported with placement.recompute, because a block that is recomputed in the backward would "
+            f"wait for other forwards; unset placement.recompute"
         )
 
 
@@ -118,24 +128,25 @@ def _check_sequences(resolved: Resolved) -> None:
     mesh = strategy.mesh(resolved.processes)
     context_size = mesh.spread.context if strategy.traits.spreads_sequences else mesh.context
     if chunks % context_size:
-        fitting = ", ".join(map(str, divisors(chunks)))
+        valid_counts = ", ".join(map(str, divisors(chunks)))
         raise UsageError(
-            f"{key}: {context_size} processes cannot share chunks of which each sequence has {chunks}; let a replica "
-            f"have {fitting} (placement.strategy.replicate is the number of replicas), or set the key to a multiple of "
-            f"{context_size}, which is another recipe: other bits"
+            f"{key}: {chunks} is not divisible by {context_size}, the number of processes that share a sequence; use "
+            f"{valid_counts} processes per replica (placement.strategy.replicate is the number of replicas), or set "
+            f"{key} to a multiple of {context_size}, which is a different recipe and changes the results"
         )
     if chunks == 1:
         return
     if not strategy.traits.cuts_sequences:
         raise UsageError(
-            f"{key}: strategy {resolved.strategy_name} does not compute sequences in chunks; use strategy context, "
-            f"tensor, pipeline by any schedule but zero_bubble, single, zero1, ddp without compress, or mesh likewise, "
-            f"without expert"
+            f"{key}: strategy {resolved.strategy_name} does not support sequence chunks; use strategy context, tensor, "
+            f"single, zero1, ddp without compress, pipeline with any schedule except zero_bubble, or mesh without "
+            f"expert and zero_bubble"
         )
     if strategy.mesh(resolved.processes).shard > 1 and context_size != chunks:
         raise UsageError(
-            f"{key}: with shard, strategy {resolved.strategy_name} gathers parameters for one chunk at a time, so each "
-            f"process has one; set context to {chunks}, or leave shard out"
+            f"{key}: strategy {resolved.strategy_name} with shard gathers parameters for one chunk at a time, so each "
+            f"process needs exactly one chunk; set placement.strategy.context={chunks}, or unset "
+            f"placement.strategy.shard"
         )
     _check_waiting(resolved, key)
 
@@ -145,12 +156,12 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
     strategy = resolved.strategy
     needs_whole_updates(resolved, ready)
     if isinstance(strategy, ExternalEngine):
-        for make in with_each(ready.recipe, ready.special)[1:]:
+        for make in optimizer_factories(ready.recipe, ready.parameter_settings)[1:]:
             strategy.check_recipe(resolved.numerics, make)
         strategy.check_trained({name: form.dtype for name, form in ready.summary.trained.items()})
     if isinstance(strategy, CutsModel):
-        whole = ready.recipe.compile
-        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole)
+        whole_blocks = ready.recipe.compile
+        strategy.check_model(ready.blank, ready.problem.example, resolved.processes, whole_blocks=whole_blocks)
         check_separable(ready.optimizer, ready.summary.dims, resolved.strategy_name)
 
 
@@ -163,7 +174,7 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
     dtypes = {stored}
     if stored is None:  # the model itself may have weights in 16 bits
         dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
-    return _check_updates(resolved, bool(ready.chunked), with_each(ready.recipe, ready.special), dtypes)
+    return _check_updates(resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes)
 
 
 def _check_updates(
@@ -196,9 +207,9 @@ def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) 
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)
-    if found := cuda_refusals(ready, training=training):
-        listed = "".join(f"\n  {each}" for each in found)
+    if refusals := cuda_refusals(ready, training=training):
+        lines = "".join(f"\n  {refusal}" for refusal in refusals)
         raise UsageError(
-            f"model {ready.recipe.model.name}: on CUDA it would not give the same bits each time:{listed}\n"
-            f"Change these, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
+            f"model {ready.recipe.model.name}: these operations are not deterministic on CUDA:{lines}\n"
+            f"Replace them, or use placement.device=cpu (docs/gpu.md#deterministic-kernels-on-cuda)"
         )

@@ -22,8 +22,9 @@ from lockstep.setup.examples import examples, repeat_samples
 from lockstep.tasks.base import Task
 
 ADVICE: Final = (
-    "between a colwise and a rowwise layer each feature, or head, must be treated by itself: give the kind colwise:2 "
-    "to a layer whose outputs are split in two, such as a GLU's, count heads by heads:NAMES, or let it be whole"
+    "between a colwise and a rowwise layer, each feature or head must be computed independently: use colwise:2 for a "
+    "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
+    "heads, or keep the layer whole"
 )
 # Relative to the largest magnitude. Chunks add in a different order, which differs far less. A different function
 # differs far more.
@@ -48,8 +49,8 @@ def check_plan(ready: Setup) -> list[str]:
         return []
     if parameters > LARGEST:
         return [
-            f"recipe.model: the model in chunks was not compared with the whole model, of which {parameters:,} "
-            f"parameters would be copied twice; `lockstep verify` compares them"
+            f"recipe.model: the model in chunks was not compared with the whole model, because this would copy "
+            f"{parameters:,} parameters twice; run `lockstep verify` to compare them"
         ]
     try:
         check_chunks(ready, quickly=True)
@@ -69,9 +70,9 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
         cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
-        found = (quick_departure if quickly else chunk_departure)(whole, cut_features, inputs)
-    if found:
-        raise VerificationError(f"recipe.model.plan: {describe(found, config.chunks)}; {ADVICE}")
+        departure = (quick_departure if quickly else chunk_departure)(whole, cut_features, inputs)
+    if departure:
+        raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
 
 
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
@@ -83,19 +84,19 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
         return
     cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
     with generators_kept(), new_tensors_dropped():
-        found = quick_departure(copy.deepcopy(model), cut_features, inputs)
-    if found:
+        departure = quick_departure(copy.deepcopy(model), cut_features, inputs)
+    if departure:
         raise UsageError(
-            f"{path}: recipe.model.plan: {describe(found, config.chunks)}; these weights were trained in chunks, "
-            f"and the whole model does not compute what they learned: `lockstep eval` computes in chunks"
+            f"{path}: recipe.model.plan: {describe(departure, config.chunks)}, so the whole model does not match these "
+            f"weights, which were trained in chunks; use `lockstep eval`, which computes in chunks"
         )
 
 
-def describe(found: Departure, chunks: int) -> str:
+def describe(departure: Departure, chunks: int) -> str:
     """Return which part differs, and by how much."""
     return (
-        f"in {chunks} chunks {found[0] or 'the model'} computes something else than whole: its outputs differ by "
-        f"{found[1]:.2g} of the largest"
+        f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
+        f"{departure[1]:.2g} of the largest value"
     )
 
 
@@ -104,17 +105,20 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
     config, name = ready.recipe.model, ready.problem.name
     if config.sequence_chunks == 1:
         return
-    features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _whole
+    cut_features = (
+        partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _keep_whole
+    )
     with generators_kept(), new_tensors_dropped():
         example, _ = examples(ready.recipe, ready.data)
         batch = repeat_samples(example, _SAMPLES)
         whole = ready.uncut().eval()
-        found = sequence_departure(whole, ready.task, batch, config.sequence_chunks, features, bounds)
-    if found:
+        departure = sequence_departure(whole, ready.task, batch, config.sequence_chunks, cut_features, bounds)
+    if departure:
         raise VerificationError(
-            f"recipe.model.sequence_chunks: in {config.sequence_chunks} chunks {name} computes something else than "
-            f"whole: {found[0]} differs by {found[1]:.2g} of the largest value; outside of attention it must treat "
-            f"each position by itself, where position_ids place it: no convolution, pooling or shift along a sequence"
+            f"recipe.model.sequence_chunks: {name} computes different values in {config.sequence_chunks} chunks than "
+            f"on whole sequences: {departure[0]} differs by {departure[1]:.2g} of the largest value; outside of "
+            f"attention, compute each position independently and at its position_ids, without convolution, pooling or "
+            f"shift along the sequence"
         )
 
 
@@ -132,14 +136,14 @@ def quick_departure(
     first = next(iter(tensors_of(inputs)), None)
     samples = len(first) if first is not None and first.ndim else 0
 
-    def few(tensor: Tensor) -> Tensor:
+    def first_samples(tensor: Tensor) -> Tensor:
         return tensor[:_SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
 
     def cropped(tensor: Tensor) -> Tensor:
         sequence = tensor.ndim == 2 and not tensor.is_floating_point()
-        return few(tensor)[:, :_POSITIONS] if sequence else few(tensor)
+        return first_samples(tensor)[:, :_POSITIONS] if sequence else first_samples(tensor)
 
-    for select in (cropped, few):
+    for select in (cropped, first_samples):
         try:
             return chunk_departure(whole, cut_features, map_tensors(select, inputs), run, QUICKLY)
         except Exception:  # a user's model may raise anything
@@ -182,15 +186,17 @@ def feature_departure(
     """
     names = [*region_names(in_chunks), ""]
 
-    def compare(given: T) -> Iterator[Departure]:
-        expected, found = (_outputs(partial(run, model, given), model, names) for model in (whole, in_chunks))
-        for name, outputs in expected.items():
-            yield name, max(map(_distance, outputs, found[name]), default=0.0)
+    def compare(batch: T) -> Iterator[Departure]:
+        whole_outputs, chunk_outputs = (
+            _outputs(partial(run, model, batch), model, names) for model in (whole, in_chunks)
+        )
+        for name, outputs in whole_outputs.items():
+            yield name, max(map(_distance, outputs, chunk_outputs[name]), default=0.0)
 
     return _first_beyond_bound((whole, in_chunks), inputs, compare, bounds)
 
 
-def _whole(_: nn.Module) -> dict[str, Chunked]:
+def _keep_whole(_: nn.Module) -> dict[str, Chunked]:
     """Leave the features of a model whole."""
     return {}
 
@@ -200,7 +206,7 @@ def sequence_departure(
     task: Task,
     batch: Batch,
     chunks: int,
-    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _whole,
+    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _keep_whole,
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
     """Return the first difference in sequence chunks, of the loss or a gradient, or None if there is none.
@@ -210,31 +216,36 @@ def sequence_departure(
     in_chunks = copy.deepcopy(whole)
     chunked = cut_features(in_chunks)
 
-    def compare(given: Batch) -> Iterator[Departure]:
-        loss, gradients = _loss_and_gradients(whole, task.loss(call(whole, task.inputs(given)), given))
-        added, found = _loss_and_gradients(in_chunks, torch.stack(losses_in(in_chunks, task, given, chunks)).sum())
-        yield "the loss", _distance(loss, added)
+    def compare(sample_batch: Batch) -> Iterator[Departure]:
+        loss, gradients = _loss_and_gradients(whole, task.loss(call(whole, task.inputs(sample_batch)), sample_batch))
+        chunk_loss, chunk_gradients = _loss_and_gradients(
+            in_chunks, torch.stack(losses_in(in_chunks, task, sample_batch, chunks)).sum()
+        )
+        yield "the loss", _distance(loss, chunk_loss)
         # The same scale for all gradients, because a gradient that is zero except for rounding, such as that of a key
         # bias, has no meaningful scale.
-        scale = torch.stack([each.abs().max() for each in gradients.values()]).max()
+        scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
-            yield f"the gradient of {name}", _distance(expected, found.get(name, torch.zeros_like(expected)), scale)
+            yield (
+                f"the gradient of {name}",
+                _distance(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
+            )
 
     return _first_beyond_bound((whole, in_chunks), batch, compare, bounds)
 
 
 def _first_beyond_bound(
-    models: Sequence[nn.Module], given: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
+    models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
     """Return the first difference that rounding doesn't explain, in float64, or in float32 if kernels require it."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)
-        inputs = map_tensors(lambda each: each.to(dtype) if each.is_floating_point() else each, given)  # noqa: B023
+        inputs = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)  # noqa: B023
         try:
             # NaN exceeds every bound.
-            return next(((what, distance) for what, distance in compare(inputs) if not distance <= bound), None)
+            return next(((name, distance) for name, distance in compare(inputs) if not distance <= bound), None)
         except RuntimeError:
             if dtype is torch.float32:
                 raise
@@ -243,31 +254,33 @@ def _first_beyond_bound(
 
 def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
     """Return the tensors that each named module returned, in the order of its calls."""
-    seen: dict[str, list[Tensor]] = {}
-    hooks = [model.get_submodule(name).register_forward_hook(partial(_keep, seen, name)) for name in names]
+    outputs: dict[str, list[Tensor]] = {}
+    hooks = [model.get_submodule(name).register_forward_hook(partial(_record_outputs, outputs, name)) for name in names]
     with torch.no_grad():
         run()
     for hook in hooks:
         hook.remove()
-    return seen
+    return outputs
 
 
-def _keep(seen: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-    seen.setdefault(name, []).extend(tensors_of(outputs))
+def _record_outputs(
+    recorded: dict[str, list[Tensor]], name: str, _module: nn.Module, _inputs: Any, outputs: Any
+) -> None:
+    recorded.setdefault(name, []).extend(tensors_of(outputs))
 
 
 def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = torch.autograd.grad(loss, [*parameters.values()], allow_unused=True)
-    found = zip(parameters, gradients, strict=True)
-    return loss.detach(), {name: gradient for name, gradient in found if gradient is not None}
+    pairs = zip(parameters, gradients, strict=True)
+    return loss.detach(), {name: gradient for name, gradient in pairs if gradient is not None}
 
 
-def _distance(one: Tensor, other: Tensor, scale: Tensor | None = None) -> float:
+def _distance(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
     """Return the largest difference relative to `scale`, or to the largest magnitude of `one`."""
-    if one.shape != other.shape:
+    if expected.shape != actual.shape:
         return float("inf")
-    if not one.numel() or not one.is_floating_point():
+    if not expected.numel() or not expected.is_floating_point():
         return 0.0
-    largest = one.abs().max() if scale is None else scale
-    return ((one - other).abs().max() / largest.clamp_min(1e-30)).item()
+    magnitude = expected.abs().max() if scale is None else scale
+    return ((expected - actual).abs().max() / magnitude.clamp_min(1e-30)).item()

@@ -35,19 +35,19 @@ from lockstep.parallel.tensor.slices import cut_layers
 from lockstep.tasks.base import Build, MicroBatch, Task
 
 
-def chunk_layouts(build: Build, asked: ModelConfig) -> Mapping[str, Chunked]:
+def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
     """Return how each chunked parameter is rearranged, by name. Empty if there is a single chunk.
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't fit it.
     """
-    return {} if asked.chunks == 1 else cut(on_meta(build), asked.chunks, asked.plan, asked.name)
+    return {} if config.chunks == 1 else cut(on_meta(build), config.chunks, config.plan, config.name)
 
 
-def build_in_chunks(build: Build, asked: ModelConfig) -> nn.Module:
+def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
     """Build the model, and split it into chunks if the recipe requests several."""
     model = build()
-    if asked.chunks > 1:
-        cut(model, asked.chunks, asked.plan, asked.name)
+    if config.chunks > 1:
+        cut(model, config.chunks, config.plan, config.name)
     return model
 
 
@@ -56,22 +56,22 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
 
     Raises UsageError, in terms of a recipe, if the model can't be split. `name` is the name of the model.
     """
-    known = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
-    chunked = cut_into_chunks(model, {**plan, **known}, chunks)  # the first matching pattern applies
+    built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
+    chunked = cut_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
     if not cut_layers(model):
         raise UsageError(
-            f"recipe.model.chunks: of model {name} no layers are known that could be cut; say in recipe.model.plan "
-            f"which they are (docs/model-parallel.md)"
+            f"recipe.model.chunks: model {name} has no layers that are known to be splittable; name the layers in "
+            f"recipe.model.plan (docs/model-parallel.md)"
         )
     return chunked
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
     """Raise UsageError if the task uses the outputs in a way that isn't possible while they are in chunks."""
-    logits = next((each for each in tensors_of(outputs) if isinstance(each, Logits)), None)
+    logits = next((tensor for tensor in tensors_of(outputs) if isinstance(tensor, Logits)), None)
     if logits is None:
         return
-    batch = map_tensors(lambda each: each.to(logits.device), batch)
+    batch = map_tensors(lambda tensor: tensor.to(logits.device), batch)
     for compute in (task.loss, task.sums):
         try:
             compute(outputs, batch)
@@ -95,38 +95,42 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
 
     with warnings.catch_warnings(action="ignore"), OwnCode(name):
         try:
-            takes = trial("meta")
+            arguments = trial("meta")
         except LockstepError:
             raise
         except Exception:  # a model may read values while it is built or run
-            takes = trial("cpu")
-    return with_positions(task.inputs(batch), takes)
+            arguments = trial("cpu")
+    return with_positions(task.inputs(batch), arguments)
 
 
 def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
         model = build()
         model.train()  # a separate line, since train of a user's model may return None
-    takes = argument_names(model)
-    if POSITIONS not in takes:
+    arguments = argument_names(model)
+    if POSITIONS not in arguments:
         raise UsageError(
-            f"{KEY}: {name} does not take {POSITIONS}, so it cannot know where in a sequence a chunk is; give its "
-            f"forward that argument, of shape [1, positions], or leave the key out"
+            f"{KEY}: the forward of {name} has no argument {POSITIONS}, so it cannot know the position of a chunk in "
+            f"its sequence; add this argument, of shape [1, positions], or unset {KEY}"
         )
-    given = map_tensors(lambda each: each.to(device), batch)
+    device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
-        losses_in(model, task, given, 1)  # checks for a mask over the whole sequence, such as that of a sliding window
-        losses_in(model, task, given, chunks)
-    return takes
+        losses_in(
+            model, task, device_batch, 1
+        )  # checks for a mask over the whole sequence, such as that of a sliding window
+        losses_in(model, task, device_batch, chunks)
+    return arguments
 
 
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
     """Return the loss of each chunk of a batch, with its sequences split into `chunks` chunks."""
-    together = Cooperative([])
-    sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
-    [*parts] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
+    cooperative = Cooperative([])
+    sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
+    [*microbatches] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
 
-    def loss_of(part: MicroBatch) -> Any:
-        return task.loss(sequences.call(model, part), part.batch)
+    def loss_of(microbatch: MicroBatch) -> Any:
+        return task.loss(sequences.call(model, microbatch), microbatch.batch)
 
-    return together.run([partial(loss_of, part) for part in parts], lambda _: None)  # nothing to isolate between chunks
+    return cooperative.run(
+        [partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None
+    )  # nothing to isolate between chunks

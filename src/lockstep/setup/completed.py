@@ -22,7 +22,7 @@ def completion_notice(loaded: Loaded) -> str:
     if done is None:
         return ""
     steps, line = f"{done.step:,} steps", wording.hash_line(done.weights_sha256)
-    return f"{loaded.config.run.dir}: already done, {steps}; to train again choose another run.dir\n{line}"
+    return f"{loaded.config.run.dir}: already done, {steps}; to train again, choose a different run.dir\n{line}"
 
 
 def completed(loaded: Loaded) -> Done | None:
@@ -35,24 +35,28 @@ def completed(loaded: Loaded) -> Done | None:
         return None
     folder = Path(run.dir)
     try:
-        end = jsonl.last(folder / jsonl.EVENTS)
-        if end.get("event") != "done":
+        last_event = jsonl.last(folder / jsonl.EVENTS)
+        if last_event.get("event") != "done":
             return None
         before = read_run_recipe(folder / CONFIG)
     except (OSError, UsageError):
         return None
-    return _done(end) if comparable(values(before)) == comparable(values(loaded.config.recipe)) else None
+    return _parse_done(last_event) if comparable(values(before)) == comparable(values(loaded.config.recipe)) else None
 
 
-def _done(end: Mapping[str, Any]) -> Done | None:
+def _parse_done(end: Mapping[str, Any]) -> Done | None:
     """Return the event in a line of the log, without the fields by rank. Return None if the line is damaged."""
     sha256 = end.get("weights_sha256")
-    at: dict[str, Any] = {name: end.get(name) for name in ("step", "epoch", "samples")}
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256) or {*map(type, at.values())} != {int}:
+    progress: dict[str, Any] = {name: end.get(name) for name in ("step", "epoch", "samples")}
+    if (
+        not isinstance(sha256, str)
+        or not re.fullmatch("[0-9a-f]{64}", sha256)
+        or {*map(type, progress.values())} != {int}
+    ):
         return None
     numbers: dict[str, Any] = {name: value for name, value in end.items() if type(value) in (int, float)}
-    known = {name: numbers[name] for name in ("skipped_steps", "skipped_samples", "seconds") if name in numbers}
-    others = {name: value for name, value in numbers.items() if name not in _FIELDS}
-    best = {name.removeprefix(_BEST): value for name, value in others.items() if name.startswith(_BEST)}
-    figures = {name: value for name, value in others.items() if not name.startswith(_BEST)}
-    return Done(**at, **known, weights_sha256=sha256, figures=figures, best=best)
+    counts = {name: numbers[name] for name in ("skipped_steps", "skipped_samples", "seconds") if name in numbers}
+    extras = {name: value for name, value in numbers.items() if name not in _FIELDS}
+    best = {name.removeprefix(_BEST): value for name, value in extras.items() if name.startswith(_BEST)}
+    figures = {name: value for name, value in extras.items() if not name.startswith(_BEST)}
+    return Done(**progress, **counts, weights_sha256=sha256, figures=figures, best=best)

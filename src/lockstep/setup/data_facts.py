@@ -18,7 +18,7 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
     The facts about the data are sizes, the facts of the dataset, and digests of the first and last sample of each
     split. For a user's dataset, the digests cover only the targets. Its inputs may be random, which `verify` checks.
     """
-    own = ":" in ready.recipe.data.name
+    is_custom = ":" in ready.recipe.data.name
     data = ready.data
     splits = [split for split in (data.train, data.validation) if split is not None]
     return {
@@ -26,34 +26,39 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
         "data": {
             "number of samples": [len(split) for split in splits],
             **data.facts,
-            "samples": [digest_ends(split, targets_if_any) if own else digest_ends(split) for split in splits],
+            "samples": [digest_ends(split, targets_if_any) if is_custom else digest_ends(split) for split in splits],
         },
     }
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
     """Return the facts about the data that the model needs for inference. A checkpoint keeps them with the weights."""
-    chosen, facts = ready.recipe.data, ready.data.facts
-    mean, std = chosen.mean or facts.get("mean"), chosen.std or facts.get("std")
+    config, facts = ready.recipe.data, ready.data.facts
+    mean, std = config.mean or facts.get("mean"), config.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
-def check_facts(here: Mapping[str, Any], learned: Mapping[str, Any], place: Path) -> None:
+def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
     """Raise UsageError if a checkpoint was trained on data with different facts, such as names in a different order.
 
-    `here` are the facts of the current data. Facts that only one of the two has are ignored.
+    `current` are the facts of the current data. Facts that only one of the two has are ignored.
     """
-    for name, before in learned.items():
-        if name in here and here[name] != before and name not in _CHOSEN:
-            found = _difference(before, here[name])
-            raise UsageError(f"{place}: of other {name}: {found}; give the data it was trained on, recipe.data.root")
+    for name, before in saved.items():
+        if name in current and current[name] != before and name not in _CHOSEN:
+            difference = _difference(before, current[name])
+            raise UsageError(
+                f"{path}: {name} of its training data does not match: {difference}; set recipe.data.root to the data "
+                f"that it was trained on"
+            )
 
 
-def _difference(before: Any, now: Any) -> str:
+def _difference(before: Any, current: Any) -> str:
     """Return how two facts differ: the first list item that differs, or the lengths of the lists."""
-    if not (isinstance(before, list) and isinstance(now, list)):
-        return f"{before!r}, and in the data here {now!r}"
-    if len(before) != len(now):
-        return f"{len(before)} of them, and the data here has {len(now)}"
-    number, (one, other) = next((n, pair) for n, pair in enumerate(zip(before, now, strict=True)) if pair[0] != pair[1])
-    return f"number {number} is {one!r}, and in the data here {other!r}"
+    if not (isinstance(before, list) and isinstance(current, list)):
+        return f"{before!r} in the checkpoint, {current!r} in this data"
+    if len(before) != len(current):
+        return f"{len(before)} in the checkpoint, {len(current)} in this data"
+    index, (saved_item, current_item) = next(
+        (n, pair) for n, pair in enumerate(zip(before, current, strict=True)) if pair[0] != pair[1]
+    )
+    return f"number {index} is {saved_item!r} in the checkpoint, {current_item!r} in this data"

@@ -32,21 +32,21 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     whole_updates = needs_whole_updates(prepared.resolved, ready)
     numerics = replace(prepared.resolved.numerics, guarded=ready.guarded, whole_updates=whole_updates)
     mesh = strategy.mesh(world.size)
-    own = mesh.data_rank(world.rank)
+    data_rank = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)
     if placement.audit_every is None:
-        return _with_canonical_state(start(world, numerics), ready), ready.loader(world, own, placement.workers)
+        return _with_canonical_state(start(world, numerics), ready), ready.loader(world, data_rank, placement.workers)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
     # If a rank can't repeat a micro-batch of another rank by itself, audits repeat whole steps with all ranks in
     # different places.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
-        loader = ready.loader(world, own, placement.workers)
-        moved = cast(Callable[[World, Numerics], Rotates], start)
-        audited: Engine = RotatedAudit(moved, world, numerics, schedule, loader.microbatch)
+        loader = ready.loader(world, data_rank, placement.workers)
+        start_rotated = cast(Callable[[World, Numerics], Rotates], start)
+        audited: Engine = RotatedAudit(start_rotated, world, numerics, schedule, loader.microbatch)
     else:
-        loader = ready.loader(world, own, placement.workers, partial(schedule.assignment, world.rank))
-        own_start = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
-        audited = AuditedEngine(own_start, world, schedule, loader.microbatch)
+        loader = ready.loader(world, data_rank, placement.workers, partial(schedule.assignment, world.rank))
+        start_alone = cast(Callable[[World], Auditable], lambda world: start(world, numerics))
+        audited = AuditedEngine(start_alone, world, schedule, loader.microbatch)
     return _with_canonical_state(audited, ready), loader
 
 

@@ -29,73 +29,73 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
     Raises UsageError if the recipe can't train on a user's data.
     """
-    change = transforms_of(recipe, data, torch.device("cpu"))
-    request, fetched = _few(data.train)
+    transforms = transforms_of(recipe, data, torch.device("cpu"))
+    request, fetched = _fetch_few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
-            f"data set {recipe.data.name}: its targets are mixtures already, which recipe.mix cannot mix again; "
-            f"leave mixup and cutmix out"
+            f"dataset {recipe.data.name}: its targets are already mixtures, which recipe.mix cannot mix again; unset "
+            f"recipe.mix.mixup and recipe.mix.cutmix"
         )
-    _, validation = _few(data.train if data.validation is None else data.validation)
-    return change.for_training(change.prepare(fetched, request), 0, 0), change.for_evaluation(validation)
+    _, validation = _fetch_few(data.train if data.validation is None else data.validation)
+    return transforms.for_training(transforms.prepare(fetched, request), 0, 0), transforms.for_evaluation(validation)
 
 
-def _few(split: Split) -> tuple[Request, Batch]:
+def _fetch_few(split: Split) -> tuple[Request, Batch]:
     """Return a batch of a few readable samples. If a file can't be read, training reports it when it gets there."""
     request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
     except TrainingError:
-        request = Request(np.array([_readable(split)]), None)
+        request = Request(np.array([_first_readable(split)]), None)
         return request, split.fetch(*request)
 
 
-def _readable(split: Split) -> int:
+def _first_readable(split: Split) -> int:
     """Return the index of the first readable sample."""
-    for number in range(min(len(split), _TRIED)):
+    for index in range(min(len(split), _TRIED)):
         try:
-            split.fetch(np.array([number]), None)
+            split.fetch(np.array([index]), None)
         except TrainingError:
-            if number + 1 == min(len(split), _TRIED):
+            if index + 1 == min(len(split), _TRIED):
                 raise
         else:
-            return number
+            return index
     raise AssertionError  # unreachable: no split is empty
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
-    return map_tensors(lambda each: each[torch.arange(samples) % len(each)], batch)
+    return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 
 def fewest_samples(recipe: Recipe, steps: Steps) -> int:
     """Return the size of the smallest micro-batch. With sync BatchNorm, return at least 2 if the step has 2 samples."""
-    both = _first_and_last(steps)
-    smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in both)
-    return min(max(2, smallest), *(step.samples for step in both)) if recipe.batchnorm == "sync" else smallest
+    first_and_last = _first_and_last(steps)
+    smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
+    return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest
 
 
 def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
     """Yield a warning if BatchNorm normalizes over so few samples that its statistics mean little."""
-    for step, which in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
-        whole = recipe.batchnorm == "sync"
-        smallest = step.samples if whole else min(map(len, step.microbatches(recipe.microbatches)))
-        if smallest < _FEW_SAMPLES and whole:
+    for step, step_name in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
+        is_sync = recipe.batchnorm == "sync"
+        smallest = step.samples if is_sync else min(map(len, step.microbatches(recipe.microbatches)))
+        if smallest < _FEW_SAMPLES and is_sync:
             yield (
-                f"recipe.batch: BatchNorm normalises over {which}, which has only {smallest} samples; use a larger "
-                f"batch{_drop(step)}"
+                f"recipe.batch: BatchNorm normalizes over {step_name}, which has only {smallest} samples; use a larger "
+                f"batch{_drop_advice(step)}"
             )
             return
         if smallest < _FEW_SAMPLES:
             yield (
-                f"recipe.microbatches: BatchNorm normalises each micro-batch by itself, and with "
-                f"{recipe.microbatches} micro-batches in {which} of {step.samples} samples it sees only {smallest} "
-                f"of them; use fewer micro-batches or a larger batch{_drop(step)}"
+                f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
+                f"{recipe.microbatches} micro-batches in {step_name} of {step.samples} samples, it sees only "
+                f"{smallest} of them; use fewer micro-batches or a larger batch{_drop_advice(step)}"
             )
             return
 
 
-def _drop(step: Step) -> str:
-    return ", or recipe.last_batch=drop" if step.number else ""
+def _drop_advice(step: Step) -> str:
+    return ", or set recipe.last_batch=drop" if step.number else ""
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:

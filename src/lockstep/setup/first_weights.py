@@ -34,22 +34,22 @@ _START: Final = "run.start_from"
 
 
 @dataclass(frozen=True)
-class First:
+class FirstWeights:
     """First weights, by the names of the model. Parameters that match a pattern of `fresh` keep their initialization.
 
-    `found` is the checkpoint they come from, if they are those of a run. If `optimizer` is set, the state of the
+    `checkpoint` is the checkpoint they come from, if they are those of a run. If `optimizer` is set, the state of the
     checkpoint is taken over, too.
     """
 
-    place: str
+    label: str
     tensors: Mapping[str, Tensor]
     fresh: Sequence[str] = ()
-    found: FoundCheckpoint | None = None
+    checkpoint: FoundCheckpoint | None = None
     optimizer: bool = False
 
-    def into(self, model: nn.Module) -> Fit:
+    def load_into(self, model: nn.Module) -> Fit:
         """Copy the weights into a model. Raise UsageError if they don't fit."""
-        return fit(model, self.tensors, self.place, self.fresh)
+        return fit(model, self.tensors, self.label, self.fresh)
 
     @property
     def adapted(self) -> bool:
@@ -59,16 +59,20 @@ class First:
     @property
     def state(self) -> SavedState | None:
         """The state of the checkpoint, or None if the weights don't come from a run."""
-        return None if self.found is None else saved_state.parse_state(self.found.path, self.found.snapshot.state)
+        return (
+            None
+            if self.checkpoint is None
+            else saved_state.parse_state(self.checkpoint.path, self.checkpoint.snapshot.state)
+        )
 
     @property
-    def decisive(self) -> Mapping[str, Any]:
+    def output_facts(self) -> Mapping[str, Any]:
         """The known facts that the last layer was trained for, or none if `fresh` patterns exclude parameters."""
         facts = self.state.data if self.state is not None and not self.fresh else None
         return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 
-def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
+def load_first_weights(loaded: Loaded) -> tuple[Loaded, FirstWeights | None]:
     """Return the configuration with the hashes of its first weights in the recipe, and the first weights.
 
     The first weights are None if the configuration names none. They are also None if they are gone, and the run folder
@@ -77,8 +81,8 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
     if weights is not None and (start_from is not None or recipe.model.pretrained):
-        other = _START if start_from is not None else "recipe.model.pretrained"
-        raise UsageError(f"{_WEIGHTS}: {other} gives first weights too; keep one of the two")
+        other_key = _START if start_from is not None else "recipe.model.pretrained"
+        raise UsageError(f"{_WEIGHTS}: {other_key} also sets the first weights; set only one of the two")
     before = _previous_recipe(run) if weights or start_from or recipe.start else None
     if weights is not None:
         return _from_file(loaded, weights, before)
@@ -86,69 +90,78 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, First | None]:
         return _from_run(loaded, start_from, before)
     if recipe.start is not None and (before is None or before.start != recipe.start):
         raise UsageError(
-            f"recipe.start: it says which weights the run began from, not where they are; name that run in {_START}"
+            f"recipe.start: records the first weights of a run, but not their location; set {_START} to the run that "
+            f"they come from"
         )
     return loaded, None
 
 
-def weights_record(recipe: Recipe, first: First | None, taken: Fit | None) -> dict[str, Any]:
+def weights_record(recipe: Recipe, first: FirstWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
     """Return the record of the first weights for the run folder. It is empty if they came from the seed."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
         return {}
-    if first is None or taken is None:
+    if first is None or weights_fit is None:
         return {"sha256": sha256}
-    return {"sha256": sha256, "from": first.place, "as initialised": [*taken.fresh], "not used": [*taken.left_over]}
+    return {
+        "sha256": sha256,
+        "from": first.label,
+        "as initialised": [*weights_fit.fresh],
+        "not used": [*weights_fit.left_over],
+    }
 
 
-def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, First | None]:
-    known = before.model.weights if before is not None else None
+def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, FirstWeights | None]:
+    previous = before.model.weights if before is not None else None
     if weights.path is None or not Path(weights.path).exists():
-        if known is not None and known.sha256 is not None and weights.path in (None, known.path):
-            return _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": known.sha256})), None
+        if previous is not None and previous.sha256 is not None and weights.path in (None, previous.path):
+            return _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": previous.sha256})), None
         if weights.path is None:
-            raise UsageError(f"{_WEIGHTS}.path: missing; give a file of tensors, a folder with one, or a run")
+            raise UsageError(f"{_WEIGHTS}.path: missing; set it to a file of tensors, a folder with one, or a run")
     path = Path(weights.path)
     is_run = (path / store.FOLDER).is_dir() or (path / store.MANIFEST).is_file()
-    found = _checkpoint(path, loaded.config.run) if is_run else None
-    if found is None and weights.ema:
-        raise UsageError(f"{_WEIGHTS}.ema: {path} is no run of ours; leave it out")
-    tensors = read_tensors(path) if found is None else _of_run(found, weights.ema)
-    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", "; save it in a common dtype"):
+    checkpoint = _checkpoint(path, loaded.config.run) if is_run else None
+    if checkpoint is None and weights.ema:
+        raise UsageError(f"{_WEIGHTS}.ema: {path} is not a run of Lockstep; unset {_WEIGHTS}.ema")
+    tensors = read_tensors(path) if checkpoint is None else _tensors_of_run(checkpoint, weights.ema)
+    advice = "; save its tensors in a common dtype"
+    with error_as(UsageError, (ValueError, RuntimeError), f"{path}: cannot be used", advice):
         sha256 = store.weights_sha256(tensors)
     if weights.sha256 not in (None, sha256):
         raise UsageError(
-            f"{_WEIGHTS}: the tensors of {path} have SHA-256 {sha256}, not {weights.sha256}; give those, or leave "
-            f"sha256 out"
+            f"{_WEIGHTS}: expected tensors with SHA-256 {weights.sha256}, but {path} has {sha256}; use the expected "
+            f"tensors, or unset {_WEIGHTS}.sha256"
         )
-    named = strip_prefix(tensors, str(path), weights.prefix or "")
-    said = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
-    return said, First(str(path), named, weights.fresh, found)
+    named_tensors = strip_prefix(tensors, str(path), weights.prefix or "")
+    updated = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
+    return updated, FirstWeights(str(path), named_tensors, weights.fresh, checkpoint)
 
 
-def _from_run(loaded: Loaded, asked: StartFromConfig, before: Recipe | None) -> tuple[Loaded, First | None]:
-    path, recipe = Path(asked.run), loaded.config.recipe
+def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) -> tuple[Loaded, FirstWeights | None]:
+    path, recipe = Path(config.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
         return _with_first_weights(loaded, start=before.start), None
-    found = _checkpoint(path, loaded.config.run)
-    start = _start(found, asked.optimizer)
+    checkpoint = _checkpoint(path, loaded.config.run)
+    start = _start(checkpoint, config.optimizer)
     if recipe.start not in (None, start):
         raise UsageError(
-            f"{_START}: {found.path} has weights of SHA-256 {start.weights_sha256}"
-            f"{' and its optimizer' if asked.optimizer else ''}, which is not what recipe.start says; name another "
-            f"checkpoint, or leave recipe.start out"
+            f"{_START}: {checkpoint.path} (weights with SHA-256 {start.weights_sha256}"
+            f"{', and its optimizer' if config.optimizer else ''}) does not match recipe.start; use a different "
+            f"checkpoint, or unset recipe.start"
         )
-    first = First(str(found.path), _of_run(found, ema=False), found=found, optimizer=asked.optimizer)
+    first = FirstWeights(
+        str(checkpoint.path), _tensors_of_run(checkpoint, ema=False), checkpoint=checkpoint, optimizer=config.optimizer
+    )
     return _with_first_weights(loaded, start=start), first
 
 
-def _start(found: FoundCheckpoint, optimizer: bool) -> StartingPoint:
-    snapshot = found.snapshot
+def _start(checkpoint: FoundCheckpoint, optimizer: bool) -> StartingPoint:
+    snapshot = checkpoint.snapshot
     weights = store.weights_sha256(snapshot.model)
     if not optimizer:
         return StartingPoint(weights_sha256=weights)
-    state = saved_state.parse_state(found.path, snapshot.state)
+    state = saved_state.parse_state(checkpoint.path, snapshot.state)
     before = state.recipe.get("start") or {}
     updates = state.progress.step - state.progress.skipped_steps + int(before.get("updates") or 0)
     parts = [store.weights_sha256(snapshot.optimizer), store.weights_sha256(snapshot.ema or {})]
@@ -164,12 +177,12 @@ def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
         raise UsageError(str(error)) from error
 
 
-def _of_run(found: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
-    snapshot = found.snapshot
+def _tensors_of_run(checkpoint: FoundCheckpoint, ema: bool) -> dict[str, Tensor]:
+    snapshot = checkpoint.snapshot
     if ema and snapshot.ema is None:
-        raise UsageError(f"{_WEIGHTS}.ema: {found.path} has no averaged weights; leave it out")
-    held = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
-    return {name: local_tensor(each) for name, each in held.items()}
+        raise UsageError(f"{_WEIGHTS}.ema: {checkpoint.path} has no averaged weights; unset {_WEIGHTS}.ema")
+    tensors = snapshot.ema if ema and snapshot.ema is not None else snapshot.model
+    return {name: local_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _previous_recipe(run: RunConfig) -> Recipe | None:

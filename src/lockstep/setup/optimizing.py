@@ -22,16 +22,16 @@ def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[.
 
     `settings_of` returns the settings of a parameter that differ from those of the recipe.
     """
-    chosen = recipe.optimizer
+    config = recipe.optimizer
     return partial(
         make_optimizer,
-        name=chosen.name,
+        name=config.name,
         lr=planning.base_rate(recipe),
-        momentum=chosen.momentum,
-        nesterov=chosen.nesterov,
-        weight_decay=chosen.weight_decay,
-        decay_bias_and_norm=chosen.decay_bias_and_norm,
-        options=chosen.options,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=config.weight_decay,
+        decay_bias_and_norm=config.decay_bias_and_norm,
+        options=config.options,
         settings=settings_of,
     )
 
@@ -47,21 +47,28 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
     return settings(names, [_group(recipe, group) for group in recipe.optimizer.groups], scales)
 
 
-def with_each(recipe: Recipe, special: Mapping[str, dict[str, Any]]) -> list[Callable[..., Optimizer]]:
+def optimizer_factories(
+    recipe: Recipe, parameter_settings: Mapping[str, dict[str, Any]]
+) -> list[Callable[..., Optimizer]]:
     """Return functions that create the optimizer, for the recipe's settings and for each distinct special setting.
 
     Each function applies its setting to all parameters, regardless of their names.
     """
-    return [optimizer(recipe), *(optimizer(recipe, partial(_always, each)) for each in distinct(special))]
+    return [
+        optimizer(recipe),
+        *(optimizer(recipe, partial(_always, setting)) for setting in distinct(parameter_settings)),
+    ]
 
 
 def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 
-def _group(recipe: Recipe, given: config.ParameterGroupConfig) -> GroupSettings:
-    factor = given.lr_factor or 1.0
-    if given.lr is not None:
-        factor = scale_rate(given.lr.value, given.lr.per_samples, recipe.batch) / planning.base_rate(recipe)
-    decay = {} if given.weight_decay is None else {"weight_decay": given.weight_decay}
-    return GroupSettings(given.match, factor, {**given.options, **decay})
+def _group(recipe: Recipe, config_group: config.ParameterGroupConfig) -> GroupSettings:
+    factor = config_group.lr_factor or 1.0
+    if config_group.lr is not None:
+        factor = scale_rate(config_group.lr.value, config_group.lr.per_samples, recipe.batch) / planning.base_rate(
+            recipe
+        )
+    decay = {} if config_group.weight_decay is None else {"weight_decay": config_group.weight_decay}
+    return GroupSettings(config_group.match, factor, {**config_group.options, **decay})

@@ -14,7 +14,7 @@ from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.setup.build import Setup, setup
 from lockstep.setup.checks import check_cut, check_kernels, check_placement
-from lockstep.setup.first_weights import First, load_first_weights
+from lockstep.setup.first_weights import FirstWeights, load_first_weights
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_first
 from lockstep.strategies.base import Strategy
@@ -74,7 +74,7 @@ class Placed:
     """A configuration that its placement can run, and its first weights. No data is opened yet."""
 
     resolved: Resolved
-    first: First | None = None
+    first: FirstWeights | None = None
 
     def open(self, *, training: bool = True) -> Prepared:
         """Open data, model and optimizer, and check them against the placement. Raise UsageError if they don't fit."""
@@ -108,7 +108,7 @@ def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = Tr
     return place(loaded, processes, training=training).open(training=training)
 
 
-def open_recipe(loaded: Loaded, first: First | None, *, training: bool = True) -> Setup:
+def open_recipe(loaded: Loaded, first: FirstWeights | None, *, training: bool = True) -> Setup:
     """Open and check everything that all placements of a recipe have in common."""
     ready = setup(loaded.config.recipe, first)
     check_first(ready)

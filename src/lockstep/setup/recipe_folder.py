@@ -27,9 +27,9 @@ def claim(loaded: Loaded) -> Claim:
     run = loaded.config.run
     key = signing_key(run.key_file)
     # Before the run folder is created.
-    other = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
+    checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else fresh(loaded)
-    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, other, key))
+    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, checkpoint, key))
 
 
 def fresh(loaded: Loaded) -> Path:
@@ -39,37 +39,37 @@ def fresh(loaded: Loaded) -> Path:
     digits-convnet.
     """
     model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
-    rest = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
-    name = f"{loaded.name}-{rest}" if rest else loaded.name
+    suffix = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
+    name = f"{loaded.name}-{suffix}" if suffix else loaded.name
     name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
     return fresh_folder(name)
 
 
 def _beginning(
-    loaded: Loaded, folder: Path, other: store.FoundCheckpoint | None, key: bytes | None
+    loaded: Loaded, folder: Path, checkpoint: store.FoundCheckpoint | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
     holds_run = any((folder / name).exists() for name in (CONFIG, EVENTS, store.FOLDER))
     if holds_run and resume != "auto":
         raise UsageError(
-            f"{folder}: holds a run, and run.resume is {resume}; choose another run.dir, "
-            f"or run.resume=auto to go on with it"
+            f"{folder}: contains a run, but run.resume is {resume}; choose a different run.dir, or set run.resume=auto "
+            f"to continue the run"
         )
-    if other is not None:
-        check_recipe(other.path, checkpoint_recipe(other.path, other.snapshot), loaded.config.recipe)
-        return other.path, checkpoint_warnings(other)
+    if checkpoint is not None:
+        check_recipe(checkpoint.path, checkpoint_recipe(checkpoint.path, checkpoint.snapshot), loaded.config.recipe)
+        return checkpoint.path, checkpoint_warnings(checkpoint)
     if not holds_run:
         return None, []
     if not os.path.lexists(folder / CONFIG):
         raise UsageError(
-            f"{folder}: holds a run without config.yaml, such as a loop of your own; choose another run.dir"
+            f"{folder}: contains a run without config.yaml, such as a run of a custom loop; choose a different run.dir"
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
     if newest is None:  # nothing is lost by starting again with a different recipe, such as a fixed one
         changed = recipe_differences(recipe, loaded.config.recipe)
-        again = f"{folder}: the run in it saved no checkpoint; beginning again"
-        return None, [f"{again}{' with another recipe:' if changed else ''}", *changed]
+        note = f"{folder}: the run in it saved no checkpoint; starting again"
+        return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
     # The checkpoint may have been copied here from another run, which its hashes don't show.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
@@ -81,5 +81,5 @@ def _read_recipe(config: Path) -> Recipe:
         return read_run_recipe(config)
     except ConfigError as error:
         raise UsageError(
-            f"{config.parent}: holds a run whose configuration cannot be read; choose another run.dir\n{error}"
+            f"{config.parent}: cannot read the configuration of the run in it; choose a different run.dir\n{error}"
         ) from error

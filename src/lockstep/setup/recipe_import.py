@@ -16,8 +16,8 @@ def import_recipe(
     `gpus` defaults to the world size, then to `placement.processes` in `words`, then to the number of GPUs in this
     machine, at least 1.
     """
-    asked = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
-    processes = int(asked[-1]) if asked and asked[-1].isdecimal() else 0
+    counts = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
+    processes = int(counts[-1]) if counts and counts[-1].isdecimal() else 0
     return import_file(file, words, gpus or world_size or processes or _cards())
 
 

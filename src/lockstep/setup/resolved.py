@@ -60,9 +60,9 @@ def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
 
     Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
-    count = local_processes(loaded.config) if processes is None else processes
-    name, strategy = find_strategy(loaded.config.placement, count)
-    return Resolved(loaded, count, name, strategy)
+    process_count = local_processes(loaded.config) if processes is None else processes
+    name, strategy = find_strategy(loaded.config.placement, process_count)
+    return Resolved(loaded, process_count, name, strategy)
 
 
 def local_processes(config: Config) -> int:
@@ -80,9 +80,9 @@ def local_processes(config: Config) -> int:
         cores = usable_cores() // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))
     if gpus and placement.processes > gpus and placement.backend != "gloo":
-        see = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
+        devices = "1 CUDA device" if gpus == 1 else f"{gpus} CUDA devices"
         raise UsageError(
-            f"placement.processes: {placement.processes} processes but {see}; "
+            f"placement.processes: {placement.processes} processes but only {devices}; "
             f"use at most {gpus}, or placement.device=cpu, or {SHARING}"
         )
     return placement.processes

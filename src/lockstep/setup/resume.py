@@ -40,23 +40,25 @@ from lockstep.training.checkpoint.store import Snapshot
 _SHOWN: Final = 8  # maximum number of problems listed for a checkpoint
 
 
-def recipe_differences(before: Recipe, now: Recipe) -> list[str]:
+def recipe_differences(before: Recipe, current: Recipe) -> list[str]:
     """Return a line for each key in which two recipes differ. The location of the data is ignored."""
-    return loading.differences(comparable(values(before)), comparable(values(now)))
+    return loading.differences(comparable(values(before)), comparable(values(current)))
 
 
-def check_recipe(place: Path, before: Recipe, now: Recipe) -> None:
-    """Raise UsageError with the keys that differ if the run at `place` has a different recipe."""
-    lines = recipe_differences(before, now)
+def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
+    """Raise UsageError with the keys that differ if the run at `path` has a different recipe."""
+    lines = recipe_differences(before, current)
     if not lines:
         return
-    if (place / CONFIG).exists():  # a run folder, not a checkpoint
-        resuming = shlex.join(["lockstep", "train", str(place / CONFIG), f"run.dir={place}"])
-        lines.append(f"{resuming} goes on with it")
-    if (before.epochs, before.steps) != (now.epochs, now.steps):
-        lines.append("its weights are where a longer run may begin: name this one as run.start_from, and a new run.dir")
+    if (path / CONFIG).exists():  # a run folder, not a checkpoint
+        resuming = shlex.join(["lockstep", "train", str(path / CONFIG), f"run.dir={path}"])
+        lines.append(f"to continue that run: {resuming}")
+    if (before.epochs, before.steps) != (current.epochs, current.steps):
+        lines.append("to start a longer run from its weights: set run.start_from to that run, and choose a new run.dir")
     raise UsageError(
-        "\n".join([f"{place}: holds a run of another recipe; choose another run.dir, or undo the changes:", *lines])
+        "\n".join(
+            [f"{path}: contains a run of a different recipe; choose a different run.dir, or undo the changes:", *lines]
+        )
     )
 
 
@@ -65,14 +67,14 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
-            f"{path}: of a loop of one's own, and no recipe; its script goes on with it, and "
-            f"lockstep.load(..., model=...) gives its model"
+            f"{path}: is a checkpoint of a custom loop and has no recipe; run its script to resume it, or load its "
+            f"model with lockstep.load(..., model=...)"
         )
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:_SHOWN]]
-        raise UsageError("\n".join([f"{path}: its recipe is none of this version:", *lines])) from None
+        lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_SHOWN]]
+        raise UsageError("\n".join([f"{path}: its recipe is not valid in this version:", *lines])) from None
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
@@ -105,35 +107,37 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
     return state
 
 
-def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise UsageError if the names or shapes of a checkpoint's tensors differ from those of a model."""
-    dtypes = {name: found.get(name, each).dtype for name, each in expected.items()}  # an average may have a wider dtype
-    forms = {name: Form(tuple(each.shape), dtypes[name]) for name, each in expected.items()}
-    _refuse(path, list(_forms_problems("model", _forms(found), forms)))
+    dtypes = {
+        name: tensors.get(name, tensor).dtype for name, tensor in expected.items()
+    }  # an average may have a wider dtype
+    forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
+    _refuse(path, list(_forms_problems("model", _forms(tensors), forms)))
 
 
-def feedback_lost(before: Snapshot, now: State) -> list[str]:
+def feedback_lost(before: Snapshot, current: State) -> list[str]:
     """Return a warning if this placement drops the gradients that the ranks of a checkpoint held back."""
-    if before.feedback is None or now.feedback is not None:
+    if before.feedback is None or current.feedback is not None:
         return []
     return [
-        "the checkpoint has what its ranks held back of their gradients, by compress=powersgd; this placement takes no "
-        "such thing, and the run goes on without it"
+        "the checkpoint contains the part of the gradients that its ranks held back with compress=powersgd; this "
+        "placement does not use it, and the run continues without it"
     ]
 
 
 def check_first(ready: Setup) -> None:
     """Raise UsageError if the run can't start from the checkpoint with its first weights."""
     first = ready.first
-    if first is None or first.found is None or first.state is None:
+    if first is None or first.checkpoint is None or first.state is None:
         return
-    check_facts(ready.data.facts, first.decisive, first.found.path)
+    check_facts(ready.data.facts, first.output_facts, first.checkpoint.path)
     if first.optimizer:
-        tensors, saved = first.found.snapshot.optimizer, first.state.engine.optimizer
-        problems = list(_optimizer_forms_problems(tensors, saved, *_trial(ready, steps=1)))
+        tensors, saved_optimizer = first.checkpoint.snapshot.optimizer, first.state.engine.optimizer
+        problems = list(_optimizer_forms_problems(tensors, saved_optimizer, *_trial(ready, steps=1)))
         if problems:
-            advice = "take its weights alone, with run.start_from.optimizer=false"
-            text = f"run.start_from: {first.found.path}: its optimizer is not this recipe's; {advice}:"
+            remedy = "set run.start_from.optimizer=false to load only its weights"
+            text = f"run.start_from: {first.checkpoint.path}: its optimizer does not match this recipe; {remedy}:"
             raise UsageError("\n".join([text, *problems[:_SHOWN]]))
 
 
@@ -144,36 +148,39 @@ def check_beginning(ready: Setup) -> None:
         raise UsageError(ready.data.question)
     if ready.first is None and (recipe.model.weights is not None or recipe.start is not None):
         raise UsageError(
-            "first weights: they are not where they were when the run first started, and it saved no checkpoint; put "
-            "them back, or choose another run.dir"
+            "first weights: not found where they were when the run first started, and the run saved no checkpoint; put "
+            "them back, or choose a different run.dir"
         )
 
 
-def continuation_state(ready: Setup, now: State) -> State:
-    """Return the state of a run that continues a different run. `now` is the state that this run starts with.
+def continuation_state(ready: Setup, current: State) -> State:
+    """Return the state of a run that continues a different run. `current` is the state that this run starts with.
 
     Counters in the optimizer's groups are taken from the other run. Learning rates, weight decay and similar settings
     are taken from the recipe.
     """
     first = ready.first
     assert first is not None
-    assert first.found is not None
+    assert first.checkpoint is not None
     assert first.state is not None
-    snapshot, state = first.found.snapshot, first.state
+    snapshot, state = first.checkpoint.snapshot, first.state
     optimizer = state.engine.optimizer
-    _, fresh = _trial(ready, steps=0)
-    _, moved = _trial(ready, steps=1)
+    _, before_step = _trial(ready, steps=0)
+    _, after_step = _trial(ready, steps=1)
     groups = [
-        {name: own.get(name, value) if not _same(value, last.get(name)) else value for name, value in before.items()}
-        for own, before, last in zip(optimizer.groups, fresh["groups"], moved["groups"], strict=True)
+        {
+            name: own_scale.get(name, value) if not _is_equal(value, last.get(name)) else value
+            for name, value in before.items()
+        }
+        for own_scale, before, last in zip(optimizer.groups, before_step["groups"], after_step["groups"], strict=True)
     ]
-    own = now.scalars["loss_scale"]
-    moves = ready.recipe.loss_scale.static is None
-    scale = state.engine.loss_scale if moves and state.engine.loss_scale.keys() == own.keys() else own
+    own_scale = current.scalars["loss_scale"]
+    is_dynamic = ready.recipe.loss_scale.static is None
+    scale = state.engine.loss_scale if is_dynamic and state.engine.loss_scale.keys() == own_scale.keys() else own_scale
     return State(
         model=dict(snapshot.model),
         optimizer=dict(snapshot.optimizer),
-        ema=None if snapshot.ema is None or now.ema is None else dict(snapshot.ema),
+        ema=None if snapshot.ema is None or current.ema is None else dict(snapshot.ema),
         scalars={"optimizer": {"slots": dict(optimizer.slots), "groups": groups}, "loss_scale": dict(scale)},
     )
 
@@ -181,26 +188,28 @@ def continuation_state(ready: Setup, now: State) -> State:
 def _refuse(path: Path, problems: Sequence[str]) -> None:
     if not problems:
         return
-    more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     raise UsageError(
-        "\n".join([f"{path}: not a checkpoint of this run, though its hashes are right:", *problems[:_SHOWN], *more])
+        "\n".join([f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_SHOWN], *remainder])
     )
 
 
 def _forms(tensors: Mapping[str, Any]) -> dict[str, Form]:
-    return {name: Form(tuple(local_tensor(held).shape), local_tensor(held).dtype) for name, held in tensors.items()}
+    return {
+        name: Form(tuple(local_tensor(tensor).shape), local_tensor(tensor).dtype) for name, tensor in tensors.items()
+    }
 
 
-def _forms_problems(what: str, found: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
-    yield from _differing(what, {*found}, {*expected})
-    for name in sorted(found.keys() & expected.keys()):
-        if found[name] != expected[name]:
-            yield f"{what}: {name} is {found[name]}, in this run {expected[name]}"
+def _forms_problems(label: str, actual: Mapping[str, Form], expected: Mapping[str, Form]) -> Iterator[str]:
+    yield from _differing(label, {*actual}, {*expected})
+    for name in sorted(actual.keys() & expected.keys()):
+        if actual[name] != expected[name]:
+            yield f"{label}: {name} is {actual[name]}, but {expected[name]} in this run"
 
 
 def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
     if (snapshot.ema is None) != (ready.recipe.ema is None):
-        yield f"averaged weights: {'there are none' if snapshot.ema is None else 'the recipe asks for none'}"
+        yield f"averaged weights: {'missing' if snapshot.ema is None else 'not part of this run'}"
     elif snapshot.ema is not None:
         averages = {name: form.as_average() for name, form in ready.summary.tensors.items()}
         yield from _forms_problems("averaged weights", _forms(snapshot.ema), averages)
@@ -208,19 +217,19 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
     """Compare the number of elements held back for a parameter, by each previous rank, with that of the parameter."""
-    for name, held in tensors.items():
+    for name, tensor in tensors.items():
         owner, _, slot = name.rpartition("/")
-        shape = tuple(local_tensor(held).shape)
+        shape = tuple(local_tensor(tensor).shape)
         form = ready.summary.trained.get(owner)
         if form is None or slot not in ("error", "factor"):
-            yield f"feedback: {name} is none of this run's"
+            yield f"feedback: {name} is not part of this run"
         elif slot == "error" and math.prod(shape[1:]) != math.prod(form.shape):
-            yield f"feedback: {name} is {shape}, and {owner} in this run {form.shape}"
+            yield f"feedback: {name} has shape {shape}, but {owner} has shape {form.shape} in this run"
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
     """Compare with an optimizer for parameters of the same shapes after one update, or after none if there was none."""
-    _, numbers = _trial(ready, steps=0)
+    _, before = _trial(ready, steps=0)
     expected, after = _trial(ready, steps=min(updates, 1))
     optimizer = state.engine.optimizer
     yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
@@ -228,12 +237,12 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
         return
     # Some numbers of a group count updates, and the others follow from the recipe. If a number is missing, the version
     # of torch that wrote the checkpoint didn't have it.
-    for number, (own, first, last) in enumerate(zip(optimizer.groups, numbers["groups"], after["groups"], strict=True)):
-        place = f"optimizer: group {number}"
-        yield from _differing(place, {*own}, {*own} & {*last})
-        for name in sorted(own.keys() & last.keys()):
-            if name in first and _same(first[name], last[name]) and not _same(own[name], last[name]):
-                yield f"{place}: {name} is {own[name]}, in this run {last[name]}"
+    for index, (group, first, last) in enumerate(zip(optimizer.groups, before["groups"], after["groups"], strict=True)):
+        label = f"optimizer: group {index}"
+        yield from _differing(label, {*group}, {*group} & {*last})
+        for name in sorted(group.keys() & last.keys()):
+            if name in first and _is_equal(first[name], last[name]) and not _is_equal(group[name], last[name]):
+                yield f"{label}: {name} is {group[name]}, but {last[name]} in this run"
     counts = {**_scalars(tensors), **_flat(optimizer.slots, optimizer.groups)}
     yield from _count_problems(counts, expected, after, updates)
 
@@ -245,64 +254,71 @@ def _optimizer_forms_problems(
     yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
     yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
-        yield f"optimizer: {len(optimizer.groups)} groups of parameters, in this run {len(after['groups'])}"
+        yield f"optimizer: {len(optimizer.groups)} parameter groups, but {len(after['groups'])} in this run"
 
 
 def _count_problems(
-    found: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
+    counts: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
 ) -> Iterator[str]:
     """Compare the optimizer's own update counters with the updates of the run.
 
     A number is a counter if it is named `step` and is 1 after the first update. Non-finite numbers are problems, too.
     """
-    once = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
-    for name, value in sorted(found.items()):
-        if name.rpartition("/")[2] == "step" and once.get(name) == 1 and value != updates:
-            yield f"optimizer: {name} is {value}, after {updates} updates"
+    after_one_update = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
+    for name, value in sorted(counts.items()):
+        if name.rpartition("/")[2] == "step" and after_one_update.get(name) == 1 and value != updates:
+            yield f"optimizer: {name} is {value} after {updates} updates"
         elif value is not None and not math.isfinite(value):
-            yield f"optimizer: {name} is {value}"
+            yield f"optimizer: {name} is {value}, which is not finite"
 
 
 def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
-    recipe, found = ready.recipe, state.engine.loss_scale
+    recipe, saved_scale = ready.recipe, state.engine.loss_scale
     scale = recipe.loss_scale
     expected = loss_scaler(recipe.precision, scale, torch.device("cpu")).state_dict()
-    yield from _differing("loss scale", {*found}, {*expected})
-    if found.keys() != expected.keys() or not expected:
+    yield from _differing("loss scale", {*saved_scale}, {*expected})
+    if saved_scale.keys() != expected.keys() or not expected:
         return
     fixed = [name for name in expected if name not in ("scale", "_growth_tracker")]
     for name in fixed:
-        if found[name] != expected[name]:
-            yield f"loss scale: {name} is {found[name]}, in this run {expected[name]}"
+        if saved_scale[name] != expected[name]:
+            yield f"loss scale: {name} is {saved_scale[name]}, but {expected[name]} in this run"
     if scale.static is not None:
-        if (found["scale"], found["_growth_tracker"]) != (scale.static, 0):
-            yield f"loss scale: {found['scale']}, in this run {scale.static} at each step"
+        if (saved_scale["scale"], saved_scale["_growth_tracker"]) != (scale.static, 0):
+            yield f"loss scale: {saved_scale['scale']}, but {scale.static} at each step of this run"
         return
-    ratio = found["scale"] / scale.initial
+    ratio = saved_scale["scale"] / scale.initial
     if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # only doubling and halving are possible
-        yield f"loss scale: {found['scale']} is not {scale.initial} times a power of two"
-    if found["_growth_tracker"] not in range(scale.growth_interval):
-        yield f"loss scale: {found['_growth_tracker']} steps since it grew, at most {scale.growth_interval - 1}"
+        yield f"loss scale: {saved_scale['scale']} is not {scale.initial} times a power of two"
+    if saved_scale["_growth_tracker"] not in range(scale.growth_interval):
+        most_steps = scale.growth_interval - 1
+        yield f"loss scale: {saved_scale['_growth_tracker']} steps since it grew, but at most {most_steps} in this run"
 
 
-def _differing(what: str, found: set[str], expected: set[str]) -> Iterator[str]:
-    yield from (f"{what}: {name} is none of this run's" for name in sorted(found - expected))
-    yield from (f"{what}: {name} is missing" for name in sorted(expected - found))
+def _differing(label: str, actual: set[str], expected: set[str]) -> Iterator[str]:
+    yield from (f"{label}: {name} is not part of this run" for name in sorted(actual - expected))
+    yield from (f"{label}: {name} is missing" for name in sorted(expected - actual))
 
 
-def _same(one: object, other: object) -> bool:
-    return type(one) is type(other) and one == other
+def _is_equal(left: object, right: object) -> bool:
+    return type(left) is type(right) and left == right
 
 
 def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
-    plain = {name: local_tensor(held) for name, held in tensors.items()}
-    return {name: float(each) for name, each in plain.items() if not each.ndim and each.device.type != "meta"}
+    tensors_by_name = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+    return {
+        name: float(scalar)
+        for name, scalar in tensors_by_name.items()
+        if not scalar.ndim and scalar.device.type != "meta"
+    }
 
 
 def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return all numbers of an optimizer by name. Names in groups are those that optimizer_state gives to tensors."""
-    of_groups = {f"group {number}/{name}": value for number, each in enumerate(groups) for name, value in each.items()}
-    return {**slots, **of_groups}
+    group_numbers = {
+        f"group {index}/{name}": value for index, group in enumerate(groups) for name, value in group.items()
+    }
+    return {**slots, **group_numbers}
 
 
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:

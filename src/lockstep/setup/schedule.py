@@ -23,7 +23,7 @@ def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     A user's schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base rate.
     """
     name = recipe.schedule.name
-    return planning.rate(recipe, steps, _own(recipe) if ":" in name else None)
+    return planning.rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
@@ -35,30 +35,30 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
     if ":" not in recipe.schedule.name:
         return
     rate = find_rate(recipe, steps)
-    numbers = sorted({round(part * (steps.total - 1) / _LOOKED_AT) for part in range(_LOOKED_AT + 1)})
-    seen = [steps[number].samples_seen for number in numbers]
-    values = [rate.at(samples) for samples in seen]
-    for number, samples, value in zip(reversed(numbers), reversed(seen), reversed(values), strict=True):
+    step_numbers = sorted({round(fraction * (steps.total - 1) / _LOOKED_AT) for fraction in range(_LOOKED_AT + 1)})
+    samples_seen = [steps[step].samples_seen for step in step_numbers]
+    values = [rate.at(samples) for samples in samples_seen]
+    for step, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):
         if rate.at(samples) != value:
             raise UsageError(
-                f"schedule {recipe.schedule.name}: asked for step {number + 1} again it gives another rate; let it "
-                f"follow from its arguments alone, for a resumed run asks for no earlier step ({_CONTRACT})"
+                f"schedule {recipe.schedule.name}: returned a different rate when called again for step {step + 1}; "
+                f"compute it only from the arguments, because a resumed run skips the earlier steps ({_CONTRACT})"
             )
 
 
-def _own(recipe: Recipe) -> Shape:
+def _custom_shape(recipe: Recipe) -> Shape:
     path, options = recipe.schedule.name, recipe.schedule.options
     function: Callable[..., object] = import_callable(path, "schedule", f"a function ({_CONTRACT})")
     code = OwnCode(f"schedule {path}")
 
     def factor(epoch: float, epochs: float) -> float:
         with code:
-            found = function(epoch, epochs, **options)
-        if not isinstance(found, Real) or not math.isfinite(found) or found < 0:
-            value = found if isinstance(found, Real) else f"{type(found).__name__}"
+            result = function(epoch, epochs, **options)
+        if not isinstance(result, Real) or not math.isfinite(result) or result < 0:
+            value = result if isinstance(result, Real) else f"{type(result).__name__}"
             raise UsageError(
-                f"schedule {path}: at epoch {epoch:g} of {epochs:g} it gives {value}; return a finite number, 0 or more"
+                f"schedule {path}: returned {value} at epoch {epoch:g} of {epochs:g}; return a finite number, 0 or more"
             )
-        return float(found)
+        return float(result)
 
     return factor

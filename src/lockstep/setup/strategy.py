@@ -28,27 +28,29 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
         name = "single" if processes == 1 else "ddp"
     if name == FASTEST:
         raise UsageError(
-            "placement.strategy: fastest: only lockstep train finds it, on ranks that it starts itself; name one here, "
-            "such as that which lockstep plan --write puts into a recipe"
+            "placement.strategy: fastest is only supported by lockstep train, on ranks that it starts itself; name a "
+            "strategy, such as the one that lockstep plan --write sets in a recipe"
         )
-    kind = _own(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
+    kind = _import_strategy(name) if ":" in name else import_module(f"lockstep.strategies.{name}").Strategy
     options = dict(placement.strategy.model_extra or {})
-    valid = [field.name for field in fields(kind)]
+    option_names = [field.name for field in fields(kind)]
     for key in options:
-        if key not in valid:
-            raise UsageError(f"placement.strategy.{key}: strategy {name} has no such option{choices(key, valid)}")
-    with _code(name):
-        if "recompute" in valid:
+        if key not in option_names:
+            raise UsageError(
+                f"placement.strategy.{key}: strategy {name} has no such option{choices(key, option_names)}"
+            )
+    with _strategy_code(name):
+        if "recompute" in option_names:
             options.setdefault("recompute", placement.recompute != "none")
-        made = _build_strategy(kind, options)
-        traits = made.traits
+        strategy = _build_strategy(kind, options)
+        traits = strategy.traits
         if not isinstance(traits, Traits):
-            raise UsageError(f"strategy {name}: its traits are a {type(traits).__name__}; return Traits ({_CONTRACT})")
+            raise UsageError(f"strategy {name}: traits returned {type(traits).__name__}; return Traits ({_CONTRACT})")
         if traits.exactness not in ("bits", "close", "none"):
             raise UsageError(
-                f"strategy {name}: its exactness is {traits.exactness!r}; make it 'bits', 'close' or 'none'"
+                f"strategy {name}: traits.exactness is {traits.exactness!r}; set it to 'bits', 'close' or 'none'"
             )
-    return name, made
+    return name, strategy
 
 
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
@@ -64,7 +66,7 @@ def recompute_interval(placement: Placement, strategy: Strategy) -> int:
 
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
     """Raise UsageError if the strategy rejects this number of processes, or if its mesh doesn't match it."""
-    with _code(name):
+    with _strategy_code(name):
         strategy.check(processes, microbatches)
         mesh = strategy.mesh(processes)
     if not isinstance(mesh, Mesh):
@@ -72,22 +74,22 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
     if mesh.size != processes or min(mesh) < 1:
         axes = " x ".join(f"{axis}={length}" for axis, length in mesh._asdict().items() if length != 1) or "one rank"
         raise UsageError(
-            f"strategy {name}: its mesh for {processes} processes is {axes}; let the lengths multiply to {processes} "
-            f"({_CONTRACT})"
+            f"strategy {name}: mesh returned {axes} for {processes} processes; return lengths whose product is "
+            f"{processes} ({_CONTRACT})"
         )
 
 
-def _own(path: str) -> type[Any]:
+def _import_strategy(path: str) -> type[Any]:
     """Return the user's class. Raise UsageError if it lacks a member that a strategy must have."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
-        what = "a class, but no dataclass" if isinstance(kind, type) else f"of type {type(kind).__name__}"
-        raise UsageError(f"strategy {path}: it is {what}; name a frozen dataclass ({_CONTRACT})")
-    needed = [each for each in vars(Strategy) if not each.startswith("_")]
-    found = dir(kind)
-    missing = [each for each in needed if each not in found]
+        problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"
+        raise UsageError(f"strategy {path}: {problem}; name a frozen dataclass ({_CONTRACT})")
+    required = [name for name in vars(Strategy) if not name.startswith("_")]
+    members = dir(kind)
+    missing = [name for name in required if name not in members]
     if missing:
-        raise UsageError(f"strategy {path}: it has no {', '.join(missing)}; add it ({_CONTRACT})")
+        raise UsageError(f"strategy {path}: has no {', '.join(missing)}; add the missing members ({_CONTRACT})")
     return cast(type[Any], kind)
 
 
@@ -96,11 +98,11 @@ def _build_strategy(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
         return cast(Strategy, TypeAdapter(kind).validate_python(options))
     except ValidationError as error:
         lines = [
-            f"placement.strategy.{'.'.join(map(str, each['loc']))}: {each['msg']}; got {each['input']!r}"
-            for each in error.errors()
+            f"placement.strategy.{'.'.join(map(str, problem['loc']))}: {problem['msg']}; got {problem['input']!r}"
+            for problem in error.errors()
         ]
         raise UsageError("\n".join(lines)) from error
 
 
-def _code(name: str) -> OwnCode:
+def _strategy_code(name: str) -> OwnCode:
     return OwnCode(f"strategy {name}", shared=True)

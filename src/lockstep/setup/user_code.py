@@ -34,51 +34,51 @@ _IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setde
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
     """Return the import paths in a recipe, by section, such as `model` or `data`."""
-    named = {
+    all_names = {
         "model": recipe.model.name,
-        **dict(_of_data("data", recipe.data.name, recipe.data.options)),
+        **dict(_dataset_names("data", recipe.data.name, recipe.data.options)),
         "loss": recipe.loss.name,
         "optimizer": recipe.optimizer.name,
         "schedule": recipe.schedule.name,
         "collate": recipe.data.collate or "",
         "task": recipe.task.name,
     }
-    named |= {f"metrics.{number}": name for number, name in enumerate(recipe.metrics)}
-    names = {part: name for part, name in named.items() if ":" in name}
+    all_names |= {f"metrics.{index}": name for index, name in enumerate(recipe.metrics)}
+    names = {part: name for part, name in all_names.items() if ":" in name}
     if recipe.model.source != "auto":  # if the source is set, a colon is part of a timm name
         names.pop("model", None)
     return names
 
 
-def _of_data(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the section and name of a dataset, and of the datasets that it mixes."""
     yield section, name
     for label, source in mixed(name, options).items():
-        yield from _of_data(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
+        yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
 def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
     """Return the imported modules of the user's code. `paths` are the import paths of a recipe."""
     packages = {path.partition(":")[0].partition(".")[0] for path in paths}
-    found = {}
+    modules = {}
     for name, module in list(sys.modules.items()):
         # Some libraries put objects into sys.modules that make up attributes.
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and (name.partition(".")[0] in packages or is_own(file)):
-            found[name] = module
-    return found
+            modules[name] = module
+    return modules
 
 
-def place_of(thing: object) -> str:
+def place_of(target: object) -> str:
     """Return the first line of a function or class, or of the class of an object.
 
     Returns "" if the line isn't known, or if it is in a library.
     """
-    found = inspect.unwrap(thing) if callable(thing) else thing
-    if not (inspect.isclass(found) or inspect.isroutine(found)):
-        found = type(found)
+    unwrapped = inspect.unwrap(target) if callable(target) else target
+    if not (inspect.isclass(unwrapped) or inspect.isroutine(unwrapped)):
+        unwrapped = type(unwrapped)
     try:
-        file, (_, line) = inspect.getsourcefile(found), inspect.getsourcelines(found)
+        file, (_, line) = inspect.getsourcefile(unwrapped), inspect.getsourcelines(unwrapped)
     except (TypeError, OSError):  # written in C, or typed into an interpreter
         return ""
     return location(file, line) if file and not is_librarys(file) else ""
@@ -86,13 +86,13 @@ def place_of(thing: object) -> str:
 
 def place_of_attribute(kind: type, name: str) -> str:
     """Return the line where methods of a class or its bases change `self.<name>`, or "" if it can't be found."""
-    for each in kind.__mro__:
-        file = _file(each)
+    for base in kind.__mro__:
+        file = _file(base)
         if file is None or not is_own(file):
             continue
-        lines, first = inspect.getsourcelines(each)
+        lines, first = inspect.getsourcelines(base)
         tree = ast.parse(textwrap.dedent("".join(lines)))
-        line = _line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
+        line = _first_line(tree, lambda node: isinstance(node, ast.Attribute) and node.attr == name)
         if line is not None:
             return location(file, first + line - 1)
     return ""
@@ -110,7 +110,7 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
     tree = ast.parse(textwrap.dedent("".join(lines)))
 
     uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == name]
-    line = _line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
+    line = _first_line(tree, lambda node: node in uses) or min((node.lineno for node in uses), default=1)
     return location(file, max(first, 1) + line - 1)
 
 
@@ -125,12 +125,15 @@ def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    orders = [[*_accesses(loop, name)] for loop in loops]
-    assigned = [order for order in orders if any(not reads for reads, _ in order)]
-    if not assigned:
+    accesses = [[*_accesses(loop, name)] for loop in loops]
+    assigned_in = [access_order for access_order in accesses if any(not is_read for is_read, _ in access_order)]
+    if not assigned_in:
         return None
     # A conditional assignment may be skipped. A read after it may then see the value of an earlier iteration.
-    return any(next((reads for reads, maybe in order if reads or not maybe), False) for order in assigned)
+    return any(
+        next((is_read for is_read, conditional in access_order if is_read or not conditional), False)
+        for access_order in assigned_in
+    )
 
 
 def is_used(scope: ModuleType | CodeType, name: str) -> bool:
@@ -144,53 +147,53 @@ def is_used(scope: ModuleType | CodeType, name: str) -> bool:
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
     root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree  # the function itself, or the module
-    within = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-    return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, within))
+    scopes = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+    return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, scopes))
 
 
 def _uses(node: ast.AST, name: str) -> bool:
     match node:
         case ast.Name(ctx=ast.Load()):
             return node.id == name
-        case ast.Expr(value=ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called))) if called in _SHOWING:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=method) | ast.Attribute(attr=method))) if method in _SHOWING:
             return False
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=called)) as call) if (
-            owner.id == name and called in _IN_PLACE
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=method)) as call) if (
+            owner.id == name and method in _IN_PLACE
         ):
-            return any(_uses(each, name) for each in (*call.args, *call.keywords))
+            return any(_uses(child, name) for child in (*call.args, *call.keywords))
         case ast.Subscript(value=ast.Name() as owner, ctx=ast.Store()) if owner.id == name:
             return _uses(node.slice, name)
-    return any(_uses(each, name) for each in ast.iter_child_nodes(node))
+    return any(_uses(child, name) for child in ast.iter_child_nodes(node))
 
 
-def _accesses(node: ast.AST, name: str, maybe: bool = False) -> Iterator[tuple[bool, bool]]:
+def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
     """Yield each access to a variable in evaluation order: whether it is a read, and whether it may be skipped."""
-    parts: list[ast.AST] = []
-    skipped: list[ast.AST] = []  # runs only if a condition holds
+    nodes: list[ast.AST] = []
+    conditional_nodes: list[ast.AST] = []  # runs only if a condition holds
     match node:
         case ast.Name():
             if node.id == name:
-                yield isinstance(node.ctx, ast.Load), maybe
+                yield isinstance(node.ctx, ast.Load), conditional
         case ast.AugAssign():
             if isinstance(node.target, ast.Name) and node.target.id == name:
-                yield True, maybe
-            parts = [node.value, node.target]
+                yield True, conditional
+            nodes = [node.value, node.target]
         case ast.Assign():
-            parts = [node.value, *node.targets]
+            nodes = [node.value, *node.targets]
         case ast.AnnAssign() | ast.NamedExpr():
-            parts = [each for each in (node.value, node.target) if each is not None]
+            nodes = [child for child in (node.value, node.target) if child is not None]
         case ast.For():
-            parts = [node.iter, node.target, *node.body, *node.orelse]
+            nodes = [node.iter, node.target, *node.body, *node.orelse]
         case ast.If():
-            parts, skipped = [node.test], [*node.body, *node.orelse]
+            nodes, conditional_nodes = [node.test], [*node.body, *node.orelse]
         case ast.Try():
-            skipped = [*ast.iter_child_nodes(node)]
+            conditional_nodes = [*ast.iter_child_nodes(node)]
         case _:
-            parts = [*ast.iter_child_nodes(node)]
-    for each in parts:
-        yield from _accesses(each, name, maybe)
-    for each in skipped:
-        yield from _accesses(each, name, True)
+            nodes = [*ast.iter_child_nodes(node)]
+    for child in nodes:
+        yield from _accesses(child, name, conditional)
+    for child in conditional_nodes:
+        yield from _accesses(child, name, True)
 
 
 def own_frames() -> Iterator[FrameType]:
@@ -207,7 +210,7 @@ def place_of_frame(frame: FrameType | None) -> str:
 
     Returns "" if that line is in torch, NumPy or Lockstep, since these have their own reasons.
     """
-    while frame is not None and _of_python(frame.f_code.co_filename):
+    while frame is not None and _is_python_file(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None or is_librarys(frame.f_code.co_filename):
         return ""
@@ -216,12 +219,16 @@ def place_of_frame(frame: FrameType | None) -> str:
 
 def is_librarys(file: str) -> bool:
     """Return whether a source file belongs to Python, torch, NumPy or Lockstep."""
-    return _of_python(file) or file.startswith(_libraries())
+    return _is_python_file(file) or file.startswith(_library_folders())
 
 
-def _line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
+def _first_line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
     """Return the first line in a function that changes a name, or else the first line that uses it."""
-    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name not in _BUILDING]
+    functions = [
+        function_node
+        for function_node in ast.walk(tree)
+        if isinstance(function_node, ast.FunctionDef) and function_node.name not in _BUILDING
+    ]
     nodes = [node for function in functions for node in ast.walk(function)]
     lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
@@ -239,22 +246,22 @@ def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
     return False
 
 
-def _file(thing: type | ModuleType | CodeType) -> str | None:
+def _file(scope: type | ModuleType | CodeType) -> str | None:
     try:
-        return inspect.getsourcefile(thing)
+        return inspect.getsourcefile(scope)
     except TypeError:  # built in
         return None
 
 
-def _of_python(file: str) -> bool:
-    return file.startswith(("<", *_python())) and not is_installed(file)
+def _is_python_file(file: str) -> bool:
+    return file.startswith(("<", *_python_folders())) and not is_installed(file)
 
 
 @cache
-def _python() -> tuple[str, ...]:
+def _python_folders() -> tuple[str, ...]:
     return tuple({f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib")})
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     return (f"{PACKAGE}/", *(f"{Path(inspect.getfile(package)).parent}/" for package in (np, torch)))

@@ -32,15 +32,15 @@ _TABULATED: Final = {
 @final
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A translated configuration of the framework `of`, with Lockstep overrides applied."""
+    """A translated configuration of `framework`, with Lockstep overrides applied."""
 
-    of: str
+    framework: str
     file: str
     translated: TranslatedConfig
 
     def to_yaml(self) -> str:
         """Return it as the YAML text of a recipe."""
-        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.of}.")
+        return self.translated.to_yaml(f"From {self.file}, a configuration of {self.framework}.")
 
     def load(self) -> Loaded:
         """Load it. Raises ConfigError like any recipe."""
@@ -59,26 +59,28 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     read, or has unknown keys or values of a wrong type.
     """
     overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
-    typed, places = _read_keys(read(file), [word for word in words if word not in overrides])
-    known = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
-    table, translate = next((each for each in known if each[0].knows(typed)), (None, None))
+    file_values, places = _read_keys(read(file), [word for word in words if word not in overrides])
+    tables = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
+    table, translate = next((entry for entry in tables if entry[0].knows(file_values)), (None, None))
     if table is None or translate is None:
         for library, marks in _TABULATED.items():
-            if any(key in typed for key in marks):
+            if any(key in file_values for key in marks):
                 raise UsageError(
-                    f"{file}: a configuration of {library} is not imported; docs/coming-from.md"
-                    f"#keys-of-accelerate-and-the-trainer has a table of its keys and ours"
+                    f"{file}: importing a configuration of {library} is not supported; see docs/coming-from.md"
+                    f"#keys-of-accelerate-and-the-trainer for a table of its keys and the keys of Lockstep"
                 )
         raise UsageError(
-            f"{file}: its keys are not those of Distribuuuu or pycls; a recipe of ours is given without --cfg: "
+            f"{file}: its keys do not match Distribuuuu or pycls; pass a Lockstep recipe without --cfg: "
             f"lockstep train {file}"
         )
-    typed, places = ({table.renamed.get(key, key): each for key, each in of.items()} for of in (typed, places))
-    _check(table, typed, places)
-    keys = Translation(table, typed, gpus)
-    keys.take_listed()
+    file_values, places = (
+        {table.renamed.get(key, key): entry for key, entry in mapping.items()} for mapping in (file_values, places)
+    )
+    _check(table, file_values, places)
+    keys = Translation(table, file_values, gpus)
+    keys.copy_listed()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
-    return ImportedConfig(table.framework, file, _apply_overrides(keys.done(), overrides))
+    return ImportedConfig(table.framework, file, _apply_overrides(keys.finish(), overrides))
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
@@ -87,28 +89,28 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
     The last pair of a key wins, as in yacs.
     """
     if len(words) % 2:
-        raise UsageError(f"{words[-1]}: a key without a value; they come as KEY VALUE, such as OPTIM.BASE_LR 0.1")
+        raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
     if document.problems:
-        raise ConfigError([str(each) for each in document.problems])
+        raise ConfigError([str(problem) for problem in document.problems])
     leaves = list(write.leaves(document.values))
     values = {format_key(path): value for path, value in leaves}
-    places = {format_key(path): locate(document.places, path) for path, _ in leaves}
+    places = {format_key(path): locate(document.positions, path) for path, _ in leaves}
     for key, text in zip(words[::2], words[1::2], strict=True):
         value = parse(text, "override")
         if value.problems:
-            raise ConfigError([f"{each.place} {key}: {each.text}" for each in value.problems])
+            raise ConfigError([f"{problem.position} {key}: {problem.text}" for problem in value.problems])
         values[key], places[key] = None if text in _NOTHING else value.values, OVERRIDE
     return values, places
 
 
-def _check(table: KeyTable, typed: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
+def _check(table: KeyTable, file_values: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
     """Raise ConfigError for keys that the framework doesn't know and for values of a wrong type."""
     problems = []
-    for key, value in typed.items():
+    for key, value in file_values.items():
         if key not in table.defaults:
             text = f"{table.framework} has no such key{suggestion(key, table.defaults)}"
-        elif wanted := type_mismatch(table.defaults[key], value):
-            text = f"expected {wanted}, got {write.format_value(value)}"
+        elif expected := type_mismatch(table.defaults[key], value):
+            text = f"expected {expected}, got {write.format_value(value)}"
         else:
             continue
         problems.append(str(KeyProblem(places[key], tuple(key.split(".")), text)))
@@ -122,7 +124,7 @@ def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> 
     before = Document(translated.values, {(): SourcePosition(""), **places}, [])
     document = apply(before, overrides)
     if document.problems:
-        raise ConfigError([str(each) for each in document.problems])
-    dropped = drop_foreign(before, document)
-    origins = {format_key(path): str(document.places[path]) for path, _ in write.leaves(document.values)}
-    return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *dropped))
+        raise ConfigError([str(problem) for problem in document.problems])
+    drop_notes = drop_foreign(before, document)
+    origins = {format_key(path): str(document.positions[path]) for path, _ in write.leaves(document.values)}
+    return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *drop_notes))

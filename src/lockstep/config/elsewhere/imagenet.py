@@ -17,23 +17,23 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
     """Translate the keys that need more than a row of distribuuuu.yaml. TRAIN.BATCH_SIZE is the batch size per GPU."""
     arch, gpus = keys["MODEL.ARCH"], keys.gpus
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
-    keys.set("recipe.model.source", source, "where it has the network from")
+    keys.set("recipe.model.source", source, "where Distribuuuu gets the network from")
     if keys["MODEL.WEIGHTS"]:
-        keys.leave("only weights are taken over, and a run begins with epoch 1", "TRAIN.LOAD_OPT")
+        keys.skip("only weights are loaded, and a run starts at epoch 1", "TRAIN.LOAD_OPT")
     if keys["MODEL.DUMMY_INPUT"]:
         options = {"samples": 1000, "validation_samples": 1000, "classes": keys["MODEL.NUM_CLASSES"]}
         keys.set("recipe.data", {"name": "synthetic", "image_size": _CROP, "options": options}, "MODEL.DUMMY_INPUT")
-        keys.leave("MODEL.DUMMY_INPUT is set", "TRAIN.DATASET", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "*.SPLIT")
+        keys.skip("MODEL.DUMMY_INPUT is set", "TRAIN.DATASET", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "*.SPLIT")
     else:
         keys.set("recipe.data.name", "folder", "its loader")
-        keys.take("TRAIN.DATASET", "recipe.data.root")
-        _pictures(keys)
+        keys.copy("TRAIN.DATASET", "recipe.data.root")
+        _crops(keys)
         if keys["TRAIN.IM_SIZE"] != _CROP:
-            keys.note(f"validation images are cropped to TRAIN.IM_SIZE here, to {_CROP} there")
+            keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP} in Distribuuuu")
     batch = keys["TRAIN.BATCH_SIZE"] * gpus
-    keys.set("recipe.batch", batch, f"TRAIN.BATCH_SIZE, for each of {gpus} GPUs")
-    keys.note(f"TRAIN.BATCH_SIZE is that of a GPU: {batch} for {gpus}, on any number of processes (--gpus)")
-    keys.set("recipe.microbatches", gpus, "a micro-batch for each GPU, by which BatchNorm normalises")
+    keys.set("recipe.batch", batch, f"TRAIN.BATCH_SIZE, on each of {gpus} GPUs")
+    keys.note(f"TRAIN.BATCH_SIZE is the batch size per GPU: recipe.batch is {batch} (--gpus {gpus}) for all processes")
+    keys.set("recipe.microbatches", gpus, "one micro-batch per GPU, because BatchNorm normalizes per GPU")
     keys.set("recipe.optimizer.name", "sgd", "its optimizer")
     keys.set("recipe.topk", [1, keys["TRAIN.TOPK"]], "TRAIN.TOPK")
     keys.set("recipe.seed", keys["RNG_SEED"] or 0, "RNG_SEED")
@@ -47,30 +47,30 @@ def pycls(keys: Translation, model_given: bool) -> None:
     If `model_given`, an override names the model, and the model keys of pycls are ignored.
     """
     if model_given:
-        keys.leave("recipe.model is given", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
-        keys.leave("recipe.model is given", "VIT.*")
+        keys.skip("recipe.model is set", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
+        keys.skip("recipe.model is set", "VIT.*")
     else:
         source, name = network(keys)
         keys.set("recipe.model.name", name, f"MODEL.TYPE {keys['MODEL.TYPE']}, and its keys")
-        keys.set("recipe.model.source", source, "where its network can be had")
+        keys.set("recipe.model.source", source, "the library that has this network")
     if keys["TRAIN.DATASET"] != "imagenet":
-        raise UsageError(f"TRAIN.DATASET: {keys['TRAIN.DATASET']!r}; of its data sets imagenet can be imported")
+        raise UsageError(f"TRAIN.DATASET: dataset {keys['TRAIN.DATASET']!r} cannot be imported; use imagenet")
     keys.set("recipe.data.name", "folder", "TRAIN.DATASET")
-    keys.set("recipe.data.root", _ROOT, "where pycls has it")
-    _pictures(keys)
+    keys.set("recipe.data.root", _ROOT, "the default location in pycls")
+    _crops(keys)
     gpus = keys["NUM_GPUS"]
-    keys.set("recipe.microbatches", gpus, "NUM_GPUS, each of which normalises its part")
+    keys.set("recipe.microbatches", gpus, "NUM_GPUS, because BatchNorm normalizes per GPU")
     keys.set("recipe.evaluation_batch", max(1, keys["TEST.BATCH_SIZE"] // gpus), "TEST.BATCH_SIZE / NUM_GPUS")
     kind = keys["OPTIM.OPTIMIZER"]
     if kind == "sgd":
         _momentum(keys)
-        keys.leave("of an Adam, and this is sgd", "OPTIM.BETA1", "OPTIM.BETA2")
+        keys.skip("used by adam and adamw, but the optimizer is sgd", "OPTIM.BETA1", "OPTIM.BETA2")
     elif kind in ("adam", "adamw"):
         betas = [keys["OPTIM.BETA1"], keys["OPTIM.BETA2"]]
         keys.set("recipe.optimizer.options.betas", betas, "OPTIM.BETA1, OPTIM.BETA2")
-        keys.leave(f"of sgd, and this is {kind}", "OPTIM.MOMENTUM", "OPTIM.NESTEROV", "OPTIM.DAMPENING")
+        keys.skip(f"used by sgd, but the optimizer is {kind}", "OPTIM.MOMENTUM", "OPTIM.NESTEROV", "OPTIM.DAMPENING")
     else:
-        raise UsageError(f"OPTIM.OPTIMIZER: {kind!r}; use sgd, adam or adamw")
+        raise UsageError(f"OPTIM.OPTIMIZER: {kind!r} is not supported; use sgd, adam or adamw")
     _decays(keys)
     _loop(keys)
     if keys["TRAIN.LABEL_SMOOTHING"]:
@@ -78,31 +78,31 @@ def pycls(keys: Translation, model_given: bool) -> None:
     if keys["FSDP.ENABLED"]:
         keys.set("placement.strategy", "zero3" if keys["FSDP.RESHARD_AFTER_FW"] else "zero2", "FSDP.ENABLED")
     if keys["TRAIN.PCA_STD"]:
-        keys.note("colours are not jittered along their principal components here, as TRAIN.PCA_STD has it there")
+        keys.note("TRAIN.PCA_STD has no counterpart: colors are not jittered along their principal components")
     if keys["TRAIN.AUGMENT"]:
         keys.note(f"TRAIN.AUGMENT {keys['TRAIN.AUGMENT']!r} has no counterpart: images are cropped and flipped")
     if keys["OUT_DIR"] in (".", "/tmp"):
-        keys.leave("a run has a folder of its own", "OUT_DIR")
+        keys.skip("each run has its own folder", "OUT_DIR")
     else:
-        keys.take("OUT_DIR", "run.dir")
+        keys.copy("OUT_DIR", "run.dir")
 
 
-def _pictures(keys: Translation) -> None:
+def _crops(keys: Translation) -> None:
     """Translate the crops of training and validation. The folders must be named train and val, as in Lockstep."""
-    keys.take("TRAIN.IM_SIZE", "recipe.data.image_size")
-    keys.take("TEST.IM_SIZE", "recipe.data.resize_size")
+    keys.copy("TRAIN.IM_SIZE", "recipe.data.image_size")
+    keys.copy("TEST.IM_SIZE", "recipe.data.resize_size")
     keys.set("recipe.data.augment", {"resized_crop": True, "flip": True}, "its loader")
     for key, folder in (("TRAIN.SPLIT", "train"), ("TEST.SPLIT", "val")):
         if keys[key] != folder:
-            raise UsageError(f"{key}: {keys[key]!r} is not {folder!r}; data sets of folders have train and val here")
-        keys.leave("these folders are called so here, too", key)
+            raise UsageError(f"{key}: expected {folder!r}, got {keys[key]!r}; name the folders train and val")
+        keys.skip("Lockstep uses the same folder names", key)
 
 
 def _momentum(keys: Translation) -> None:
-    keys.take("OPTIM.MOMENTUM", "recipe.optimizer.momentum")
-    keys.take("OPTIM.NESTEROV", "recipe.optimizer.nesterov")
+    keys.copy("OPTIM.MOMENTUM", "recipe.optimizer.momentum")
+    keys.copy("OPTIM.NESTEROV", "recipe.optimizer.nesterov")
     if keys["OPTIM.DAMPENING"]:
-        keys.take("OPTIM.DAMPENING", "recipe.optimizer.options.dampening")
+        keys.copy("OPTIM.DAMPENING", "recipe.optimizer.options.dampening")
 
 
 def _decays(keys: Translation) -> None:
@@ -122,7 +122,7 @@ def _decays(keys: Translation) -> None:
         elif biases and match == "*bn*":
             groups.append({"match": [match], "weight_decay": keys["OPTIM.WEIGHT_DECAY"]})
     if groups:
-        keys.set("recipe.optimizer.groups", groups, "CUSTOM_WEIGHT_DECAY of BN, LN and biases, by names")
+        keys.set("recipe.optimizer.groups", groups, "CUSTOM_WEIGHT_DECAY of BN, LN and biases, by parameter names")
 
 
 def _loop(keys: Translation) -> None:
@@ -131,29 +131,29 @@ def _loop(keys: Translation) -> None:
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")
     policy, epochs, low = keys["OPTIM.LR_POLICY"], keys["OPTIM.MAX_EPOCH"], keys["OPTIM.MIN_LR"]
-    keys.set("recipe.schedule.each", "epoch", "its rate changes between epochs")
+    keys.set("recipe.schedule.each", "epoch", "its learning rate changes between epochs")
     steps, factor = keys["OPTIM.STEPS"], keys["OPTIM.LR_MULT"]
     if policy in _CURVES:
         keys.set("recipe.schedule.name", _CURVES[policy], "OPTIM.LR_POLICY")
-        keys.set("recipe.schedule.min_lr", low * keys["OPTIM.BASE_LR"], "OPTIM.MIN_LR, a part of OPTIM.BASE_LR")
-        keys.leave(f"of the policy steps, and this is {policy}", "OPTIM.STEPS", "OPTIM.LR_MULT")
+        keys.set("recipe.schedule.min_lr", low * keys["OPTIM.BASE_LR"], "OPTIM.MIN_LR, a fraction of OPTIM.BASE_LR")
+        keys.skip(f"used by the policy steps, but the policy is {policy}", "OPTIM.STEPS", "OPTIM.LR_MULT")
     elif policy == "steps":
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY")
-        keys.set("recipe.schedule.milestones", [each for each in steps if each], "OPTIM.STEPS")
+        keys.set("recipe.schedule.milestones", [step for step in steps if step], "OPTIM.STEPS")
         keys.set("recipe.schedule.gamma", factor, "OPTIM.LR_MULT")
-        keys.leave("the policy steps does not use it", "OPTIM.MIN_LR")
+        keys.skip("the policy steps does not use it", "OPTIM.MIN_LR")
     elif policy == "exp" and low > 0 and 1 <= epochs <= _MOST_EPOCHS:
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY, a step after each epoch")
         keys.set("recipe.schedule.milestones", list(range(1, epochs)), "OPTIM.MAX_EPOCH")
         keys.set("recipe.schedule.gamma", low ** (1 / epochs), "OPTIM.MIN_LR ** (1 / OPTIM.MAX_EPOCH)")
-        keys.leave("of the policy steps, and this is exp", "OPTIM.STEPS", "OPTIM.LR_MULT")
+        keys.skip("used by the policy steps, but the policy is exp", "OPTIM.STEPS", "OPTIM.LR_MULT")
     else:
         raise UsageError(
-            f"OPTIM.LR_POLICY: {policy!r} with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a MIN_LR above 0 "
-            f"and a MAX_EPOCH from 1 to {_MOST_EPOCHS:,}"
+            f"OPTIM.LR_POLICY: {policy!r} is not supported with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a "
+            f"MIN_LR above 0 and a MAX_EPOCH from 1 to {_MOST_EPOCHS:,}"
         )
     if keys["OPTIM.WARMUP_EPOCHS"]:
-        keys.take("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")
-        keys.take("OPTIM.WARMUP_FACTOR", "recipe.schedule.warmup_factor")
+        keys.copy("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")
+        keys.copy("OPTIM.WARMUP_FACTOR", "recipe.schedule.warmup_factor")
     else:
-        keys.leave("OPTIM.WARMUP_EPOCHS is 0", "OPTIM.WARMUP_FACTOR")
+        keys.skip("OPTIM.WARMUP_EPOCHS is 0", "OPTIM.WARMUP_FACTOR")

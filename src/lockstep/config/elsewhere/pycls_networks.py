@@ -30,31 +30,31 @@ def network(keys: Translation) -> tuple[str, str]:
     Raises UsageError if the network isn't known.
     """
     kind = keys["MODEL.TYPE"]
-    found = None
-    by_numbers = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
+    library_and_name = None
+    by_dimensions = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
     if kind == "resnet":
         groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
         depth = keys["MODEL.DEPTH"]
-        found = _found(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
-        if found and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
-            keys.note("the stride of a bottleneck is on its 3x3 convolution here, on its first 1x1 there")
+        library_and_name = _library_of(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
+        if library_and_name and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
+            keys.note("the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls")
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
         depth = _DEPTHS.get(tuple(keys["ANYNET.DEPTHS"]), 0)
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
         names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
-            found = _found(names.get(str(shape), ""))
-    elif kind in by_numbers:
-        found = by_numbers[kind](keys)
-    if found is None:
+            library_and_name = _library_of(names.get(str(shape), ""))
+    elif kind in by_dimensions:
+        library_and_name = by_dimensions[kind](keys)
+    if library_and_name is None:
         raise UsageError(
-            f"MODEL.TYPE: none of our sources is known to have this {kind or 'network'}; name one yourself, such as "
-            f"recipe.model.name=efficientnet_b0 (lockstep import takes overrides, too)"
+            f"MODEL.TYPE: no known library has this {kind or 'network'}; set a model yourself, such as "
+            f"recipe.model.name=efficientnet_b0 (lockstep import accepts overrides, too)"
         )
-    return found
+    return library_and_name
 
 
-def _found(name: str) -> tuple[str, str] | None:
+def _library_of(name: str) -> tuple[str, str] | None:
     return ("timm", name) if name == _OF_TIMM else ("torchvision", name) if name in _RESNETS else None
 
 
@@ -62,12 +62,12 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
     """Return the RegNet of timm with the same dimensions. The RegNets of timm are those of pycls."""
     from timm.models.regnet import model_cfgs
 
-    wanted = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
+    dimensions = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
     ratio = keys["REGNET.SE_R"] if keys["REGNET.SE_ON"] else 0.0
     plain = {"bottle_ratio": keys["REGNET.BOT_MUL"], "stem_width": keys["REGNET.STEM_W"], "num_features": 0}
     for name, cfg in model_cfgs.items():
-        same = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*wanted, ratio]
-        if same and all(getattr(cfg, each) == value for each, value in plain.items()) and not cfg.preact:
+        matches = [cfg.depth, cfg.w0, cfg.wa, cfg.wm, cfg.group_size, cfg.se_ratio] == [*dimensions, ratio]
+        if matches and all(getattr(cfg, key) == value for key, value in plain.items()) and not cfg.preact:
             return "timm", name
     return None
 
@@ -75,17 +75,17 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
 def _efficientnet(keys: Translation) -> tuple[str, str] | None:
     """Return the EfficientNet of timm with the same dimensions."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
-    wanted = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
+    dimensions = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
     if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
         return None
-    name = next((name for name, numbers in _EFFICIENTNETS.items() if numbers == wanted), None)
+    name = next((name for name, known_dimensions in _EFFICIENTNETS.items() if known_dimensions == dimensions), None)
     if name is None:
         return None
     if keys["EN.DROPOUT_RATIO"]:
-        keys.take("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
+        keys.copy("EN.DROPOUT_RATIO", "recipe.model.options.drop_rate")
     if keys["EN.DC_RATIO"]:
-        keys.take("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
-        keys.note("blocks are dropped the more often the deeper they are, up to EN.DC_RATIO, here; all alike there")
+        keys.copy("EN.DC_RATIO", "recipe.model.options.drop_path_rate")
+        keys.note("EN.DC_RATIO is the rate of the deepest block in Lockstep, and the rate of all blocks in pycls")
     return "timm", name
 
 
@@ -94,11 +94,11 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
-        raise UsageError(f"VIT.HIDDEN_DIM: {keys['VIT.HIDDEN_DIM']}; expected at least 1")
-    taken = {"img_size": "TRAIN.IM_SIZE", "patch_size": "VIT.PATCH_SIZE", "embed_dim": "VIT.HIDDEN_DIM"}
-    taken |= {"depth": "VIT.NUM_LAYERS", "num_heads": "VIT.NUM_HEADS"}
-    for name, key in taken.items():
-        keys.take(key, f"recipe.model.options.{name}")
+        raise UsageError(f"VIT.HIDDEN_DIM: expected at least 1, got {keys['VIT.HIDDEN_DIM']}")
+    options = {"img_size": "TRAIN.IM_SIZE", "patch_size": "VIT.PATCH_SIZE", "embed_dim": "VIT.HIDDEN_DIM"}
+    options |= {"depth": "VIT.NUM_LAYERS", "num_heads": "VIT.NUM_HEADS"}
+    for name, key in options.items():
+        keys.copy(key, f"recipe.model.options.{name}")
     ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
     keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
     if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean after the last norm, without a class token

@@ -23,10 +23,10 @@ class KeyTable:
     - `defaults`: All keys with their defaults. Unless the default is null, a value must have the type of the default.
     - `marks`: A file with one of these keys is of this framework. If empty, any key of the framework is enough.
     - `renamed`: Current keys by the names that older versions used.
-    - `taken`: The Lockstep key that has the same value.
-    - `taken_where_set`: Like `taken`, for values that aren't empty or off.
+    - `mapped`: The Lockstep key that has the same value.
+    - `mapped_if_set`: Like `mapped`, for values that aren't empty or off.
     - `switches`: The Lockstep values to set if a key is on.
-    - `left`: Reasons, each with the keys or key patterns that have no counterpart for this reason.
+    - `unmapped`: Reasons, each with the keys or key patterns that have no counterpart for this reason.
 
     Keys that aren't in the table are rejected.
     """
@@ -35,23 +35,23 @@ class KeyTable:
     defaults: Mapping[str, Any]
     marks: Collection[str] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)  # key in an older version: current key
-    taken: Mapping[str, str] = field(default_factory=dict)
-    taken_where_set: Mapping[str, str] = field(default_factory=dict)
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    mapped_if_set: Mapping[str, str] = field(default_factory=dict)
     switches: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    unmapped: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    def knows(self, typed: Collection[str]) -> bool:
+    def knows(self, keys: Collection[str]) -> bool:
         """Return whether a file with these keys is of this framework."""
-        return any(key in typed for key in self.marks or (*self.defaults, *self.renamed))
+        return any(key in keys for key in self.marks or (*self.defaults, *self.renamed))
 
 
 @cache
 def table_of(framework: str) -> KeyTable:
     """Read the table of a framework."""
     file = Path(__file__).with_name(f"{framework}.yaml")
-    found = parse(file.read_text(encoding="utf-8"), file.name).values
-    defaults = {format_key(path): value for path, value in write.leaves(found["defaults"])}
-    return KeyTable(**{**found, "defaults": defaults})
+    table = parse(file.read_text(encoding="utf-8"), file.name).values
+    defaults = {format_key(path): value for path, value in write.leaves(table["defaults"])}
+    return KeyTable(**{**table, "defaults": defaults})
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class TranslatedConfig:
 
     - `values`: The sections recipe, placement and run.
     - `origins`: The origin of each value, by dotted key. It names the keys of the framework.
-    - `left`: The reason why a key that the file sets has no counterpart, by key of the framework.
+    - `unmapped`: The reason why a key that the file sets has no counterpart, by key of the framework.
     - `notes`: Other differences between the framework and Lockstep.
     """
 
     values: Mapping[str, Any]
     origins: Mapping[str, str]
-    left: Mapping[str, str]
+    unmapped: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
     def to_yaml(self, heading: str) -> str:
@@ -76,8 +76,8 @@ class TranslatedConfig:
 
     def remarks(self) -> Iterator[str]:
         """Yield a line for the keys without a counterpart for each reason, then the notes."""
-        for reason in dict.fromkeys(self.left.values()):
-            keys = [key for key, own in self.left.items() if own == reason]
+        for reason in dict.fromkeys(self.unmapped.values()):
+            keys = [key for key, key_reason in self.unmapped.items() if key_reason == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
         yield from self.notes
 
@@ -87,13 +87,13 @@ def type_mismatch(default: Any, value: Any) -> str:
     if default is None or (default == "" and value is None):
         return ""
     # This comparison is exact for integers of any size, and False for NaN.
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, int):
-        return "" if number and value == int(value) else "a whole number"
+        return "" if is_number and value == int(value) else "an integer"
     if isinstance(default, float):
-        return "" if number else "a number"
+        return "" if is_number else "a number"
     if isinstance(default, list):
         return "" if isinstance(value, list) else "a list"
     return "" if isinstance(value, str) else "text"
@@ -109,17 +109,17 @@ def _comment(text: str) -> list[str]:
 class Translation:
     """A translation in progress: the table translates its keys, and code translates the rest one by one.
 
-    `typed` are the keys and values of a file, and `gpus` the number of GPUs that it is for. A key that neither the
-    table nor code uses is a bug in this package, and `done` raises AssertionError.
+    `file_values` are the keys and values of a file, and `gpus` the number of GPUs that it is for. A key that neither
+    the table nor code uses is a bug in this package, and `finish` raises AssertionError.
     """
 
-    def __init__(self, table: KeyTable, typed: Mapping[str, Any], gpus: int) -> None:
+    def __init__(self, table: KeyTable, file_values: Mapping[str, Any], gpus: int) -> None:
         self.gpus = gpus
         self._table = table
-        self._typed = typed
+        self._file_values = file_values
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
-        self._left: dict[str, str] = {}
+        self._unmapped: dict[str, str] = {}
         self._notes: list[str] = []
         self._used: set[str] = set()
 
@@ -127,65 +127,67 @@ class Translation:
         """Return the value of a key of the framework, or its default. Raises UsageError if the type is wrong."""
         self._used.add(key)
         default = self._table.defaults.get(key)
-        value = self._typed.get(key)
+        value = self._file_values.get(key)
         if value is None:
             return default
-        if wanted := type_mismatch(default, value):
-            raise UsageError(f"{key}: expected {wanted}, got {write.format_value(value)}")
+        if expected := type_mismatch(default, value):
+            raise UsageError(f"{key}: expected {expected}, got {write.format_value(value)}")
         return value
 
     def __contains__(self, key: str) -> bool:
         """Return whether the file or the command line sets a key of the framework."""
-        return key in self._typed
+        return key in self._file_values
 
     def set(self, path: str, value: Any, origin: str) -> None:
         """Set a dotted Lockstep key. `origin` describes the source of its value."""
         *sections, name = path.split(".")
         section = self._values
-        for each in sections:
-            section = section.setdefault(each, {})
+        for key in sections:
+            section = section.setdefault(key, {})
         section[name] = value
         self._origins[path] = origin
         if isinstance(value, dict):
             self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
 
-    def take(self, key: str, path: str) -> None:
+    def copy(self, key: str, path: str) -> None:
         """Set a Lockstep key to the value of a key of the framework."""
         self.set(path, self[key], key)
 
-    def leave(self, reason: str, *keys: str) -> None:
+    def skip(self, reason: str, *keys: str) -> None:
         """Record why keys of the framework, or key patterns, have no counterpart. The first reason for a key is kept.
 
-        Keys that appear in the origin of a value have a counterpart, and `done` ignores their reasons.
+        Keys that appear in the origin of a value have a counterpart, and `finish` ignores their reasons.
         """
-        for key in {**self._table.defaults, **self._typed}:
-            if any(fnmatchcase(key, each) for each in keys):
+        for key in {**self._table.defaults, **self._file_values}:
+            if any(fnmatchcase(key, pattern) for pattern in keys):
                 self._used.add(key)
-                self._left.setdefault(key, reason)
+                self._unmapped.setdefault(key, reason)
 
     def note(self, text: str) -> None:
         """Record another difference between the framework and Lockstep."""
         self._notes.append(text)
 
-    def take_listed(self) -> None:
+    def copy_listed(self) -> None:
         """Translate the keys for which the table has a counterpart."""
-        for key, path in self._table.taken.items():
+        for key, path in self._table.mapped.items():
             if self[key] is not None:
-                self.take(key, path)
-        for key, path in self._table.taken_where_set.items():
+                self.copy(key, path)
+        for key, path in self._table.mapped_if_set.items():
             if self[key]:
-                self.take(key, path)
-        for key, follows in self._table.switches.items():
-            for path, value in follows.items() if self[key] else ():
+                self.copy(key, path)
+        for key, lockstep_values in self._table.switches.items():
+            for path, value in lockstep_values.items() if self[key] else ():
                 self.set(path, value, key)
 
-    def done(self) -> TranslatedConfig:
+    def finish(self) -> TranslatedConfig:
         """Return the translated configuration, with the table's reasons for keys without a counterpart."""
-        for reason, keys in self._table.left.items():
-            self.leave(reason, *keys)
-        forgotten = [key for key in {**self._table.defaults, **self._typed} if key not in self._used]
-        if forgotten:
-            raise AssertionError(f"nothing was done with {', '.join(forgotten)}")
+        for reason, keys in self._table.unmapped.items():
+            self.skip(reason, *keys)
+        unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._used]
+        if unused:
+            raise AssertionError(f"keys without a translation: {', '.join(unused)}")
         mapped = {word.strip(",") for origin in self._origins.values() for word in origin.split()}
-        left = {key: reason for key, reason in self._left.items() if key in self._typed and key not in mapped}
-        return TranslatedConfig(self._values, self._origins, left, tuple(self._notes))
+        unmapped = {
+            key: reason for key, reason in self._unmapped.items() if key in self._file_values and key not in mapped
+        }
+        return TranslatedConfig(self._values, self._origins, unmapped, tuple(self._notes))
