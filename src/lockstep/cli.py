@@ -140,7 +140,7 @@ def _of_a_file(error: BaseException) -> UsageError | None:
     """
     if not isinstance(error, OSError) or error.filename is None:
         return None
-    return UsageError(f"{error.filename}: {error.strerror}; choose another file or folder")
+    return UsageError(f"{error.filename}: {error.strerror}; use a different file or folder")
 
 
 def _module(name: str) -> str:

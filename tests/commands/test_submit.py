@@ -59,7 +59,7 @@ def left(folder: Path) -> list[str]:
 def test_a_job_is_written_submitted_and_job_of(folder: Path) -> None:
     said = submit("--nodes", "2", "--time", "30", "--python", "py", "--", "train", "digits", "run.dir=runs/a").stdout
     assert said == (
-        "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nhow it is: lockstep jobs runs/a\n"
+        "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nstatus: lockstep jobs runs/a\n"
     )
     assert (folder / "asked").read_text() == "--parsable runs/a/job.sh\n"
     assert (folder / "runs" / "a" / "logs").is_dir()

@@ -1,6 +1,6 @@
-"""What a shell offers to complete: recipes, keys of the configuration and their values. Quick: no torch.
+"""Shell completion for recipes, configuration keys and their values. It is fast because it doesn't import torch.
 
-bash gives `key=value` as three words, zsh and fish as one.
+bash passes `key=value` as three words, zsh and fish as one.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Final, get_args
 import click
 from click.shell_completion import CompletionItem
 
-# Common names of things that have more than can be listed without importing them.
+# Common values of keys whose full list of values would require imports.
 _NAMES: Final = {
     "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
     "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
@@ -20,7 +20,7 @@ _PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
 def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer files and folders, and after the first of them keys and values."""
+    """Complete files and folders in the first word, and keys and values after it."""
     if ctx.params.get(param.name or ""):
         return overrides(ctx, param, incomplete)
     return click.Path().shell_complete(ctx, param, incomplete)
@@ -33,7 +33,7 @@ def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
         return found
     from lockstep.config.shipped import list_shipped_recipes
 
-    # The shell adds its files to what it is given; it must hear of them first.
+    # The shell adds file names to these completions. The file type must come first.
     recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file"), *recipes, *(found if incomplete else ())]
 
@@ -53,7 +53,7 @@ def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 
 
 def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the keys that hold a value, and the sections for which a name may stand."""
+    """Yield the keys that have a value, and the sections that you can replace by a name."""
     from lockstep.config.overrides import SHORTHAND
     from lockstep.config.wording import section_at
 
@@ -66,7 +66,7 @@ def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _values(key: str, start: str) -> list[str]:
-    """Return the values of a key that begin with `start`, as far as they can be listed."""
+    """Return the values of a key that begin with `start`, if they can be listed."""
     if key in _PLACES:
         return list(_files(start))
     return [value for value in _choices(key.removesuffix(".name")) if value.startswith(start)]
@@ -90,7 +90,7 @@ def _choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # the names of ours, or an import path
+    kinds = (kind, *get_args(kind))  # built-in names, or an import path
     return [each for one in kinds for each in get_args(one) if isinstance(each, str)]
 
 

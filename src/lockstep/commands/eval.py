@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 @click.command("eval")
 @click.argument("words", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first)
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
-@click.option("--cfg", metavar="FILE", help="A configuration of another framework that names weights; no CHECKPOINT.")
+@click.option("--cfg", metavar="FILE", help="Instead of CHECKPOINT: a configuration of another framework with weights.")
 def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
-    The recipe is the one it was trained by. With RECIPE, a .yaml file or a shipped one, the weights that it begins
-    from: recipe.model.weights=FILE, or recipe.model.pretrained=true.
+    A checkpoint is evaluated with the recipe that it was trained with. If you pass RECIPE instead, a YAML file or the
+    name of a shipped recipe, its initial weights are evaluated: recipe.model.weights=FILE, or
+    recipe.model.pretrained=true.
 
     Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
-    recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
+    recipe.model.name: my.nets:net, only runs if an override also names it, or with --trust.
     """
     info = detect_rank()  # before the imports below, which take seconds
 

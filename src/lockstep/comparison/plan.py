@@ -31,7 +31,7 @@ from lockstep.setup.resume import check_recipe
 _SINGLE: Final = "single"
 _OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that a comparison sets
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
-USUAL_MOVED: Final = "the usual script is a benchmark now: python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
+USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
 _LONGEST: Final = 80  # characters of a slug
 
 Strategy = Mapping[str, Any]  # `name` and options
