@@ -78,7 +78,7 @@ def test_a_port_in_use_is_told_with_its_holder():
             {**HYDRA, "PMI_SIZE": "4"},
             [
                 "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them (mpiexec does not say on "
-                "which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ...), or placement.rendezvous to "
+                "which host rank 0 runs: mpiexec -genv MASTER_ADDR HOST ...), or set placement.rendezvous to "
                 "tcp://HOST:PORT or file:///PATH"
             ],
         ),

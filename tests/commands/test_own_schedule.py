@@ -50,7 +50,7 @@ def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
         ("words", "at epoch 0 of 2 it gives str; return a finite number"),
         ("counts", r"asked for step \d+ again it gives another rate; let it follow from its arguments alone"),
         ("draws", "again it gives another rate"),
-        ("number", "schedule own_schedules:number: it is of type int; name a function"),
+        ("number", "schedule own_schedules:number: expected a function"),
         ("cycle", "has no 'cycle'"),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
 
 def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch is not found")
+    assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch not found;")
     assert left(folder) == []
 
 
@@ -230,4 +230,4 @@ def test_what_kubernetes_refuses_leaves_nothing_there(folder: Path) -> None:
 def test_without_kubectl_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     said = submit(*PODS, "--", "train", "digits", "run.dir=/runs/a", code=2).stderr
-    assert said.startswith("error: kubectl is not found")
+    assert said.startswith("error: kubectl not found;")

@@ -82,8 +82,8 @@ def test_the_users_own_gets_options_and_facts() -> None:
         (recipe(loss="mse"), CLASSES, r"mse is one of regression; set recipe\.task={name: regression, loss: mse}"),
         (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 of them, but the data has 2"),
         (recipe("classification", weights=[1, -1]), CLASSES, "none may be negative"),
-        (recipe("nowhere.to:Be"), {}, "there is no module nowhere"),
-        (recipe(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
+        (recipe("nowhere.to:Be"), {}, "module nowhere not found"),
+        (recipe(f"{__name__}:CLASSES"), {}, "expected a class, got an object of type dict"),
         (recipe(f"{__name__}:Mine", scal=1), CLASSES, "has no such option; did you mean 'scale'"),
     ],
 )

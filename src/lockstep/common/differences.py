@@ -14,7 +14,7 @@ _SHOWN: Final = 5  # number of differences
 def differences(
     facts: Mapping[int, Mapping[str, Any]],
     hosts: Sequence[str],
-    advice: str = "start all ranks with the same",
+    advice: str = "start all ranks with the same value",
     where: str = "",
 ) -> list[str]:
     """Return a line for each fact in which ranks differ from rank 0, with these ranks and the value of the first.

@@ -35,7 +35,7 @@ from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
 KNOWS: Final = "--knows"  # a host name that must resolve on the host of the command
-GIVE_ADDRESS: Final = "give an address of it in --endpoint ADDRESS:PORT"
+GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
 STOP_S: Final = 60.0  # time for a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
@@ -110,7 +110,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
             pass
         except OSError as error:
             if env.get("SLURM_PROCID") == "0":
-                sys.stderr.write(f"srun at {host}:{port}: {error}; should it be killed, end its tasks by scancel\n")
+                sys.stderr.write(f"cannot watch srun at {host}:{port}: {error}; if it is killed, use scancel\n")
             return
         signal.pthread_kill(main_thread, signal.SIGTERM)
         time.sleep(stop_s)
@@ -135,8 +135,7 @@ def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
                 time.sleep(_POLL_S)
                 continue
             return (
-                f"{socket.gethostname()} does not know the host {host}, where the processes of the job are to meet "
-                f"({error.strerror})"
+                f"{socket.gethostname()} cannot resolve host {host}, the rendezvous host of the job ({error.strerror})"
             )
         return ""
 
@@ -148,7 +147,7 @@ def _take_secret(stdin: int) -> None:
         byte = os.read(stdin, 1)
         if not byte or len(line) > _LONGEST:
             sys.exit(
-                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it by lockstep launch"
+                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it with lockstep launch"
             )
         line += byte
     os.environb[SECRET.encode()] = line[:-1]

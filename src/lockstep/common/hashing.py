@@ -56,9 +56,9 @@ def seed_warning(probes: Collection[str]) -> str:
     if len(set(probes)) < 2:
         return ""
     return (
-        f"the ranks have different hash seeds, so each iterates over a set of strings in an order of its own: a model, "
-        f"data set or loop that does computes other numbers on each rank; go through sorted(...), or start the ranks "
-        f"with {VARIABLE}={FIXED}, as lockstep launch does"
+        f"the ranks have different hash seeds, so each rank iterates over a set of strings in a different order: a "
+        f"model, dataset or loop that does so computes different numbers on each rank; iterate over sorted(...), or "
+        f"start the ranks with {VARIABLE}={FIXED}, as lockstep launch does"
     )
 
 

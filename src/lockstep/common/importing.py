@@ -21,7 +21,7 @@ def import_object(path: str, what: str) -> Any:
     """
     name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
-        raise UsageError(f"{what} {path}: not an import path; write package.module:function")
+        raise UsageError(f"{what} {path}: not an import path; use the form package.module:function")
     module = _import(name, f"{what} {path}")
     with OwnCode(f"{what} {path}"):  # a module can define __getattr__ or replace itself
         try:
@@ -38,7 +38,7 @@ def import_callable(path: str, what: str, wanted: str) -> Any:
     """Import a callable like `import_object`. Raises UsageError with `wanted` if the object isn't callable."""
     found = import_object(path, what)
     if not callable(found):
-        raise UsageError(f"{what} {path}: it is of type {type(found).__name__}; name {wanted}")
+        raise UsageError(f"{what} {path}: expected {wanted}, got an object of type {type(found).__name__}")
     return found
 
 
@@ -73,8 +73,8 @@ def _import(name: str, label: str) -> ModuleType:
         # The missing module is the requested one, or a package above it.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"{label}: there is no module {error.name}, neither in {os.getcwd()} nor among what is installed; "
-                f"start from the folder that holds it, or set PYTHONPATH"
+                f"{label}: module {error.name} not found, neither in {os.getcwd()} nor among the installed packages; "
+                f"start Lockstep in the folder of the module, or set PYTHONPATH"
             ) from None
-        message = describe_error(error, f'see it with: python -c "import {name}"')
+        message = describe_error(error, f'to see it, run python -c "import {name}"')
         raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error

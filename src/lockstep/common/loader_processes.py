@@ -16,10 +16,10 @@ _DIED: Final = re.compile(
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
 _ADVICE: Final = {
-    "SIGKILL": "probably out of memory: set fewer placement.workers, or a smaller batch",
-    "SIGBUS": "probably no room in /dev/shm: make some (docker run --shm-size), or set fewer placement.workers",
+    "SIGKILL": "probably out of memory: reduce placement.workers or the batch size",
+    "SIGBUS": "/dev/shm is probably full: enlarge it (docker run --shm-size), or reduce placement.workers",
 }
-_CRASHED: Final = "code of the data set, or a library that it uses, ended it: placement.workers=0 shows where"
+_CRASHED: Final = "the code of the dataset or a library ended it: set placement.workers=0 to see where"
 
 
 @final
@@ -47,7 +47,7 @@ def died(name: str, code: int) -> LoaderDiedError:
     how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
     advice = _ADVICE.get(kind, _CRASHED)
     return LoaderDiedError(
-        f"loader process {name} {how}; {advice}. A run with a folder resumes from its last checkpoint"
+        f"loader process {name} {how}; {advice}. A run with a run folder resumes from its last checkpoint"
     )
 
 

@@ -48,7 +48,7 @@ def private_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise UsageError(
-            f"{folder}: must be a folder that only you can use (mode 0700), for locks between your processes; "
-            f"remove it, or set TMPDIR to a folder of your own"
+            f"{folder}: must be a folder that only you can access (mode 0700), because it contains locks; remove it, "
+            f"or set TMPDIR to a different folder"
         )
     return folder

@@ -23,7 +23,7 @@ _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
 _NO_GROUP: Final = "Default process group has not been initialized"
-_LEFT_OVER: Final = "remove what is left of DDP, as its wrapper or sampler: run.place and run.steps share the work out"
+_LEFT_OVER: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
 
 _KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
 Place = tuple[str, int]  # file and line
@@ -66,10 +66,10 @@ def own_error(error: BaseException) -> OwnCodeError | None:
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
-    """Describe an error of user code, as `ValueError: its message (nets.py:12); mend it there`, or with `advice`."""
+    """Describe an error of user code, as `ValueError: its message (nets.py:12); fix it there`, or with `advice`."""
     where = place(error)
-    mend = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "mend it there"
-    advice = advice or (mend if where else "")
+    fix = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "fix it there"
+    advice = advice or (fix if where else "")
     return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
 
 

@@ -21,7 +21,7 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
         if not any(fnmatchcase(name, pattern) for name in names):
             near = suggestion(pattern, names)
             raise UsageError(
-                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; there are {list_some(names)}")
+                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; names: {list_some(names)}")
             )
     return {name for name in names if matches(name, patterns)}
 

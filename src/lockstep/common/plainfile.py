@@ -23,7 +23,7 @@ def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links
         opened = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
-            raise OSError(errno.ELOOP, "it is a symbolic link, where a file is expected", str(path)) from None
+            raise OSError(errno.ELOOP, "it is a symbolic link, expected a regular file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
@@ -72,7 +72,7 @@ def check_safetensors(path: Path) -> None:
     with reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
     if length > LARGEST_HEADER:
-        raise OSError(errno.EFBIG, f"its header says it has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
+        raise OSError(errno.EFBIG, f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

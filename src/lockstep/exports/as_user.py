@@ -89,7 +89,7 @@ def transformers(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     if job.get("text") is not None:
         found = library.AutoTokenizer.from_pretrained(place).encode(job["text"], add_special_tokens=False)
         if found != job["ids"]:
-            raise SystemExit("the tokenizer gives other tokens than the run's")
+            raise SystemExit("the tokenizer returns different tokens than the tokenizer of the run")
     if job.get("pixels") is not None:
         _check_processor(library.AutoImageProcessor.from_pretrained(place), job["pixels"])
     model = getattr(library, job["class"]).from_pretrained(place, dtype=torch.float32)
@@ -103,9 +103,9 @@ def timm(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     data = library.data.resolve_model_data_config(model)
     for key in ("mean", "std", "input_size"):
         if job[key] is not None and list(data[key]) != job[key]:
-            raise SystemExit(f"{key} is {data[key]}, and the run's is {job[key]}")
+            raise SystemExit(f"{key} is {data[key]}, but the run has {job[key]}")
     if list(model.pretrained_cfg["label_names"] or ()) != job["classes"]:
-        raise SystemExit("the names of the classes are others than the run's")
+        raise SystemExit("the class names differ from those of the run")
     return _single(_call(model, inputs))
 
 
@@ -116,7 +116,7 @@ def _check_processor(processor: Any, job: dict[str, Any]) -> None:
     mean, std = (torch.tensor(job[name])[:, None, None] for name in ("mean", "std"))
     wanted = (picture.permute(2, 0, 1).double() / 255 - mean) / std
     if found.shape != wanted.shape or not torch.allclose(found.double(), wanted, atol=1e-5):
-        raise SystemExit("the image processor normalises otherwise than the run")
+        raise SystemExit("the image processor normalizes differently than the run")
 
 
 def _call(model: Any, inputs: Any) -> Any:

@@ -36,7 +36,7 @@ class Deviation(NamedTuple):
         """The deviation in words."""
         if self.difference == 0:
             return "the outputs are equal, bit for bit"
-        return f"the outputs differ by {self.difference:.2g} of the largest, and may by {self.tolerance:.2g}"
+        return f"the outputs differ by {self.difference:.2g} of the largest output (tolerance {self.tolerance:.2g})"
 
 
 def check_export(
@@ -52,8 +52,8 @@ def check_export(
     allowed = 0.0 if exact else _tolerance(model, inputs)
     if found.shape != outputs.shape or found.dtype != outputs.dtype:
         raise TrainingError(
-            f"export to {name}: loaded back, it gives {found.dtype} of shape {list(found.shape)}, and the run's model "
-            f"{outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
+            f"export to {name}: the loaded export returns {found.dtype} of shape {list(found.shape)}, but the model of "
+            f"the run returns {outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
         )
     if torch.equal(found, outputs):
         return Deviation(0.0, allowed)
@@ -61,8 +61,8 @@ def check_export(
     difference = float((found.double() - outputs.double()).abs().max()) / scale
     if not difference <= allowed:  # also catches NaN
         raise TrainingError(
-            f"export to {name}: loaded back, its outputs differ from those of the run's model by {difference:.2g} of "
-            f"the largest, and may by {allowed:.2g}; nothing was written"
+            f"export to {name}: outputs of the loaded export differ from the model of the run by {difference:.2g} of "
+            f"the largest output (tolerance {allowed:.2g}); nothing was written"
         )
     return Deviation(difference, allowed)
 
@@ -78,7 +78,7 @@ def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) 
         done = subprocess.run(words, capture_output=True, text=True, env=environment)
         if done.returncode:
             output = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
-            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{output}")
+            raise TrainingError(f"export to {name}: cannot load the export, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
@@ -92,7 +92,9 @@ def _named(inputs: Inputs) -> dict[str, Tensor]:
     """Return the tensors of the inputs by their position."""
     strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if strange:
-        raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
+        raise UsageError(
+            f"the model's input {strange[0]} is not a tensor; wrap the model in a function with tensor inputs only"
+        )
     return {str(number): each.contiguous().clone() for number, each in enumerate(tensors_of(inputs))}
 
 

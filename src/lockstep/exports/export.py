@@ -94,7 +94,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     chosen.check(saved)
     place = out or _place(saved, chosen.SUFFIX or f"-{to}")
     if os.path.lexists(place):
-        raise UsageError(f"{place}: is there already; remove it, or choose another name with --out")
+        raise UsageError(f"{place}: already exists; remove it, or use a different name in --out")
     sample = sample_of(saved)
     model = saved.model()
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
@@ -104,7 +104,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}{chosen.SUFFIX}")  # torch checks the suffix
     exact = chosen.SAME_KERNELS and not has_adapters
     try:
-        with os_error_as(TrainingError, f"{place}: cannot be written", "; choose another --out"):
+        with os_error_as(TrainingError, f"{place}: cannot write", "; use a different --out"):
             place.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch(exist_ok=False)  # fail with an OSError here, since exporters may raise other exceptions
             temporary.unlink()

@@ -38,10 +38,10 @@ def sample_of(saved: SavedModel) -> Sample:
         made = _synthesize(saved)
         if made is None:
             raise UsageError(
-                f"{saved.path}: nothing to check the export with: the checkpoint does not say what its samples are, "
-                f"and the data cannot be opened: {error}"
+                f"{saved.path}: no samples to check the export with: the checkpoint does not describe its samples, and "
+                f"the data cannot be opened: {error}"
             ) from error
-        return Sample(made, "made samples, since the data is not here")
+        return Sample(made, "synthetic samples, because the data is not available")
 
 
 def _synthesize(saved: SavedModel) -> Inputs | None:

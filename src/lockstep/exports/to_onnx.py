@@ -24,11 +24,13 @@ def check(saved: SavedModel) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"--to onnx: {', '.join(missing)} not installed; run: pip install 'lockstep-train[onnx]', or use --to torch"
+            f"--to onnx: requires {', '.join(missing)}; run pip install 'lockstep-train[onnx]', or use --to torch"
         )
     size = sum(each.numel() * each.element_size() for each in saved.tensors.values())
     if size >= _LARGEST:
-        raise UsageError(f"--to onnx: {size:,} bytes of weights, and a file has room for {_LARGEST:,}; use --to torch")
+        raise UsageError(
+            f"--to onnx: the weights have {size:,} bytes, but a file can hold at most {_LARGEST:,}; use --to torch"
+        )
 
 
 def write(subject: ExportSource, place: Path) -> str:

@@ -19,7 +19,7 @@ def check(saved: SavedModel) -> None:
     check_origin(saved, "timm")
     facts = saved.facts
     if facts.classes is None or facts.pixels or len(facts.shape or ()) != 3:
-        raise UsageError(f"{saved.path}: timm's models tell classes of images; use --to torch or --to safetensors")
+        raise UsageError(f"{saved.path}: --to timm requires an image classifier; use --to torch or --to safetensors")
 
 
 def write(subject: ExportSource, place: Path) -> str:

@@ -51,7 +51,7 @@ def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
     except Exception as error:  # model code and torch's tracer can raise any exception
         first = describe_error(error).splitlines()[0]
         raise UsageError(
-            f"{subject.saved.name}: it cannot be traced by torch.export: {first}; export its weights, with --to "
+            f"{subject.saved.name}: torch.export cannot trace the model: {first}; export only the weights with --to "
             f"safetensors"
         ) from error
 

@@ -14,7 +14,7 @@ from lockstep.reporting.page import Section, Table, Words
 _MOST_CELLS: Final = 20  # classes of a matrix that is still readable
 _MOST_ROWS: Final = 20  # of a table
 
-_NOTE: Final = "Blue is right, orange is not, and the darker, the greater a cell's share of its row."
+_NOTE: Final = "Blue cells are correct, and orange cells are mistakes. Darker cells have a larger share of their row."
 
 
 def confusions(
@@ -42,7 +42,7 @@ def confusions(
 def _pairs(
     run: str, names: Sequence[str], truths: Tensor, guesses: Tensor, times: Tensor, of: Tensor, unit: str
 ) -> Section:
-    title = f"{run}: mistaken most often"
+    title = f"{run}: most frequent mistakes"
     wrong = truths != guesses
     keys, where = np.unique((truths * len(names) + guesses)[wrong].numpy(), return_inverse=True)
     counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(where), times[wrong])
@@ -52,9 +52,9 @@ def _pairs(
         count = int(counts[row])
         rows.append([names[one], names[other], f"{count:,}", wording.percent(count / int(of[one]))])
     if not rows:
-        return Words(title, ["No class is predicted for another."])
-    note = f"{len(names):,} classes are too many for a matrix; of {len(keys):,} pairs these are mistaken most often."
-    return Table(title, ["true", "predicted", unit, "of the class"], rows, note)
+        return Words(title, ["There are no mistakes."])
+    note = f"{len(names):,} classes are too many for a matrix. These are the most frequent of {len(keys):,} pairs."
+    return Table(title, ["true", "predicted", unit, "share of the class"], rows, note)
 
 
 def _classes(
@@ -68,7 +68,9 @@ def _classes(
         for number in order
     ]
     some = f" The {len(rows)} with the lowest recall of {len(there):,}." if len(rows) < len(there) else ""
-    note = f"Recall: the share of a class that is found. Precision: the share of its predictions that are right.{some}"
+    note = (
+        f"Recall: the share of a class that is found. Precision: the share of its predictions that are correct.{some}"
+    )
     return Table(f"{run}: classes", ["class", unit, "recall", "precision"], rows, note)
 
 

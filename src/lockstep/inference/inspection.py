@@ -30,10 +30,10 @@ from lockstep.tasks.segmentation import Segmentation
 
 _RECORDED: Final = "compared with the log"
 _FIGURES: Final = (
-    "Each checkpoint was evaluated by one process. Where all samples were looked at, the last column compares the "
-    "figures with those that the run logged after the same step; where only some were, they lie at equal distances."
+    "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
+    "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
-_BY_POSITION: Final = "The mean loss of the validation tokens that have so many others before them."
+_BY_POSITION: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
 
 Line = Sequence[tuple[float, float]]
@@ -74,7 +74,7 @@ def inspect_runs(
         raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
     sections: list[Section] = [_figures([each.row for each in done.values()])]
     if problems:
-        sections.append(Words("", [f"Nothing of {folder}: {reason}" for folder, reason in problems.items()]))
+        sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if by_position := {folder: each.line for folder, each in done.items() if each.line}:
         x, y = "tokens before it in the context", "loss"
         sections.append(lines("Loss by position", x, y, by_position, note=_BY_POSITION, from_zero=False))
@@ -121,7 +121,7 @@ def _view(
             return _pixels(folder, task, batches), []
     deque(batches, maxlen=0)
     name = saved.recipe.task.name
-    note = f"Nothing but its figures: what task {name} makes of a model's outputs is known to its code alone."
+    note = f"Only the figures are shown, because only the code of task {name} can interpret the outputs of its model."
     return [Words(folder, [note])], []
 
 

@@ -64,8 +64,8 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
     """
     if not trust and (paths := import_paths(recipe)):
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the recipe "
-            f"names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the "
+            f"recipe names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
             stacklevel=3,
         )
         return
@@ -75,7 +75,7 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
         example, evaluation = examples(recipe, opened)
     except (UsageError, TrainingError) as error:
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the data "
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the data "
             f"cannot be opened: {error}",
             stacklevel=3,
         )
@@ -90,7 +90,7 @@ def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> tuple[Recip
     paths = import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(
-            f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; give model=, or "
-            f"trust=True where you know who wrote it"
+            f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; pass model=, or "
+            f"pass trust=True if you trust its author"
         )
     return recipe, build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))

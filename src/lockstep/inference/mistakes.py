@@ -79,17 +79,17 @@ def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guess
 def _worst(title: str, task: Classification, validation: Validation, found: Guesses) -> Section:
     worst, names, name = found.worst(), task.classes, validation.name
     if not worst:
-        return Words(title, ["There are none."])
+        return Words(title, ["There are no mistakes."])
     count = int((found.truths != found.guesses).sum())
-    note = f"{format_count(len(worst), 'mistake')} of {count:,}, by cross entropy, the largest first."
+    note = f"{format_count(len(worst), 'mistake')} of {count:,}, sorted by cross entropy, largest first."
     fetched = validation.split.fetch(np.array([each.number for each in worst]), None)
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
         rows = [[name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst]
-        columns = ["sample", "true", "predicted", "probability of the truth", "of the guess"]
+        columns = ["sample", "true", "predicted", "probability of the true class", "of the predicted class"]
         return Table(title, columns, rows, note)
     if samples.dtype != torch.uint8:
-        note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
+        note += " The images are not uint8, so each is stretched: its darkest value is black, its brightest white."
     tiles = []
     for source, each in zip(thumbnails(samples), worst, strict=True):
         truth, guess = f"true {names[each.truth]}", f"predicted {names[each.guess]}"

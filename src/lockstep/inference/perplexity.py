@@ -22,7 +22,7 @@ _GIVEN: Final = 32  # tokens of each prompt, at most
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
-    f"The beginnings of validation samples, in grey, and {_SAMPLING.tokens} tokens that the model draws after them, at "
+    f"The beginnings of validation samples, in gray, followed by {_SAMPLING.tokens} tokens that the model generates at "
     f"a temperature of {_SAMPLING.temperature}."
 )
 
@@ -55,7 +55,7 @@ def samples_of_text(run: str, task: Language, validation: Validation, saved: Sav
     try:
         words = tokenizer_for(saved)
     except UsageError as error:
-        return [Words(title, [f"There are none: {error}. The option is one of `lockstep predict`."])]
+        return [Words(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
     chosen = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
     for number in dict.fromkeys(validation.numbers[chosen].tolist()):

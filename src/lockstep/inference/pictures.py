@@ -59,7 +59,7 @@ class ImagePreprocessing:
 
         Raises UsageError if the file can't be read.
         """
-        wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
+        wrong = os_error_as(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
         with wrong, plainfile.reader(file, links=True) as stream:
             content = bytearray(stream.read())
         with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
@@ -78,13 +78,13 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     if len(shape) != 3 or shape[0] not in _SHAPES:
         found = f"shape {list(shape)}" if shape else "no single shape"
         raise UsageError(
-            f"{saved.path}: samples of data set {data.name} have {found}, and pictures 1 or 3 channels, "
-            f"height and width; predict reads pictures, tables (.csv, .parquet) and prompts"
+            f"{saved.path}: samples of dataset {data.name} have {found}, but images have 1 or 3 channels, height and "
+            f"width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use lockstep.load"
         )
     if device_transforms(values(saved.recipe), saved.known, torch.device("cpu")) is None:
         raise UsageError(
-            f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
-            f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
+            f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
+            f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
         )
     return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.cut, data.exif)
 
@@ -99,11 +99,11 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
     for name in inputs:
         below = [Path(each) for each in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
         if not below:
-            raise UsageError(f"{name}: a folder without pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
+            raise UsageError(f"{name}: contains no images; their names must end in {', '.join(IMAGE_SUFFIXES)}")
         found += below
     missing = next((file for file in found if not file.exists()), None)
     if missing is not None:
-        raise UsageError(f"{missing}: not found; give pictures, or folders of them")
+        raise UsageError(f"{missing}: not found; pass images, or folders of images")
     return found
 
 
@@ -131,14 +131,17 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
     """
     names = saved.facts.classes or []
     if len(names) > _MOST_MASKED:
-        raise UsageError(f"{saved.path}: {len(names)} classes; a mask of bytes has room for {_MOST_MASKED}")
+        raise UsageError(
+            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MOST_MASKED}; use "
+            f"lockstep.load"
+        )
     files = files_of(inputs)
     targets = {file: folder / f"{file.stem}.png" for file in files}
     if len({*targets.values()}) < len(targets):
-        raise UsageError(f"--out {folder}: two of the pictures have one name; give those of each folder by themselves")
+        raise UsageError(f"--out {folder}: two images have the same name; run predict once for each folder of images")
     taken = next((each for each in targets.values() if each.exists()), None)
     if taken is not None:
-        raise UsageError(f"{taken}: is there already; choose another folder with --out")
+        raise UsageError(f"{taken}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
     def row(outputs: Tensor, seen: Seen) -> Row:

@@ -58,10 +58,10 @@ class Prediction(TypedDict, total=False):
 
 
 _TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
-    "pictures": ("pictures or folders of them, and gives classes", ("top",)),
-    "masks": ("pictures or folders of them, and writes masks", ("out",)),
-    "values": ("pictures or folders of them, and gives numbers", ()),
-    "table": ("one table, .csv or .parquet", ("out",)),
+    "pictures": ("images or folders of images, and predicts classes", ("top",)),
+    "masks": ("images or folders of images, and writes masks", ("out",)),
+    "values": ("images or folders of images, and predicts numbers", ()),
+    "table": ("one table (.csv or .parquet)", ("out",)),
     "text": ("a prompt", ("prompt", "tokens", "temperature", "seed", "tokenizer")),
 }
 
@@ -117,15 +117,17 @@ def kind_of(saved: SavedModel) -> Kind:
     """
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
-        raise UsageError(f"{saved.path}: what task {task} makes of its model's outputs is known to its own code alone")
+        raise UsageError(
+            f"{saved.path}: only the code of task {task} can interpret the outputs of its model; use lockstep.load"
+        )
     if facts.columns is not None:
         return "table"
     if task == "language" or (facts.vocabulary is not None and facts.classes is None):
         return "text"
     if facts.vocabulary is not None:
         raise UsageError(
-            f"{saved.path}: it tells classes of texts, and how a text becomes a sample is known to data set "
-            f"{saved.recipe.data.name} alone; lockstep export --to transformers, and use it from there"
+            f"{saved.path}: the run classifies texts, and only dataset {saved.recipe.data.name} can convert a text "
+            f"into a sample; use lockstep export or lockstep.load"
         )
     if facts.classes is not None:
         return "masks" if facts.pixels else "pictures"
@@ -172,39 +174,39 @@ def table_of(rows: Sequence[Row]) -> Table:
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
     """Raise UsageError if the request doesn't fit the run."""
     words, fitting = _TAKEN[kind]
-    wanted = f"{saved.path}: this run takes {words}"
+    wanted = f"{saved.path}: this run expects {words}"
     given = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
     foreign = [name for name in given if name not in fitting]
     if foreign:
         options_of = ", ".join(f"--{name}" for name in fitting) or "none"
-        raise UsageError(f"{wanted}; --{foreign[0]} does not fit it, the options that do: {options_of}")
+        raise UsageError(f"{wanted}; remove --{foreign[0]}, which is not supported (supported options: {options_of})")
     for name, least in (("top", 1), ("tokens", 1), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and not least <= value < 1 << 63:
-            raise UsageError(f"--{name} {value}: expected a whole number from {least}")
+            raise UsageError(f"--{name}: must be an integer from {least} to 2^63 - 1, got {value}")
     if kind == "text":
         if inputs:
-            raise UsageError(f"{wanted}; leave {inputs[0]} out, and give --prompt TEXT")
+            raise UsageError(f"{wanted}; remove {inputs[0]}, and pass --prompt TEXT")
         if options.prompt is None:
-            raise UsageError(f"{wanted}; give --prompt TEXT")
+            raise UsageError(f"{wanted}; pass --prompt TEXT")
         if options.temperature is not None and not 0 <= options.temperature < math.inf:
-            raise UsageError(f"--temperature {options.temperature}: use 0, the likeliest token, or more")
+            raise UsageError(f"--temperature: must be a finite number of at least 0, got {options.temperature}")
         try:
             options.prompt.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"--prompt: character {error.start + 1:,} is no UTF-8; use the terminal's UTF-8") from None
+            raise UsageError(f"--prompt: character {error.start + 1:,} is not UTF-8; use a UTF-8 terminal") from None
         tokenizer_for(saved, options.tokenizer).encode(options.prompt)
         return
     if not inputs:
-        raise UsageError(f"{wanted}; give some")
+        raise UsageError(f"{wanted}, got no input; pass an INPUT")
     if kind == "table":
         if len(inputs) > 1:
-            raise UsageError(f"{wanted}; {len(inputs)} were given")
+            raise UsageError(f"{wanted}, got {len(inputs)}; pass one table")
         return
     preprocessing_of(saved)
     files_of(inputs)
     if kind == "masks" and options.out is None:
-        raise UsageError(f"{wanted}; give the folder for them with --out")
+        raise UsageError(f"{wanted}; pass the folder for the masks with --out")
 
 
 def _lines(row: Row) -> list[dict[str, Any]]:

@@ -76,11 +76,11 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     """Write the page and the charts. `tell` is called with lines about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
-        raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
+        raise UsageError("--samples, --best, --trust and overrides require --examples; add --examples")
     if samples is not None and samples < 1:
-        raise UsageError(f"--samples {samples}: expected a whole number from 1")
+        raise UsageError(f"--samples: must be at least 1, got {samples}")
     if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
+        raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
     if options.png:
         check_png()
     found, warnings = runs_by_name([Path(each) for each in options.runs])
@@ -94,6 +94,6 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         seen = inspect_runs(found, samples or _SAMPLES, lambda run: open_saved(replace(asked, path=run)), tell)
         shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
     title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
-    with os_error_as(UsageError, f"--out {out}: not written"):
+    with os_error_as(UsageError, f"--out {out}: cannot write"):
         out.write_text(page(title, shown), encoding="utf-8")
     return Report(out, tuple(write_png(shown, out.with_suffix("")) if options.png else ()), tuple(warnings))

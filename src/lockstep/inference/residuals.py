@@ -29,7 +29,7 @@ def residuals(
     unnamed = [""] if count == 1 else [f"number {number}" for number in range(count)]
     names = targets if len(targets) == count else unnamed
     some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
-    notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
+    notes = [f"{len(some):,} of {len(true):,} samples, evenly spaced."] if len(some) < len(true) else []
     notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
     charts = [
         dots(
@@ -57,4 +57,4 @@ def _largest(run: str, validation: Validation, names: Sequence[str], true: Tenso
         ]
         for row in order
     ]
-    return Table(f"{run}: largest errors", ["sample", *(["of"] if several else []), "true", "predicted"], rows)
+    return Table(f"{run}: largest errors", ["sample", *(["target"] if several else []), "true", "predicted"], rows)

@@ -195,7 +195,7 @@ def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel
     averaged weights are required but the run has none.
     """
     if weights not in (None, "model", "ema"):
-        raise UsageError(f"weights {weights!r}: use 'model' or 'ema'")
+        raise UsageError(f"weights: expected 'model' or 'ema', got {weights!r}")
     found, loaded = open_checkpoint(asked)
     state = saved_state.parse_state(found.path, found.snapshot.state)
     recipe, average = loaded.config.recipe, found.snapshot.ema
@@ -225,4 +225,6 @@ def _facts(path: Path, known: Mapping[str, Any]) -> Facts:
         lines: Sequence[str] = [
             f"data.{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()[:_SHOWN]
         ]
-        raise UsageError("\n".join([f"{path / store.STATE}: not what this version writes:", *lines])) from None
+        raise UsageError(
+            "\n".join([f"{path / store.STATE}: does not have the format of this version:", *lines])
+        ) from None

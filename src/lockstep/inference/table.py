@@ -31,11 +31,11 @@ def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path 
     rows = _rows(saved, table)
     if out is not None:
         if out.suffix not in _WRITTEN:
-            raise UsageError(f"--out {out}: a table is written as {' or '.join(_WRITTEN)}; choose such a name")
+            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_WRITTEN)}")
         if out.exists():
-            raise UsageError(f"--out {out}: is there already; choose another name")
+            raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
+            raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
     task, kept = saved.task(), []
     for first in range(0, len(rows), computing.batch):
         numbers = np.arange(first, min(first + computing.batch, len(rows)))
@@ -53,7 +53,7 @@ def _rows(saved: SavedModel, table: Any) -> Rows:
     columns = [restore_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
     missing = [each.name for each in columns if each.name not in table.column_names]
     if missing:
-        raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")
+        raise UsageError(f"table: missing columns that the run was trained on: {', '.join(missing)}; add them")
     for each in columns:
         if isinstance(each, Number):
             check_numbers(each.name, table[each.name], each.means)
@@ -78,7 +78,7 @@ def _write(out: Path, table: Any, rows: list[Row]) -> None:
 
     for name in rows[0]:
         if name in table.column_names:
-            raise UsageError(f"--out {out}: the table has a column '{name}' already; rename it")
+            raise UsageError(f"--out {out}: the table already has a column '{name}'; rename that column")
         table = table.append_column(name, [[row[name] for row in rows]])
     write = csv.write_csv if out.suffix == ".csv" else parquet.write_table
     write(table, out)

@@ -41,7 +41,7 @@ def continue_prompt(
     words = tokenizer_for(saved, tokenizer)
     given = words.encode(prompt).astype(np.int64).tolist()
     if not given:
-        raise UsageError("--prompt: it is empty; give at least one character to go on from")
+        raise UsageError("--prompt: is empty; pass at least one character")
     known, text, count = continue_tokens(saved, computing, words, given, sampling)
     yield {"prompt": known, "text": text, "tokens": len(given), "new_tokens": count}
 
@@ -89,17 +89,17 @@ def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
     place = file or saved.recipe.data.options.get("tokenizer")
     if by is None and file is None:
         raise UsageError(
-            f"{saved.path}: data set {saved.recipe.data.name} keeps no tokenizer; give the file of the library "
-            f"tokenizers that made its tokens, with --tokenizer"
+            f"{saved.path}: dataset {saved.recipe.data.name} has no tokenizer; pass the file of the tokenizer "
+            f"(tokenizers library) that produced its tokens with --tokenizer"
         )
     if by not in (None, "tokenizer") and file is not None:
-        raise UsageError(f"--tokenizer: this run's tokens are by {by}, and no file's; leave it out")
+        raise UsageError(f"--tokenizer: this run uses a {by} tokenizer, which has no file; remove --tokenizer")
     if by == "tokenizer" and not isinstance(place, str):
-        raise UsageError(f"{saved.path}: its tokenizer is a file; give it with --tokenizer")
+        raise UsageError(f"{saved.path}: the run uses a tokenizer file with unknown path; pass it with --tokenizer")
     found = FromFile(file or "") if by is None else tokenizer_of(saved.facts.tokenizer or {}, place or "")
     if saved.facts.vocabulary is not None and found.vocabulary > saved.facts.vocabulary:
         raise UsageError(
-            f"tokenizer: it has {found.vocabulary:,} tokens, and the run's data {saved.facts.vocabulary:,}; give the "
-            f"one that made its tokens"
+            f"tokenizer: has {found.vocabulary:,} tokens, but the data of the run has {saved.facts.vocabulary:,}; pass "
+            f"the tokenizer that produced its tokens"
         )
     return found

@@ -78,7 +78,7 @@ def open_validation(saved: SavedModel, most: int) -> Validation:
     check_facts(data.facts, saved.known, saved.path)
     split = data.validation
     if split is None:
-        raise UsageError(f"{saved.path}: data set {recipe.data.name} has no validation part, so there are no examples")
+        raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
     computing = saved.computing()
     task, count = saved.task(examples(recipe, data)[1]), min(most, len(split))
     indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data, computing.device)

@@ -119,7 +119,7 @@ class RunReader:
             if self._strict:
                 log = self.folder / jsonl.EVENTS
                 raise UsageError(f"{log}: not a log of this version ({error!r})") from error
-            self._warn(f"an event of no known form is left out ({error!r})")
+            self._warn(f"an event of unknown form was skipped ({error!r})")
             return
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, since the placement may have changed
@@ -160,7 +160,7 @@ def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
     """
     runs, warnings = read_runs(folders)
     if not runs:
-        raise UsageError(f"{', '.join(map(str, folders))}: no runs; name run folders, or a folder of some")
+        raise UsageError(f"{', '.join(map(str, folders))}: no runs found; pass run folders, or a folder of runs")
     return sorted(runs, key=lambda run: run.folder), warnings
 
 
@@ -204,8 +204,8 @@ class Watch:
         self._readers |= {run: RunReader(run) for run in found}
         if not self._readers and not self._wait:
             raise UsageError(
-                f"{', '.join(map(str, self._folders))}: no run is going on; name a run folder to see how it ended, "
-                "list all with lockstep jobs, or wait for the next run with --wait"
+                f"{', '.join(map(str, self._folders))}: no run is in progress; pass a run folder to see how it ended, "
+                "list all runs with lockstep jobs, or wait for the next run with --wait"
             )
 
     def _runs(self, folder: Path, must_be_there: bool) -> Iterator[tuple[Path, bool]]:
@@ -215,7 +215,7 @@ class Watch:
                 yield run, run == folder
         except UsageError as error:
             if must_be_there:
-                raise UsageError(f"{error}; a run that is about to begin is waited for with --wait") from None
+                raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
     def _ask(self, jobs: set[int]) -> None:
         now = time.monotonic()
