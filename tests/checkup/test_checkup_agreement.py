@@ -28,9 +28,9 @@ def test_alike() -> None:
     ("odd", "level", "first", "last"),
     [
         ({"versions": {"python": "3.12", "torch": "2.14", "numpy": "2.0"}}, "problem", "torch: 2.15", "2.14"),
-        ({"versions": {"python": "3.12", "torch": "2.15"}}, "warning", "numpy: 2.0", "not there"),
+        ({"versions": {"python": "3.12", "torch": "2.15"}}, "warning", "numpy: 2.0", "missing"),
         ({"numerics": {"cpu": "B"}}, "problem", "cpu: A", "B"),
-        ({"variables": {"OMP_NUM_THREADS": "1", "NCCL_IB_DISABLE": "1"}}, "warning", "NCCL_IB_DISABLE: not there", "1"),
+        ({"variables": {"OMP_NUM_THREADS": "1", "NCCL_IB_DISABLE": "1"}}, "warning", "NCCL_IB_DISABLE: missing", "1"),
         ({"cards": {"devices": ["H200", "H200"]}}, "problem", "devices: the CPU", "H200"),
     ],
 )

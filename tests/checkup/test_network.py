@@ -33,7 +33,7 @@ def test_links_that_are_alike_are_fine() -> None:
 
 def test_a_host_with_slow_links_is_named_and_no_other() -> None:
     found = words([*of_links(full(lambda *pair: 90.0 if 2 in pair else 1200.0), HOSTS)])
-    slow = "all 6 links of h2 are slow, the slowest rank 0 (h0) to rank 2 (h2): 90.0 MB/s, where others have 1,200"
+    slow = "all 6 links of h2 are slow, the slowest rank 0 (h0) to rank 2 (h2): 90.0 MB/s, while other links have 1,200"
     assert found == [("warning", slow)]
 
 
@@ -45,18 +45,18 @@ def test_a_slow_host_of_three_is_named_though_most_links_are_slow() -> None:
 
 def test_one_slow_direction_is_named_with_its_ends() -> None:
     [found] = of_links(full(lambda *pair: 90.0 if pair == (3, 1) else 1200.0), HOSTS)
-    assert found.found == "rank 3 (h3) to rank 1 (h1): 90.0 MB/s, where others have 1,200"
-    assert found.remedy == "look at what lies between them"
+    assert found.found == "rank 3 (h3) to rank 1 (h1): 90.0 MB/s, while other links have 1,200"
+    assert found.remedy == "check the network between them"
 
 
 def test_a_late_link_is_named() -> None:
     [found] = of_links(full(lambda *_: 1000.0, lambda *pair: 0.04 if pair == (0, 1) else 1e-4), HOSTS)
-    assert found.found == "rank 0 (h0) to rank 1 (h1): 40.0 ms, where others have 0.10"
+    assert found.found == "rank 0 (h0) to rank 1 (h1): 40.0 ms, while other links have 0.10"
 
 
 def test_the_only_link_between_two_hosts_is_held_against_ethernet() -> None:
     [found] = of_links([Link(0, 1, 1e-4, 12.0)], HOSTS)
-    text = "rank 0 (h0) to rank 1 (h1): 12.0 MB/s, less than half of Ethernet of 1 Gbit/s"
+    text = "rank 0 (h0) to rank 1 (h1): 12.0 MB/s, less than half of 1 Gbit/s Ethernet"
     assert (found.level, found.found) == ("warning", text)
     assert [each.level for each in of_links([Link(0, 1, 1e-4, 110.0)], HOSTS)] == ["ok"]
 
@@ -79,7 +79,7 @@ def test_of_many_slow_links_the_slowest_are_named() -> None:
     ]
     found = [*of_links(links, hosts)]
     assert len(found) == 7
-    assert found[-1].found == "4 more are slow; see --json"
+    assert found[-1].found == "4 more links are slow; see --json"
 
 
 def at(host: int, gloo: str = "eth0") -> dict[str, Any]:
@@ -95,13 +95,13 @@ def test_a_slower_interface_than_there_is_is_named() -> None:
     [found] = of_interfaces([at(0), at(1)], ["h0", "h1"])
     assert (found.level, found.found) == (
         "warning",
-        "rank 0 (h0), 1 (h1): eth0 with 1 Gbit/s, though ib0 has 100",
+        "rank 0 (h0), 1 (h1): eth0 with 1 Gbit/s, although ib0 has 100",
     )
     assert "GLOO_SOCKET_IFNAME=ib0" in found.remedy
     [found] = of_interfaces([at(0, "ib0"), at(1, "ib0")], ["h0", "h1"])
     assert (found.level, found.found) == (
         "ok",
-        "between hosts gloo takes ib0 of rank 0 (h0), 1 (h1)",
+        "between hosts, gloo uses ib0 on rank 0 (h0), 1 (h1)",
     )
 
 
@@ -110,7 +110,10 @@ def test_loopback_between_hosts_is_a_problem() -> None:
     assert unreachable(facts, ["h0", "h1"]) == [1]
     assert unreachable(facts, ["h0", "h0"]) == []
     [found] = of_connecting(["not tried", "not tried"], facts, ["h0", "h1"])
-    assert (found.level, found.found) == ("problem", "gloo would listen at loopback on rank 1 (h1): not tried")
+    assert (found.level, found.found) == (
+        "problem",
+        "gloo would listen on the loopback interface on rank 1 (h1): not tried",
+    )
     assert [*of_interfaces([at(0, "lo")] * 2, ["h0", "h1"])] == [*of_interfaces([at(0)] * 2, ["h0", "h0"])] == []
 
 

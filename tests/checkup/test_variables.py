@@ -28,7 +28,7 @@ def test_a_variable(name: str, value: str, level: str) -> None:
     first, *rest = of_variables({name: value})
     assert (first.level, first.found) == (level, f"{name}={value}")
     assert [each.found for each in rest] == (
-        [] if level == "ok" else ["none is set that changes numbers, or how ranks exchange"]
+        [] if level == "ok" else ["none is set that changes numbers or communication"]
     )
 
 

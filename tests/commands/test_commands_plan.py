@@ -99,8 +99,6 @@ def test_a_run_finds_its_fastest_strategy_once_and_to_the_same_bits(run, killed,
     assert found["strategy.name"] in first.err
     assert found["processes"] == "2"
     second = run("train", *words, "run.dir=run")
-    assert second.err.splitlines()[0] == (
-        f"placement.strategy: fastest: {found['strategy.name']}, as it was measured before"
-    )
+    assert second.err.splitlines()[0] == (f"placement.strategy: fastest: {found['strategy.name']}, as measured before")
     assert second.out.splitlines()[-1] == finished().out.splitlines()[-1]
     assert second.left() == []

@@ -32,8 +32,8 @@ def test_nobody_started_it():
     assert lines(found)[0].startswith("launch of 1 rank on 1 host, ")
     assert "ok torchrun none of its variables is set" in lines(found)
     assert "ok rank no launcher started this process: lockstep train would start its processes itself" in lines(found)
-    assert "ok rendezvous nowhere: one process" in lines(found)
-    assert "ok device cpu: asked for" in lines(found)
+    assert "ok rendezvous not needed by one process" in lines(found)
+    assert "ok device cpu: requested" in lines(found)
 
 
 def test_who_decides_and_why(free):

@@ -14,8 +14,8 @@ _OWN: Final = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
 _NEEDED: Final = ("python", "lockstep", "lockstep's source", "torch")
-_REFUSES: Final = "lockstep train refuses ranks that differ in it"
-_MAY: Final = "the ranks may compute or exchange in other ways, or wait for each other for ever"
+_REFUSES: Final = "lockstep train rejects ranks with different values"
+_MAY: Final = "the ranks may compute or communicate differently, or wait for each other forever"
 
 
 def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
@@ -44,8 +44,8 @@ def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: s
 def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     kinds = [", ".join(sorted(set(each.get("cards", {}).get("devices", [])))) or "the CPU" for each in facts]
     if words := values(kinds, hosts):
-        leads_to = "bits are promised for one kind, and lockstep train refuses ranks on several"
-        remedy = "choose hosts of one kind, or placement.device=cpu"
+        leads_to = "the same bits are only promised on one kind of device, and lockstep train rejects ranks on several"
+        remedy = "use hosts with one kind of device, or placement.device=cpu"
         yield Finding("ranks alike", "problem", f"devices: {words}", leads_to, remedy)
 
 
@@ -53,7 +53,7 @@ def values(found: Sequence[Any], hosts: Sequence[str]) -> str:
     """Return each value with its ranks, most common value first, or "" if all ranks have the same value."""
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(found):
-        groups.setdefault("not there" if value is None else _text(value), []).append(rank)
+        groups.setdefault("missing" if value is None else _text(value), []).append(rank)
     if len(groups) < 2:
         return ""
     ordered = sorted(groups.items(), key=lambda each: -len(each[1]))

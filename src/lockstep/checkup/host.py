@@ -19,7 +19,7 @@ def judge(checks: Sequence[tuple[str, Check]], facts: Facts, several_hosts: bool
 def timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the queries that timed out. The other checks skip them."""
     for name, seconds in facts["timed_out"].items():
-        text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "look into the system's log")
+        text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "check the system log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
@@ -36,33 +36,34 @@ def cards(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the devices. A GPU driver without a device gives a warning."""
     found = facts["cards"]
     if problem := found.get("problem"):
-        yield Finding("devices", "problem", problem, "lockstep train refuses to start", "lockstep doctor gpu says more")
+        remedy = "run lockstep doctor gpu for details"
+        yield Finding("devices", "problem", problem, "lockstep train does not start", remedy)
     elif found["devices"]:
-        yield Finding("devices", "ok", f"CUDA: {_counts(found['devices'])}; lockstep doctor gpu looks closer")
+        yield Finding("devices", "ok", f"CUDA: {_counts(found['devices'])}; for details, run lockstep doctor gpu")
     elif found["driver"]:
-        leads_to = "a run computes on the CPU"
-        yield Finding("devices", "warning", "a GPU's driver, but torch finds no GPU", leads_to, "lockstep doctor gpu")
+        text, leads_to = "there is a GPU driver, but torch finds no GPU", "a run computes on the CPU"
+        yield Finding("devices", "warning", text, leads_to, "run lockstep doctor gpu")
     else:
-        yield Finding("devices", "ok", "the CPU: there is no driver of a GPU")
+        yield Finding("devices", "ok", "the CPU: no GPU driver found")
 
 
 def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
     """Check the address of the host name, because gloo listens on it."""
     network, host = facts["network"], facts["host"]
     known, chosen = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
-    text = f"{host} stands for {', '.join(known)}" if known else f"{host} stands for no address"
+    text = f"{host} resolves to {', '.join(known)}" if known else f"{host} does not resolve to an address"
     if chosen or (known and not all(map(is_loopback, known))):
         yield Finding("host name", "ok", text)
     elif not several_hosts:
-        yield Finding("host name", "ok", f"{text}: enough for one host; with several set GLOO_SOCKET_IFNAME")
+        yield Finding("host name", "ok", f"{text}: enough for one host; for several hosts, set GLOO_SOCKET_IFNAME")
     else:
         others = [
             each for each, found in network["interfaces"].items() if not all(map(is_loopback, found["addresses"]))
         ]
-        leads_to = "gloo listens there, and ranks of other hosts cannot connect"
-        remedy = f"give {host} its address of the network in /etc/hosts (Debian has 127.0.1.1 there), or "
+        leads_to = "gloo listens there, so ranks on other hosts cannot connect"
+        remedy = f"set the network address of {host} in /etc/hosts (Debian sets it to 127.0.1.1), or "
         remedy += f"export GLOO_SOCKET_IFNAME={(others or ['INTERFACE'])[0]}"
-        yield Finding("host name", "problem", f"{text}, which no other host can reach", leads_to, remedy)
+        yield Finding("host name", "problem", f"{text}, so no other host can reach it", leads_to, remedy)
 
 
 def interface(facts: Facts, _: bool) -> Iterator[Finding]:
@@ -74,11 +75,11 @@ def interface(facts: Facts, _: bool) -> Iterator[Finding]:
         # NCCL accepts prefixes, exact names after `=`, and names to exclude after `^`.
         wanted = [each for each in asked.removeprefix("=").split(",") if each and not asked.startswith("^")]
         if wanted and not any(each.startswith(tuple(wanted)) for each in up):
-            leads_to = "the ranks cannot connect: no process group can be made"
-            remedy = f"unset {variable}, or name one of {', '.join(up)}"
+            leads_to = "the ranks cannot connect, so there is no process group"
+            remedy = f"unset {variable}, or set it to one of {', '.join(up)}"
             yield Finding("interfaces", "problem", f"{variable}={asked}: no such interface is up", leads_to, remedy)
     listed = [f"{each} {found['addresses'][0]}{_speed(found['mbit_s'])}" for each, found in up.items()]
-    would = f"; gloo takes {network['gloo']} between hosts" if network["gloo"] else ""
+    would = f"; gloo uses {network['gloo']} between hosts" if network["gloo"] else ""
     yield Finding("interfaces", "ok", f"{', '.join(listed)}{would}")
 
 
@@ -95,8 +96,8 @@ OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
     ("network", interface),
 )
 _HANGS: Final[Mapping[str, str]] = {
-    "network": "the resolver of host names does not answer: see /etc/resolv.conf, or put the hosts in /etc/hosts",
-    "host": "a driver hangs: look into dmesg",
+    "network": "the resolver of host names does not answer: check /etc/resolv.conf, or add the hosts to /etc/hosts",
+    "host": "a driver hangs: check dmesg",
 }
 
 

@@ -55,7 +55,7 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
 
 def _problems(check: str, error: UsageError) -> Iterator[Finding]:
     for line in str(error).splitlines():
-        yield Finding(check, "problem", line, "lockstep train ends with exit code 2")
+        yield Finding(check, "problem", line, "lockstep train exits with code 2")
 
 
 def _place(info: RankInfo | None) -> str:
@@ -70,7 +70,7 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
     from lockstep.device import ports
 
     if info.size == 1:
-        return "nowhere: one process"
+        return "not needed by one process"
     info = resolve_master(info, os.environ)
     address = rendezvous_address(info, rendezvous)
     if info.hosted and rendezvous == "env://":
@@ -87,9 +87,9 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
 
 def _device(device: str, info: RankInfo) -> str:
     if device == "auto" and not has_gpu_driver():
-        return "cpu: there is no driver of a GPU here"
+        return "cpu: no GPU driver found"
     if device == "cpu":
-        return "cpu: asked for"
+        return "cpu: requested"
 
     from lockstep.comm.world import choose_device
 

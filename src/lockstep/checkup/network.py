@@ -40,31 +40,32 @@ def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
 def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
     """Return the reason why a link is slow, or "" if it isn't."""
     if count >= _FEWEST and link.mb_s * _SLOWER < usual:
-        return f"{link.mb_s:,.1f} MB/s, where others have {usual:,.0f}"
+        return f"{link.mb_s:,.1f} MB/s, while other links have {usual:,.0f}"
     if across and link.mb_s < _LEAST_MB_S:
-        return f"{link.mb_s:,.1f} MB/s, less than half of Ethernet of 1 Gbit/s"
+        return f"{link.mb_s:,.1f} MB/s, less than half of 1 Gbit/s Ethernet"
     if count >= _FEWEST and link.latency_s > _SLOWER * soon + _LATER_S:
-        return f"{link.latency_s * 1e3:,.1f} ms, where others have {soon * 1e3:,.2f}"
+        return f"{link.latency_s * 1e3:,.1f} ms, while other links have {soon * 1e3:,.2f}"
     return ""
 
 
 def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield the hosts whose links are all slow, if they are the exception, and then the remaining slow links."""
-    leads_to = "every step waits for its slowest exchange"
+    leads_to = "every step waits for the slowest link"
     to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
     for host in sorted(to_blame):
         mine = [link for link in slow if host in (hosts[link.source], hosts[link.target])]
         worst = min(mine, key=lambda link: link.mb_s)
         text = f"all {len(mine)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
-        remedy = f"look at the network card, cable and switch port of {host}"
+        remedy = f"check the network card, cable and switch port of {host}"
         yield Finding(kind, "warning", text, leads_to, remedy)
     rest = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
     rest.sort(key=lambda link: link.mb_s)
-    remedy = "look at what lies between them" if kind == "links between hosts" else "look at what else runs there"
+    between_hosts = kind == "links between hosts"
+    remedy = "check the network between them" if between_hosts else "check which other processes run there"
     for link in rest[:_SHOWN]:
         yield Finding(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
     if len(rest) > _SHOWN:
-        yield Finding(kind, "warning", f"{len(rest) - _SHOWN:,} more are slow; see --json", leads_to, remedy)
+        yield Finding(kind, "warning", f"{len(rest) - _SHOWN:,} more links are slow; see --json", leads_to, remedy)
 
 
 def _hosts_to_blame(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
@@ -97,12 +98,12 @@ def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> I
         if 0 < speed < better:
             slower.setdefault((own, best, speed, better), []).append(rank)
     for (own, best, speed, better), ranks in slower.items():
-        text = f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}"
-        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, where {best} reaches the other hosts"
-        yield Finding("interface", "warning", text, "exchanges between hosts take the slower network", remedy)
+        text = f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, although {best} has {better / 1e3:g}"
+        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, if {best} reaches the other hosts"
+        yield Finding("interface", "warning", text, "communication between hosts uses the slower network", remedy)
     if taken and not slower:
-        text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
-        yield Finding("interface", "ok", f"between hosts gloo takes {text}")
+        text = "; ".join(f"{own} on {who(ranks, hosts)}" for own, ranks in taken.items())
+        yield Finding("interface", "ok", f"between hosts, gloo uses {text}")
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
@@ -115,11 +116,11 @@ def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hos
     """Yield the ranks that could not connect to the other ranks, or that can't be reached."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
     loops = unreachable(facts, hosts)
-    leads_to = "no run of these ranks can start; nothing was measured between them"
+    leads_to = "a run on these ranks cannot start; nothing was measured between them"
     if loops:
-        text = f"gloo would listen at loopback on {who(loops, hosts)}: not tried"
+        text = f"gloo would listen on the loopback interface on {who(loops, hosts)}: not tried"
         yield Finding("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
     elif ranks:
         text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
-        remedy = "let the hosts reach each other at all ports, or name the network they share in GLOO_SOCKET_IFNAME"
+        remedy = "allow connections between the hosts on all ports, or set GLOO_SOCKET_IFNAME to their common network"
         yield Finding("connections", "problem", text, leads_to, remedy)

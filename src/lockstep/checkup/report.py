@@ -53,7 +53,7 @@ def tables(report: CheckupReport) -> Iterator[RenderableType]:
     yield Text(f"{report.title} of {where}, {report.seconds:.0f} s")
     yield _findings(report)
     if report.links:
-        yield Text("\nbetween ranks: 10^6 bytes a second from the rank of the row to that of the column")
+        yield Text("\nbetween ranks: 10^6 bytes per second from the rank in the row to the rank in the column")
         yield _matrix(report) if ranks <= _MATRIX else _slowest(report)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
     ended = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
@@ -87,7 +87,7 @@ def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _matrix(report: CheckupReport) -> Table:
-    numbers = [*map(str, range(len(report.hosts))), "latency from it"]
+    numbers = [*map(str, range(len(report.hosts))), "latency"]
     columns = [Column(heading, justify="right", no_wrap=True) for heading in numbers]
     table = Table(Column("rank", no_wrap=True), *columns, box=None, pad_edge=False)
     rates = {(link.source, link.target): link.mb_s for link in report.links}
@@ -104,7 +104,7 @@ def _rate(mb_s: float | None) -> str:
 
 
 def _slowest(report: CheckupReport) -> Table:
-    table = Table("the slowest of", f"{len(report.links):,} links", "MB/s", "us", box=None, pad_edge=False)
+    table = Table("slowest links", f"of {len(report.links):,}", "MB/s", "us", box=None, pad_edge=False)
     for link in sorted(report.links, key=lambda each: each.mb_s)[:_MATRIX]:
         ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]
         table.add_row(*ends, _rate(link.mb_s), f"{1e6 * link.latency_s:,.0f}")

@@ -54,7 +54,7 @@ class Display:
         elif changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
             self._drawn = now
             left = comparison.left_s
-            rest = "" if left is None else f"{wording.duration(left)} left for all, if those to come take as long"
+            rest = "" if left is None else f"{wording.duration(left)} left in total, if the remaining runs take as long"
             self._live.update(Group(drawing(comparison, self._console), Text(rest)), refresh=True)
 
 

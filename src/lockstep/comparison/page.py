@@ -11,13 +11,14 @@ from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_page import chart
 
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
-_THROUGHPUT: Final = "Samples by seconds of training: setting up, evaluating and saving are left out."
+_THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
-    "Mean of the ranks, of the last start, by what the main thread of a rank does. Computing: on a core. Data: until "
-    "samples are there, what a rank does to them itself included. Waiting: for other ranks and what they send, and for "
-    "threads of its own. Waiting for a core: while others run on all that there are. On CUDA all of these are training."
+    "Mean over the ranks in the last start, by the activity of the main thread. Computing: on a core. Data: until the "
+    "samples are ready, including the work that a rank does on them itself. Waiting: for other ranks and their "
+    "messages, and for other threads of the rank. Waiting for a core: while all cores are busy. On CUDA, all of this "
+    "is training."
 )
-_MEMORY: Final = "Of a GPU what was allocated there, else what was resident, libraries and shared pages included."
+_MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory, including libraries and shared pages."
 
 
 def title(comparison: Comparison) -> str:
@@ -31,7 +32,11 @@ def sections(comparison: Comparison) -> list[Section]:
     """Return the sections of the page: the table, charts over the number of processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     shown = columns(comparison)
-    below = "Speed-up, efficiency and bits are beside one process of the same recipe." if "same bits" in shown else ""
+    below = (
+        "Speed-up, efficiency and bits are relative to one process with the same recipe."
+        if "same bits" in shown
+        else ""
+    )
     found: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
         Table("Runs", [*shown], [*zip(*shown.values(), strict=True)], below),

@@ -67,7 +67,9 @@ def placements_in(text: str) -> tuple[Strategy, ...]:
     listed = read.values if isinstance(read.values, list) and not read.problems else []
     found = [{"name": each} if isinstance(each, str) else each for each in listed]
     if not found or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
-        raise UsageError(f"--placements {text}: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}")
+        raise UsageError(
+            f"--placements: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}, got {text}"
+        )
     if any(each["name"] in _USUAL for each in found):
         raise UsageError(f"--placements {text}: {USUAL_MOVED}")
     return tuple(found)
@@ -77,7 +79,7 @@ def processes_in(text: str) -> tuple[int, ...]:
     """Return the numbers of processes in a list such as `1,2,4`."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
-        raise UsageError(f"--processes {text}: expected whole numbers from 1, such as 1,2,4")
+        raise UsageError(f"--processes: expected integers of at least 1, such as 1,2,4, got {text}")
     return tuple(map(int, numbers))
 
 
@@ -181,8 +183,8 @@ def _check_overrides(words: Sequence[str]) -> None:
         key = word.partition("=")[0].strip()
         if any(key == each or key.startswith(f"{each}.") for each in _OURS):
             raise UsageError(
-                f"{word}: lockstep compare sets {key} for each run; give strategies in --placements, numbers in "
-                f"--processes, and the folder in --dir"
+                f"{word}: lockstep compare sets {key} for each run; use --placements for strategies, --processes for "
+                f"numbers of processes, and --dir for the folder"
             )
 
 

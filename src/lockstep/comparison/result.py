@@ -195,8 +195,8 @@ def conclusion(comparison: Comparison) -> list[str]:
     """Return the lines below the table: failures, and broken promises."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
-        f"{row.label} has other weights than one process, and strategy {row.strategy} promises the same bits; "
-        f"lockstep verify finds the first difference"
+        f"{row.label} has different weights than one process, although strategy {row.strategy} promises the same bits; "
+        f"find the first difference with lockstep verify"
         for row in comparison.broken
     ]
 

@@ -30,11 +30,11 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     """
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
-            raise UsageError(f"placement.strategy.{option}: fastest has no options; leave it out")
+            raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
         count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
         predicted = _of_run(loaded, count)
         if predicted is not None:
-            words = f"{_KEY}: {predicted.strategy}, as it was measured before"
+            words = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
             machine = Machine(memory=room(loaded.config.placement, count))
             rows = in_order(survey(loaded, made_ready(loaded), (), (count,), machine, tell), machine)
@@ -84,10 +84,10 @@ def _recorded_config(run: RunConfig) -> Path | None:
 def _none_fits(rows: Sequence[Placed], memory: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
-        return "\n".join([f"{_KEY}: nothing could be measured:", *refused(rows)])
+        return "\n".join([f"{_KEY}: no strategy could be measured:", *refused(rows)])
     nearest = peaks[min(peaks)]
     return (
-        f"{_KEY}: nothing fits on {nearest.processes} processes; {nearest.strategy} comes nearest, with "
-        f"{size(min(peaks))} a rank where {size(memory)} are free; use more processes, placement.recompute or "
+        f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "
+        f"{size(min(peaks))} per rank of {size(memory)} free; use more processes, placement.recompute or "
         f"placement.offload_activations"
     )

@@ -176,7 +176,7 @@ def _measured(resolved: Resolved, ready: Setup, machine: Machine, tell: Tell) ->
         if machine.link or not few:
             return alone, True, reason
     elif processes > most:
-        return None, False, f"what a rank does follows from what others send it, and at most {most} are run here"
+        return None, False, f"a rank depends on messages of the other ranks, and at most {most} ranks can run here"
     tell(f"{name}, all ranks")
     every, reason = largest(resolved, ready, None)
     if every is not None and alone is not None:
@@ -226,7 +226,7 @@ def save_seconds(loaded: Loaded, ready: Setup) -> float:
     disk = next(each for each in (place, *place.parents) if each.is_dir())
     found, reason = _results(partial(work_saving, resolved), ready, resolved, 1, disk)
     if not found:
-        raise UsageError(f"--mtbf: a save could not be measured: {reason}; give its time with --save")
+        raise UsageError(f"--mtbf: cannot measure a save: {reason}; set its time with --save")
     return float(found[0])
 
 

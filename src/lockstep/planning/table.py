@@ -11,7 +11,7 @@ from rich.text import Text
 from lockstep.common.text import printable_line, size
 from lockstep.planning.survey import Machine, Placed
 
-_HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "sends", "a step", "fits")
+_HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "sends", "a step", "fits")
 _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 

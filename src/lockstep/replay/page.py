@@ -19,21 +19,21 @@ _AROUND: Final = 50  # steps before and after the replay to draw
 def lines(replay: Replay) -> Iterator[str]:
     """Yield the lines for a terminal."""
     steps = [each.step for each in replay.steps]
-    began = f"after step {replay.start}" if replay.start else "from the first weights"
+    began = f"after step {replay.start}" if replay.start else "from the initial weights"
     placed = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
-    yield f"{replay.folder}  {_span(steps)}  begun {began}  {placed}"
+    yield f"{replay.folder}  {_span(steps)}  started {began}  {placed}"
     yield from _verdict(replay)
     if replay.ended:
-        yield "loss      not known: the script ended before the step was done"
+        yield "loss      unknown: the script ended before the step was done"
     else:
         yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
     found = replay.examined
     if found is not None and found.losses:
         listed = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
-        yield f"samples   {len(found.losses)}; of the largest loss {listed}"
+        yield f"samples   {len(found.losses)}; largest losses: {listed}"
     if found is not None and found.microbatches:
         listed = ", ".join(f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(found)[:_SHOWN])
-        yield f"samples   {sum(map(len, replay.samples))}; of the largest loss {listed}"
+        yield f"samples   {sum(map(len, replay.samples))}; largest losses: {listed}"
     if replay.layers:
         largest = sorted(replay.layers, key=lambda each: _order(each.gradient))[:_SHOWN]
         yield f"gradients largest in {', '.join(f'{each.name} {each.gradient:.3g}' for each in largest)}"
@@ -42,7 +42,7 @@ def lines(replay: Replay) -> Iterator[str]:
     broken = [each.name for each in replay.layers if not math.isfinite(each.weight)]
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        yield f"weights   {broken[0]}{more} not finite before the step already; replay an earlier one"
+        yield f"weights   {broken[0]}{more} not finite before the step; replay an earlier step"
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -55,16 +55,16 @@ def _verdict(replay: Replay) -> Iterator[str]:
     known = [each for each in replay.steps if each.recorded is not None]
     different = replay.different
     if replay.same_start is False:
-        yield f"weights   after step {replay.start} are not those whose digest the run has"
+        yield f"weights   after step {replay.start} do not match the digest of the run"
     if different is not None:
         before = max((each.step for each in known if each.step < different.step), default=None)
         since = "" if before is None else f"; step {before} is still the same"
-        yield f"digests   step {different.step} is another one than the run's{since}"
+        yield f"digests   step {different.step} differs from the run{since}"
         yield from (f"          {each}" for each in replay.differences)
     elif known:
-        yield f"digests   {len(known)} of {len(known)} are the run's: the same bits"
+        yield f"digests   {len(known)} of {len(known)} match the run: the same bits"
     else:
-        yield "digests   none to compare: the run has none of these steps, or its recipe was changed"
+        yield "digests   none to compare: the run has no digest of these steps, or the recipe was changed"
 
 
 def _order(value: float) -> float:
@@ -90,7 +90,7 @@ def _where(replay: Replay, found: NonFinite) -> str:
     sample = f", {replay.name_of(replay.samples[found.microbatch][found.place])}" if found.place >= 0 else ""
     place = f"micro-batch {found.microbatch}{sample}"
     if found.module == BATCH:
-        return f"{found.what} in the batch, as the dataset gives it, {place}"
+        return f"{found.what} in the batch, as returned by the dataset, {place}"
     module = found.module if found.module == LOSS else f"module {found.module}"
     return f"{found.what} in the {found.phase} of {module}, by {found.operation}, {place}"
 
@@ -104,7 +104,7 @@ def sections(replay: Replay) -> Iterator[Section]:
             [str(each.step), f"{each.loss:.6g}", f"{each.lr:.6g}", f"{each.digest:016x}", _match(each)]
             for each in replay.steps[-_MOST:]
         ]
-        yield Table("Steps", ("step", "loss", "learning rate", "digest", "the run's"), rows)
+        yield Table("Steps", ("step", "loss", "learning rate", "digest", "matches the run"), rows)
     found = replay.examined
     if found is not None:
         yield from _examined(replay, found)
@@ -118,11 +118,11 @@ def sections(replay: Replay) -> Iterator[Section]:
 
 
 def _match(step: ReplayedStep) -> str:
-    return "not known" if step.recorded is None else "another" if step.differs else "the same"
+    return "unknown" if step.recorded is None else "no" if step.differs else "yes"
 
 
 def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
-    note = "Those of the largest loss come first."
+    note = "Sorted by loss, largest first."
     if found.microbatches:
         names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
         rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(found)[:_MOST]]

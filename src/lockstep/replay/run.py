@@ -160,9 +160,9 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
         raise UsageError(
-            f"{folder}: holds a run of a loop of your own; give its script, such as -- python train.py"
+            f"{folder}: contains a run of a custom training loop; pass its script, such as -- python train.py"
             if (folder / EVENTS).exists()
-            else f"{folder}: is no run; give the folder of one"
+            else f"{folder}: not a run folder; pass the folder of a run"
         )
     check_done(folder, request.last)
     text = json.dumps({"recipe": values(read_run_recipe(config))})
@@ -173,12 +173,12 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     for word in request.overrides:
         key = word.partition("=")[0]
         if not (key.startswith(_FREE) or key in moved or key in code):
-            raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
+            raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
     kept = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)
     if checkpoint is None and loaded.config.recipe.start is not None:
-        later = f"; steps after {min(kept)[0]} can be done again" if kept else ""
-        raise UsageError(f"{folder}: began from weights of another run, which it does not have{later}")
+        later = f"; replay steps after {min(kept)[0]}" if kept else ""
+        raise UsageError(f"{folder}: started from the weights of another run, which are not in it{later}")
     digests = recorded_digests(folder)
     return OpenedRun(loaded, checkpoint, start, request.last, checkpoint or max(kept, default=(0, None))[1], digests)
 
@@ -188,7 +188,7 @@ def check_done(folder: Path, step: int) -> None:
     end = last(folder / EVENTS)
     # A run that was killed or failed did more steps than it logged.
     if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
-        raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
+        raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; use one of these steps")
 
 
 def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
@@ -209,7 +209,7 @@ def _prepare(opened: OpenedRun, processes: int | None = None) -> Prepared:
     prepared = prepare(opened.loaded, processes)
     total = prepared.ready.steps.total
     if opened.last > total:
-        raise UsageError(f"step {opened.last}: the run has {total} steps; give one of them")
+        raise UsageError(f"step {opened.last}: the run has {total} steps; use one of these steps")
     return prepared
 
 
@@ -340,8 +340,8 @@ class _Steps:
             self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
         elif trace is not None:
             raise UsageError(
-                "--trace: sees one process that computes the whole model, without recipe.compile and "
-                "recipe.model.chunks; replay it without these"
+                "--trace: requires one process that computes the whole model; use placement.processes=1, --change "
+                "recipe.compile=false and --change recipe.model.chunks=1"
             )
 
     def _compare(self) -> None:

@@ -83,32 +83,32 @@ def read(path: Path) -> tuple[Head, list[Traced]]:
         tensors = f"[{','.join(lines)}]"
         return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot read: {error.strerror}") from error
     except (ValidationError, UnicodeError, ValueError) as error:
-        raise UsageError(f"{path}: is no trace; `lockstep replay RUN --step N --trace FILE` writes one") from error
+        raise UsageError(f"{path}: not a trace; write one with `lockstep replay RUN --step N --trace FILE`") from error
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
     """Return whether two traces agree, and a report in lines. Raises UsageError if they are of different steps."""
     (head, tensors), (other, others) = read(left), read(right)
     if head.step != other.step:
-        raise UsageError(f"{left} is of step {head.step}, {right} of step {other.step}; trace the same step")
+        raise UsageError(f"{left} traces step {head.step}, but {right} traces step {other.step}; trace the same step")
     differences = [*_earlier(head, other), *_differences(tensors, others)]
-    told = differences or [f"all {len(tensors):,} tensors agree, to the bit"]
+    told = differences or [f"all {len(tensors):,} tensors have the same bits"]
     return not differences, [f"step {head.step}  {left} before, {right} now", *_machines(head, other), *told]
 
 
 def _machines(head: Head, other: Head) -> Iterator[str]:
     yield from numerics_differences(head.numerics, other.numerics)
     names = sorted({*head.sources, *other.sources})
-    yield from (f"{name}: another file" for name in names if head.sources.get(name) != other.sources.get(name))
+    yield from (f"{name}: different file" for name in names if head.sources.get(name) != other.sources.get(name))
 
 
 def _earlier(head: Head, other: Head) -> Iterator[str]:
     steps = (step for step in sorted({*head.steps} & {*other.steps}) if step < head.step)
     different = next((step for step in steps if head.steps[step] != other.steps[step]), None)
     if different is not None:
-        yield f"step {different} differs already; trace that one"
+        yield f"step {different} already differs; trace step {different}"
 
 
 def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[st
     ours = dict(_numbered(before))
     for there, these, those in (("before", ours, theirs), ("now", theirs, ours)):
         if alone := next((each for place, each in these.items() if place not in those), None):
-            yield f"only {there}: {alone}, and with it {len(these.keys() - those.keys()) - 1:,} more"
+            yield f"only {there}: {alone}, and {len(these.keys() - those.keys()) - 1:,} more"
     both = [(each, theirs[place]) for place, each in ours.items() if place in theirs]
     agree = [each.digest == other.digest for each, other in both]
     if not all(agree):
