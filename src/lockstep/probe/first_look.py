@@ -33,7 +33,7 @@ from lockstep.reporting.verification import CodeFinding
 from lockstep.setup.build import Setup
 from lockstep.setup.user_code import import_paths
 
-NOT_LOOKED: Final = "not looked at"
+NOT_LOOKED: Final = "not checked"
 
 _PATIENCE_S: Final = 10.0  # the time that a run waits for the check before it trains
 _PARAMETERS: Final = 250_000_000  # of the largest model that is checked; a check needs memory for several copies
@@ -55,7 +55,7 @@ def first_look(ready: Setup) -> Iterator[Look]:
         return
     parameters = ready.summary.parameters
     if parameters > _PARAMETERS:
-        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than are copied for it")]
+        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -103,7 +103,7 @@ def _receive_findings(receiving: Connection) -> list[CodeFinding]:
             return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
         answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
-        return [_not_looked("the process that did was killed")]
+        return [_not_looked("its process was killed")]
     if "failed" in answer:
         return [_not_looked(answer["failed"])]
     return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
@@ -111,8 +111,8 @@ def _receive_findings(receiving: Connection) -> list[CodeFinding]:
 
 def _not_looked(reason: str) -> CodeFinding:
     text = (
-        f"the look at model, loss and data for what depends on the placement was given up: {reason}; "
-        f"`lockstep verify` takes its time, run.probe=off leaves it out"
+        f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
+        f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
     )
     return CodeFinding(NOT_LOOKED, True, text)
 

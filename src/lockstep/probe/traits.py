@@ -53,18 +53,18 @@ class ModelTraits:
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
         """Return the observations, likeliest cause first. `modules` are the user's modules, by name."""
         found = [
-            f"{name} is written in the forward, and under a strategy that cuts weights the write is lost; leave "
-            f"weights to the optimizer"
+            f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
+            f"to the optimizer"
             for name in self._written
         ]
         found += [
-            f"{name} is recomputed by a reentrant checkpoint, whose backward runs apart from the model's; pass "
-            f"use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            f"{name} is recomputed by a reentrant checkpoint, whose backward runs separately from that of the model; "
+            f"pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             for name in self._recomputed
         ]
         found += [
-            f"{name} registers hooks on AccumulateGrad nodes, which belong to other tensors under a strategy that cuts "
-            f"weights; compute it in the model's forward"
+            f"{name} registers hooks on AccumulateGrad nodes, which belong to different tensors under a strategy that "
+            f"shards weights; move this into the forward pass of the model"
             for name, module in modules
             if _hooks_accumulation(module)
         ]
@@ -73,14 +73,14 @@ class ModelTraits:
         for name in sorted(called):
             if any(name not in forward for forward in self._forwards):
                 found.append(
-                    f"{name} is called in some forwards and left out in others, so ranks gather and reduce its weights "
-                    f"at other times; call it always, and multiply its output by 0 to drop it"
+                    f"{name} is called in some forward passes and skipped in others, so ranks gather and reduce its "
+                    f"weights at different times; always call it, and multiply its output by 0 to drop it"
                 )
         for name in sorted(called):
             if (most := max(forward[name] for forward in self._forwards)) > 1:
                 found.append(
-                    f"{name} is called {most} times in a forward, so its gradients are a sum whose order may differ; "
-                    f"use strategy ddp"
+                    f"{name} is called {most} times in a forward pass, so its gradients may be added in a different "
+                    f"order; use strategy ddp"
                 )
         return found
 
@@ -108,14 +108,14 @@ def _static(model: nn.Module) -> Iterator[str]:
     for name, each in model.named_parameters():
         if each._backward_hooks or each._post_accumulate_grad_hooks:
             yield (
-                f"{name} has a hook of its gradient, which sees a part of it, or what is not yet summed over ranks, "
-                f"under some strategies; compute it in the model's forward"
+                f"{name} has a gradient hook, which under some strategies sees a part of the gradient, or a gradient "
+                f"that is not yet summed over ranks; move this into the forward pass of the model"
             )
     for name, each in model.named_parameters():
         if not each.is_contiguous():
             yield (
-                f"{name} is not contiguous (strides {tuple(each.stride())}), and a strategy that cuts weights lays it "
-                f"out anew, for which torch may take another kernel; make it of a contiguous tensor: "
+                f"{name} is not contiguous (strides {tuple(each.stride())}), and a strategy that shards weights "
+                f"changes its layout, so torch may use a different kernel; create it from a contiguous tensor: "
                 f"nn.Parameter(weight.contiguous())"
             )
 

@@ -23,8 +23,8 @@ from lockstep.setup.user_code import is_librarys, place_of_frame
 
 CLOCK: Final = "the clock"
 SYSTEM: Final = "the system's randomness"
-PROCESS: Final = "the number of the process"
-HOST: Final = "the name of the host"
+PROCESS: Final = "the process id"
+HOST: Final = "the host name"
 RANK: Final = "the rank or the number of ranks"
 PYTHON: Final = "Python's"  # this and the next two are random generators
 NUMPY: Final = "NumPy's"

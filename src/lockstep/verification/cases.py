@@ -211,8 +211,8 @@ def _check_promise(resolved: Resolved) -> None:
     """Raise UsageError for a strategy that makes no promise that verification could check."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
-            f"strategy {resolved.strategy_name}: with these options it cannot be verified: it is neither exact "
-            f"nor close to one process; leave them out, or compare what its runs reach with lockstep eval"
+            f"strategy {resolved.strategy_name}: cannot be verified with these options, because it is neither exact "
+            f"nor close to one process; remove the options, or compare the results of its runs with lockstep eval"
         )
 
 
@@ -231,7 +231,7 @@ class _Comparison:
 
     def look(self) -> ProbeResult:
         """Probe the data, model and loss in a separate process."""
-        self._tell("a look at data, model and loss")
+        self._tell("data, model and loss")
         job = self._new(self._single, self._job)
         code, message = self._launch(probe, self._single, job)
         self._require_success(Outcome(job, code, [], message))
@@ -286,7 +286,7 @@ class _Comparison:
         if outcome.code != EXIT_DONE:
             row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.message}")
         else:
-            row = self._judge(row, carrier, outcome, f" once {carrier.label} resumes from its checkpoint")
+            row = self._judge(row, carrier, outcome, f" after {carrier.label} resumed from its checkpoint")
         shutil.rmtree(saved.job.folder)
         return row
 
@@ -403,9 +403,9 @@ class _Comparison:
     def _require_success(self, outcome: Outcome) -> Outcome:
         """Return an outcome that the comparison can't do without, or raise its error."""
         if outcome.code == EXIT_USAGE:
-            raise UsageError(f"the reference, one process: {outcome.message}")
+            raise UsageError(f"reference on one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
-            raise TrainingError(f"the reference, one process: {outcome.message}")
+            raise TrainingError(f"reference on one process: {outcome.message}")
         return outcome
 
 

@@ -15,7 +15,7 @@ from lockstep.verification import trace
 from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace, Wanted
 
 EVALUATION: Final = "evaluation"
-NOT_THERE: Final = "not there"
+NOT_THERE: Final = "missing"
 
 _BUDGET_BYTES: Final = 512 << 20  # for tensors that are written whole
 

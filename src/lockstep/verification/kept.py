@@ -153,7 +153,7 @@ class Kept:
                 and not ours
                 and not self._is_set_anew(name)
             ):
-                yield name, _told("an iterator, which begins anew", self._globals.place(name))
+                yield name, _told("an iterator, which starts again", self._globals.place(name))
 
 
 def _place_in(model: nn.Module, name: str) -> str:

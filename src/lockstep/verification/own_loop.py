@@ -145,7 +145,7 @@ def verify(
 def check_compared(rows: Sequence[Checked]) -> None:
     """Raise UsageError if no placement was possible, so that nothing was compared."""
     if all(row.verdict == "not possible" for row in rows):
-        raise UsageError("nothing was compared: none of these placements is possible for the loop; choose others")
+        raise UsageError("nothing was compared, because the loop supports none of these placements; use different ones")
 
 
 def _of_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
@@ -186,7 +186,7 @@ def check_placements(
         code, message = loop.run("single", 1, "reference")
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
-            raise kind(f"the reference, one process: {message}")
+            raise kind(f"reference on one process: {message}")
         reference = loop.trace("reference")
         places = _places(processes, strategies)
         if reference.warnings and 1 not in processes:
@@ -249,7 +249,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
         loop.run(carrier, size, "resumed-again", resumes="stopped-again", witness=True)
     departure += _lost_state(loop.lost("resumed-again"))
     if not loop.has_folder("reference"):
-        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed: --no-resume skips this check"
+        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
     return replace(row, verdict="differs", steps=len(found.steps), reason=departure)
 
 
@@ -257,13 +257,13 @@ def _lost_state(lost: Lost) -> str:
     """Return the likely cause: the state of the script that a resume lost."""
     if lost.likely:
         return (
-            f"; likely cause: no checkpoint holds {_listed(lost.likely)}; keep it in run.state from step to step, or "
-            "compute the value from step.number"
+            f"; likely cause: no checkpoint contains {_listed(lost.likely)}; store it in run.state, or compute it from "
+            "step.number"
         )
-    unused = f"; or {_listed(lost.unused)}, which it seems not to read" if lost.unused else ""
+    unused = f"; or {_listed(lost.unused)}, which it does not seem to read" if lost.unused else ""
     return (
-        "; likely cause: the loop depends on something that no checkpoint holds, and that is in none of the variables "
-        f"that it reads: a file, the clock, or the state of an object of a library{unused}"
+        "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
+        f"reads: a file, the clock, or the state of an object of a library{unused}"
     )
 
 
@@ -286,7 +286,7 @@ def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
     found = loop.trace("again")
     departure = _mismatch(reference, found)
     if not departure:
-        note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
+        note = "" if hashes else "with the same hash seed; to test another one, pass a function of an importable module"
         return Checked("single", 1, "identical", len(found.steps), note)
     if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
         departure += f"; likely cause: {of_hashes()}"
@@ -299,16 +299,16 @@ def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
     if kept:
         names = [f"{name} ({change})" for name, change in kept.items()]
         found += f"{', and ' if found else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
-    return f"; likely cause: {found}; let the loop follow from its data and its model alone" if found else ""
+    return f"; likely cause: {found}; make the loop depend only on its data and its model" if found else ""
 
 
 def _of_model(traits: Sequence[str], command: str) -> str:
     """Return the part of the model that may depend on the strategy, or else the advice for the user."""
     if traits:
-        return f"; perhaps since {traits[0]}"
+        return f"; possibly because {traits[0]}"
     return (
-        f"; nothing in the loop or its model was found that explains it: use strategy ddp or zero1 until this is "
-        f"mended, and send the output of `{command}`"
+        f"; nothing in the loop or its model explains it; use strategy ddp or zero1 until this is fixed, and send the "
+        f"output of `{command}`"
     )
 
 
@@ -386,7 +386,7 @@ class _Loop:
         path = self.folder / name / _TRACE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
-            raise UsageError("the function made no step: go through run.steps(...) in it")
+            raise UsageError("the function took no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read(self.folder / name / EVENTS)]
         plans = [{key: each[key] for key in _PLAN} for each in events if each["event"] == "started"]
@@ -462,7 +462,7 @@ class _Loop:
                 if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
                     raise
             if not ambient.runs:
-                raise UsageError("it joined no run: call lockstep.join in it")
+                raise UsageError("the function joined no run; call lockstep.join in it")
             for run in ambient.runs:
                 run.close()
         if witness:
@@ -529,12 +529,12 @@ def _mismatch(reference: Trace, found: Trace) -> str:
             return f"run.steps: {wrong.removeprefix('train_')} is {other_plan[wrong]:,}, not {plan[wrong]:,}"
     for (number, loss, digests), (other, other_loss, others) in zip(reference.steps, found.steps, strict=False):
         if number != other:
-            return f"step {other} where the reference has step {number}"
+            return f"step {other}, but the reference has step {number}"
         if loss != other_loss:
             return f"step {number}: the loss is {float.fromhex(other_loss)!r}, not {float.fromhex(loss)!r}"
         names = [name for name in digests if digests[name] != others.get(name)]
         if names:
-            return f"step {number}: after the same loss other weights: {list_some(names, _SHOWN)}"
+            return f"step {number}: the same loss, but different weights: {list_some(names, _SHOWN)}"
     if len(reference.steps) != len(found.steps):
         return f"{len(found.steps)} steps, not {len(reference.steps)}"
     return ""
