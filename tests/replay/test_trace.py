@@ -63,11 +63,11 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: He
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "cannot be read: No such file or directory"),
+        (None, "cannot read: No such file or directory"),
         ("", "not a trace; write one with `lockstep replay RUN --step N --trace FILE`"),
         ("{}\n", "not a trace"),
         (HERE.model_dump_json() + '\n["a"]', "not a trace"),
-        (HERE.model_copy(update={"step": 6}).model_dump_json(), "of step 6; trace the same step"),
+        (HERE.model_copy(update={"step": 6}).model_dump_json(), "traces step 6; trace the same step"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: str | None, problem: str) -> None:
