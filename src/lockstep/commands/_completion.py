@@ -28,28 +28,28 @@ def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 
 def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete [RECIPE] [KEY=VALUE]..."""
-    found = overrides(ctx, param, incomplete)
+    items = overrides(ctx, param, incomplete)
     if ctx.params.get(param.name or "") or "=" in incomplete:
-        return found
+        return items
     from lockstep.config.shipped import list_shipped_recipes
 
     # The shell adds file names to these completions. The file type must come first.
     recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
-    return [CompletionItem(incomplete, type="file"), *recipes, *(found if incomplete else ())]
+    return [CompletionItem(incomplete, type="file"), *recipes, *(items if incomplete else ())]
 
 
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete KEY=VALUE."""
-    given = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
+    typed = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
     key, equals, start = incomplete.partition("=")
     if equals:
         return [CompletionItem(f"{key}={value}") for value in _values(key, start)]
     keys = list(_keys())
-    if given[1:] and given[-1] == "=":
-        return [CompletionItem(value) for value in _values(given[-2], incomplete)]
-    if given and given[-1] in keys and not incomplete:  # the cursor is right behind its =
-        return [CompletionItem(value) for value in _values(given[-1], "")]
-    return [CompletionItem(f"{each}=") for each in keys if each.startswith(incomplete)]
+    if typed[1:] and typed[-1] == "=":
+        return [CompletionItem(value) for value in _values(typed[-2], incomplete)]
+    if typed and typed[-1] in keys and not incomplete:  # the cursor is right behind its =
+        return [CompletionItem(value) for value in _values(typed[-1], "")]
+    return [CompletionItem(f"{name}=") for name in keys if name.startswith(incomplete)]
 
 
 def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -59,10 +59,10 @@ def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
 
     section = section_at(path)
     for name in section.model_fields if section else ():
-        here = (*path, name)
-        if section_at(here) is None or here in SHORTHAND:
-            yield ".".join(here)
-        yield from _keys(here)
+        subpath = (*path, name)
+        if section_at(subpath) is None or subpath in SHORTHAND:
+            yield ".".join(subpath)
+        yield from _keys(subpath)
 
 
 def _values(key: str, start: str) -> list[str]:
@@ -91,7 +91,7 @@ def _choices(key: str) -> Sequence[str]:
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
     kinds = (kind, *get_args(kind))  # built-in names, or an import path
-    return [each for one in kinds for each in get_args(one) if isinstance(each, str)]
+    return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 
 def _files(start: str) -> Iterator[str]:

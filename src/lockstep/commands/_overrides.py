@@ -13,8 +13,8 @@ _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Return the overrides, such as `placement.device=cpu`, and all other words, both in their original order."""
-    overrides = tuple(each for each in words if _OVERRIDE.match(each))
-    return overrides, [each for each in words if each not in overrides]
+    overrides = tuple(word for word in words if _OVERRIDE.match(word))
+    return overrides, [word for word in words if word not in overrides]
 
 
 def as_override(error: click.NoSuchOption) -> click.UsageError:
@@ -23,7 +23,7 @@ def as_override(error: click.NoSuchOption) -> click.UsageError:
     Otherwise returns `error`.
     """
     command = error.ctx.command if error.ctx is not None else None
-    if command is None or not any("KEY=VALUE" in (each.metavar or "") for each in command.params):
+    if command is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in command.params):
         return error
     name = error.option_name.lstrip("-")
     key = name if "." in name else key_named(name.replace("-", "_"))

@@ -29,7 +29,7 @@ class ScriptCommand(click.Command):
             del arguments[0]
         return super().parse_args(ctx, [*options, "--", script, *arguments])
 
-    def _words(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
+    def _script_words(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
         """Return the arguments, starting at the first that is neither an option nor the value of an option."""
         parser = self.make_parser(ctx)
         parser.allow_interspersed_args = False
@@ -37,7 +37,7 @@ class ScriptCommand(click.Command):
             parsed, _, _ = parser.parse_args(args=[*args])
         except click.UsageError:  # the command itself reports it
             return ()
-        [argument] = [each for each in self.params if isinstance(each, click.Argument)]
+        [argument] = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
         words = parsed.get(argument.name or "")
         return words if isinstance(words, tuple) else ()  # click uses a sentinel if there are no words
 
@@ -50,5 +50,5 @@ def starts_script(words: Sequence[str]) -> bool:
 
 def misplaced_options(command: click.Command, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a script that are spelled like options of the command."""
-    known = {name for each in command.params if isinstance(each, click.Option) for name in each.opts}
-    return [each for each in arguments if each.partition("=")[0] in known]
+    options = {name for option in command.params if isinstance(option, click.Option) for name in option.opts}
+    return [argument for argument in arguments if argument.partition("=")[0] in options]

@@ -66,7 +66,7 @@ def command(
         raise UsageError(f"--usual: {USUAL_MOVED}")
     source, overrides = split(words)
     if source not in list_shipped_recipes() and Path(source).is_dir():
-        folders = shlex.join(each for each in words if Path(each).is_dir())
+        folders = shlex.join(word for word in words if Path(word).is_dir())
         raise UsageError(
             f"{source}: expected a YAML file or the name of a recipe, got a folder; to compare runs, use lockstep "
             f"report {folders}"

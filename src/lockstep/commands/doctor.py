@@ -55,11 +55,12 @@ def command(
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- doctor
     """
     if context.invoked_subcommand is not None:
-        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if given:
-            what = context.invoked_subcommand
+        options = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if options:
+            subcommand = context.invoked_subcommand
             raise UsageError(
-                f"doctor: options before {what} belong to the check-up; pass options of {what} after {what}"
+                f"doctor: options before {subcommand} belong to the check-up; pass options of {subcommand} after "
+                f"{subcommand}"
             )
         return
     from lockstep.checkup.rank import CheckupRequest
@@ -104,7 +105,7 @@ def _check_up(
     return as_launched(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
 
 
-def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _ready: None, rendezvous: Rendezvous) -> int:
+def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous) -> int:
     from lockstep.checkup.rank import part
 
     report = part(request, rendezvous)
@@ -126,19 +127,19 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
-        for each in tables(report):
-            console.print(each)
+        for table in tables(report):
+            console.print(table)
     # In one call, because the ranks share the terminal.
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _show_here(
-    title: str, as_json: bool, began: float, findings: Sequence[Finding], facts: dict[str, Any]
+    title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
     """Show and return the report on this process only. `began` is the time at which the check-up began."""
     from lockstep.checkup.report import CheckupReport
 
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     report = CheckupReport((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
     _show(as_json, report)
     return report
@@ -155,8 +156,8 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
     """
     from lockstep.checkup.launch import of_launch
 
-    began = time.monotonic()
-    report = _show_here("launch", as_json, began, *of_launch(os.environ, rendezvous, device))
+    start = time.monotonic()
+    report = _show_here("launch", as_json, start, *of_launch(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -175,8 +176,8 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     from lockstep.setup.checks import cuda_refusals
 
     recipe = load(*split(words)).config.recipe if words else None
-    refused = None if recipe is None else [str(each) for each in cuda_refusals(setup(recipe))]
+    refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
-    began, found = time.monotonic(), look_at_cards()
-    report = _show_here("GPUs", as_json, began, of_gpus(found, precision, refused), asdict(found))
-    raise SystemExit(EXIT_USAGE if refused else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)
+    start, evidence = time.monotonic(), look_at_cards()
+    report = _show_here("GPUs", as_json, start, of_gpus(evidence, precision, refusals), asdict(evidence))
+    raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

@@ -41,10 +41,10 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         if info is None:
             raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
-    asked = evaluation.EvalRequest(words[0], words[1:], trust)
+    request = evaluation.EvalRequest(words[0], words[1:], trust)
     if info is None:
-        raise SystemExit(evaluation.evaluate_here(asked, _tell))
-    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(asked, info, _tell)))
+        raise SystemExit(evaluation.evaluate_here(request, _tell))
+    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell)))
 
 
 def _is_recipe(word: str) -> bool:
@@ -53,10 +53,10 @@ def _is_recipe(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
 
 
-def _tell(found: EvalResult) -> None:
+def _tell(result: EvalResult) -> None:
     from lockstep.reporting import wording
 
-    after = f", after step {found.event.step}" if found.event.step else ""
-    click.echo(f"{printable_line(str(found.path))}{after}")
-    click.echo(wording.evaluation_line(found.event))
-    click.echo(wording.hash_line(found.weights_sha256))
+    after = f", after step {result.event.step}" if result.event.step else ""
+    click.echo(f"{printable_line(str(result.path))}{after}")
+    click.echo(wording.evaluation_line(result.event))
+    click.echo(wording.hash_line(result.weights_sha256))

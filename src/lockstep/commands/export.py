@@ -39,6 +39,6 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))
-    found = export_saved(saved, to, out)
-    click.echo(f"checked {found.check}")
-    click.echo(printable_line(f"{found.path}{f', {found.sizes}' if found.sizes else ''}"))
+    result = export_saved(saved, to, out)
+    click.echo(f"checked {result.check}")
+    click.echo(printable_line(f"{result.path}{f', {result.sizes}' if result.sizes else ''}"))

@@ -19,6 +19,6 @@ def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
     """
     from lockstep.setup.recipe_import import import_recipe
 
-    found = import_recipe(file, words, gpus)
-    found.load()  # so that errors are reported here and not when the recipe is trained
-    click.echo(found.to_yaml(), nl=False)
+    recipe = import_recipe(file, words, gpus)
+    recipe.load()  # so that errors are reported here and not when the recipe is trained
+    click.echo(recipe.to_yaml(), nl=False)

@@ -102,15 +102,15 @@ def command(
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
-    named = read_hosts(hosts) if hosts else ()
-    fewest, count = number_of_hosts(nodes) if nodes else (None, len(named) or 1)
+    host_names = read_hosts(hosts) if hosts else ()
+    fewest, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
         with_python(words),
         python,
         count,
         resources.processes_per_node(processes_per_node),
-        named,
+        host_names,
         port or PORT,
         options,
         host=node_rank or 0,
@@ -123,9 +123,9 @@ def command(
         folder=str(Path.cwd()),
     )
     if on == node.LAUNCHER.name:
-        told = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank}
-        if given := [option for option, value in told.items() if value is not None]:
-            names = ", ".join(given)
+        unsupported = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank}
+        if rejected := [option for option, value in unsupported.items() if value is not None]:
+            names = ", ".join(rejected)
             raise UsageError(
                 f"{names}: not supported with --on node, which reads the variables of the platform; remove {names}"
             )

@@ -27,10 +27,10 @@ def quantity(text: str, option: str, example: str) -> int | None:
     """Return the number of bytes in `80GB`, `24GiB` or `400Gb` (bits), or None for an empty text."""
     if not text:
         return None
-    found = _QUANTITY.fullmatch(text)
-    if not found or not float(found[1]):
+    match = _QUANTITY.fullmatch(text)
+    if not match or not float(match[1]):
         raise UsageError(f"{option}: expected a number with a unit, such as {example}, got {text}")
-    number, prefix, binary, unit = found.groups()
+    number, prefix, binary, unit = match.groups()
     bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
     return math.ceil(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
 
@@ -39,10 +39,10 @@ def duration(text: str, option: str, example: str) -> float | None:
     """Return the number of seconds in `90s`, `15m`, `3h` or `2d`, or None for an empty text."""
     if not text:
         return None
-    found = _DURATION.fullmatch(text)
-    if not found or not float(found[1]):
+    match = _DURATION.fullmatch(text)
+    if not match or not float(match[1]):
         raise UsageError(f"{option}: expected a number with a unit (s, m, h or d), such as {example}, got {text}")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def check_writable(source: str, overrides: Sequence[str]) -> None:
@@ -144,17 +144,19 @@ def command(
     counts, (source, overrides) = processes_in(processes), split(words)
     if writes:
         check_writable(source, overrides)
-    listed = [f"placement.strategy={flow(each)}" for each in (placements_in(placements) if placements else ())]
-    strategies = [load(source, [*overrides, each]).config.placement.strategy for each in listed]
+    strategy_overrides = [
+        f"placement.strategy={flow(strategy)}" for strategy in (placements_in(placements) if placements else ())
+    ]
+    strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
     with with_places(loaded):
-        ready = made_ready(loaded)
-        rows = survey(loaded, ready, strategies, counts, machine, _recipe.tell_measuring)
+        setup = made_ready(loaded)
+        rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
         if mtbf and not save:
-            terms = replace(terms, save_s=save_seconds(loaded, ready))
+            terms = replace(terms, save_s=save_seconds(loaded, setup))
     rows = [
-        row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, ready.steps, terms))
+        row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, setup.steps, terms))
         for row in in_order(rows, machine)
     ]
     Console(width=None if sys.stdout.isatty() else _WIDEST).print(draw(rows, machine))
@@ -166,13 +168,13 @@ def command(
         file.write_text(to_json(rows, machine), encoding="utf-8")
     if all(row.figures is None for row in rows):
         raise UsageError("no placement could be measured; see the reasons above")
-    if (chosen := best(rows, machine)) is None:
+    if (best_row := best(rows, machine)) is None:
         click.echo(
             "no placement fits; use more processes, strategy zero3, placement.recompute or "
             "placement.offload_activations"
         )
         raise SystemExit(EXIT_FAILED)
-    click.echo(printable(f"best: {chosen.words}"))
+    click.echo(printable(f"best: {best_row.words}"))
     if writes:
-        write_back(Path(source), parse(chosen.strategy, source).values, values(as_predicted(chosen)))
+        write_back(Path(source), parse(best_row.strategy, source).values, values(as_predicted(best_row)))
         click.echo(printable(f"written to {source}"))

@@ -67,21 +67,21 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
-    found = predictions_of(saved, files, options)
+    predictions = predictions_of(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
     skipped: list[str] = []
-    found = _without_skipped(found, skipped)
+    predictions = _without_skipped(predictions, skipped)
     if as_json:
-        for row in found:
+        for row in predictions:
             click.echo(json.dumps(row))
     elif prompt is not None:
-        for row in found:
+        for row in predictions:
             click.echo(printable(row["prompt"] + row["text"]))
     else:
-        rows = list(found)
-        shown = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has all rows
-        Console(highlight=False, markup=False, emoji=False).print(table_of(shown))
-        click.echo(f"... {len(rows) - len(shown):,} more rows\n" if len(shown) < len(rows) else "", nl=False)
+        rows = list(predictions)
+        shown_rows = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has all rows
+        Console(highlight=False, markup=False, emoji=False).print(table_of(shown_rows))
+        click.echo(f"... {len(rows) - len(shown_rows):,} more rows\n" if len(shown_rows) < len(rows) else "", nl=False)
     if out is not None:
         click.echo(printable_line(f"written {out}"), err=as_json)
     if skipped and saved.recipe.data.on_error == "raise":
@@ -93,13 +93,13 @@ def _without_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iter
 
     Raises UsageError if no input could be read.
     """
-    left = False
+    any_read = False
     for row in rows:
         if "skipped" in row:
             skipped.append(row["input"])
             click.echo(f"warning: skipped: {printable_line(row['skipped'])}", err=True)
         else:
-            left = True
+            any_read = True
             yield row
-    if skipped and not left:
+    if skipped and not any_read:
         raise UsageError(f"predict: no image left after skipping {len(skipped)}; pass images that can be read")

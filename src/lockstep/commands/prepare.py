@@ -46,11 +46,11 @@ def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int |
                 if split is not None:
                     _write(split, temporary, part, short_side)
             (temporary / "recipe.yaml").write_text(_recipe_of(loaded, data, to.absolute()), encoding="utf-8")
-            written = sum(each.stat().st_size for each in temporary.iterdir())
+            total_bytes = sum(file.stat().st_size for file in temporary.iterdir())
             temporary.rename(to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    click.echo(printable_line(f"{size(written)} in {to}"))
+    click.echo(printable_line(f"{size(total_bytes)} in {to}"))
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 
@@ -60,8 +60,8 @@ def _write(split: object, folder: Path, part: str, short_side: int | None) -> No
 
     if not isinstance(split, PictureSplit):
         raise UsageError("recipe.data.name: samples are not image files; lockstep prepare requires a dataset of images")
-    for done in write_archives(split, folder, part, short_side):
-        _recipe.tell_tenth(done, len(split), f"{part}: {done:,} of {len(split):,} images")
+    for count in write_archives(split, folder, part, short_side):
+        _recipe.tell_tenth(count, len(split), f"{part}: {count:,} of {len(split):,} images")
 
 
 def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
@@ -71,8 +71,8 @@ def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
     from lockstep.config.write import block, leaves
 
     options = {"classes": data.facts["classes"], **({} if data.validation else {"validation": 0.0})}
-    place = {"name": "webdataset", "root": str(root), "options": options}
+    data_config = {"name": "webdataset", "root": str(root), "options": options}
     config = values(loaded.config)
-    config["recipe"]["data"] |= place
-    new = {format_key(path): "lockstep prepare" for path, _ in leaves(place, ("recipe", "data"))}
-    return "\n".join(block(config, {**loaded.origins, **new})) + "\n"
+    config["recipe"]["data"] |= data_config
+    origins = {format_key(path): "lockstep prepare" for path, _ in leaves(data_config, ("recipe", "data"))}
+    return "\n".join(block(config, {**loaded.origins, **origins})) + "\n"

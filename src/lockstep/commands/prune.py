@@ -33,25 +33,25 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
         if next(run_folders(folder), None) is None:
             raise UsageError(f"{folder}: contains no run; pass a run folder, or a folder of runs")
     surplus: dict[Path, list[Path]] = {}
-    kept: list[LockstepError] = []
-    with ExitStack() as held:
+    problems: list[LockstepError] = []
+    with ExitStack() as locks:
         for run in run_folders(*folders):
             try:
-                held.enter_context(lock(run))
+                locks.enter_context(lock(run))
                 surplus[run] = store.surplus(run / store.FOLDER, keep)
             except UsageError as error:
-                kept.append(error)
+                problems.append(error)
             except DataError as error:
                 advice = "remove the damaged checkpoint if an older one is enough"
-                kept.append(DataError(f"{error}; {run} keeps all checkpoints: {advice}"))
+                problems.append(DataError(f"{error}; {run} keeps all checkpoints: {advice}"))
         freed, verb = 0, "would free" if dry_run else "freed"
         for run, paths in surplus.items():
             freed += (count := sum(map(store.size, paths)))
-            what = ", ".join(path.name for path in paths)
-            click.echo(f"{printable_line(str(run))}: {f'{verb} {size(count)}: {what}' if paths else 'nothing'}")
+            names = ", ".join(path.name for path in paths)
+            click.echo(f"{printable_line(str(run))}: {f'{verb} {size(count)}: {names}' if paths else 'nothing'}")
             for path in () if dry_run else paths:
                 store.remove(path)
     if len(surplus) > 1:
         click.echo(f"{verb} {size(freed)} in all")
-    if kept:
-        raise type(kept[0])("\n".join(map(str, kept)))
+    if problems:
+        raise type(problems[0])("\n".join(map(str, problems)))

@@ -29,7 +29,7 @@ def command() -> None:
     """List the shipped recipes. `lockstep show NAME` prints a recipe, and `lockstep train NAME` trains it."""
     from lockstep.config.shipped import list_shipped_recipes
 
-    rows = [row(each) for each in list_shipped_recipes().values()]
+    rows = [row(shipped) for shipped in list_shipped_recipes().values()]
     if sys.stdout.isatty():
         draw(rows)
     else:

@@ -45,8 +45,8 @@ def command(
 
     overrides, places = _overrides.split_overrides(folders)
     options = Options(places or ["runs"], out, png, examples, samples, best, overrides, trust)
-    done = write_report(options, lambda line: click.echo(printable_line(line), err=True))
-    for line in done.warnings:
+    report = write_report(options, lambda line: click.echo(printable_line(line), err=True))
+    for line in report.warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)
-    for path in (done.page, *done.charts):
+    for path in (report.page, *report.charts):
         click.echo(printable(f"written {path}"))

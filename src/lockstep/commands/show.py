@@ -30,7 +30,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     from lockstep.core.devices import in_words as backend_in_words
 
     loaded = load(recipe, overrides)
-    names = (loaded.origins[f"recipe.{each}.name"] for each in ("model", "optimizer"))
+    names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
     if recipe not in list_shipped_recipes() or "override" in names:
         from lockstep.config.blame import with_places
         from lockstep.models.find import origin_of  # it imports torch
@@ -83,11 +83,11 @@ def _sizes(parts: list[range]) -> str:
 
 def _rates(recipe: Recipe, run: Steps) -> str:
     """Return the learning rates of the first update, the first update after warm-up, and the last update."""
-    at = find_rate(recipe, run).at
+    rate_at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
     warm = run[warm_up_steps(recipe, run)].samples_seen
     marks = {"at the start": 0, "after warm-up": warm, "at the last step": last}
     if not 0 < warm < last:
         del marks["after warm-up"]
-    rates = ", ".join(f"{at(seen):.6g} {when}" for when, seen in marks.items())
+    rates = ", ".join(f"{rate_at(samples):.6g} {when}" for when, samples in marks.items())
     return rates if warm <= last else f"{rates}, which is still in warm-up"

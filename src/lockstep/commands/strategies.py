@@ -29,7 +29,7 @@ def command() -> None:
     if sys.stdout.isatty():
         draw(rows)
     else:
-        click.echo("\n\n".join(_plain(each) for each in rows))
+        click.echo("\n\n".join(_plain(strategy) for strategy in rows))
 
 
 def row(name: str) -> StrategyRow:

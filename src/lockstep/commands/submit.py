@@ -77,17 +77,22 @@ def command(
     from lockstep.jobs.submit import batch_script, create, manifest, submit
     from lockstep.runs.runs import JOB_SCRIPT
 
-    others: dict[str, object] = {"--time": limit, "--partition": partition, "--account": account, "--option": options}
+    unsupported: dict[str, object] = {
+        "--time": limit,
+        "--partition": partition,
+        "--account": account,
+        "--option": options,
+    }
     if on == "slurm":
-        others = {"--kind": kind, "--image": image, "--claim": claim, "--queue": queue, "--namespace": namespace}
-        others["--restarts"] = restarts
-    if given := [option for option, value in others.items() if value not in (None, "", ())]:
-        names = ", ".join(given)
+        unsupported = {"--kind": kind, "--image": image, "--claim": claim, "--queue": queue, "--namespace": namespace}
+        unsupported["--restarts"] = restarts
+    if rejected := [option for option, value in unsupported.items() if value not in (None, "", ())]:
+        names = ", ".join(rejected)
         raise UsageError(f"{names}: not supported with --on {on}; remove {names}")
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
-    each = resources.processes_per_node(processes_per_node)
+    per_node = resources.processes_per_node(processes_per_node)
     python = python or (sys.executable if on == "slurm" else "python3")
-    job = Job(with_python(words), python, nodes, each, options=options, resources=resources)
+    job = Job(with_python(words), python, nodes, per_node, options=options, resources=resources)
     if on == "kubernetes":
         volume, _, mount = claim.partition(":")
         cluster = Cluster(
@@ -102,8 +107,8 @@ def command(
             namespace=namespace,
         )
         objects = manifest(job, cluster)
-        said = objects if dry_run else "".join(f"created {each}\n" for each in create(objects, namespace))
-        click.echo(said, nl=False)
+        output = objects if dry_run else "".join(f"created {created}\n" for created in create(objects, namespace))
+        click.echo(output, nl=False)
         return
     run, script = batch_script(job, name, limit, warn_before)
     if dry_run:

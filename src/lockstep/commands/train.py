@@ -40,39 +40,39 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
         raise click.UsageError("--gpus: requires --cfg; for a recipe, set the global batch size in recipe.batch")
     info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
-    read = partial(_recipe.load_words, words, cfg, gpus, size)
+    load = partial(_recipe.load_words, words, cfg, gpus, size)
     with outliving_terminal():
-        raise SystemExit(_alone(read) if info is None else _there(info, words, read))
+        raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, words, load))
 
 
-def _alone(read: Callable[[], Loaded]) -> int:
+def _train_here(load: Callable[[], Loaded]) -> int:
     """Train without a launcher. Does nothing if the run is already done."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import completion_notice
 
-    loaded = read()
+    loaded = load()
     _recipe.tell_notes(loaded)
     if warning := slurm.warning(os.environ, loaded.config.placement.processes):
         click.echo(warning, err=True)
-    if done := completion_notice(loaded):
-        click.echo(printable(done))
+    if notice := completion_notice(loaded):
+        click.echo(printable(notice))
         return EXIT_DONE
     from lockstep.run.training import train_here  # only now: torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
         from lockstep.planning.fastest import with_fastest
 
-        loaded, words = with_fastest(loaded, _recipe.tell_measuring)
-        click.echo(words, err=True)
+        loaded, message = with_fastest(loaded, _recipe.tell_measuring)
+        click.echo(message, err=True)
     return train_here(loaded)
 
 
-def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -> int:
+def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Loaded]) -> int:
     from lockstep.run.start import as_launched
     from lockstep.run.training import training_as_rank
 
     def check_and_work() -> tuple[Placement, Work]:
-        loaded = read()
+        loaded = load()
         if info.rank == 0:
             _recipe.tell_notes(loaded)
         return training_as_rank(loaded, info)

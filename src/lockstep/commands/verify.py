@@ -80,20 +80,22 @@ def command(
     check_alone("verify starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
-    shown = sys.stderr.isatty()
+    on_terminal = sys.stderr.isatty()
     with with_places(loaded):
-        found = verify(loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if shown else None)
+        verification = verify(
+            loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if on_terminal else None
+        )
     if file is not None:
-        file.write_text(to_json(found), encoding="utf-8")
-    draw(found, Console(width=None if sys.stdout.isatty() else _WIDEST))
-    raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
+        file.write_text(to_json(verification), encoding="utf-8")
+    draw(verification, Console(width=None if sys.stdout.isatty() else _WIDEST))
+    raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 
 def _script(
     path: Path,
     arguments: tuple[str, ...],
     counts: tuple[int, ...],
-    chosen: tuple[str, ...],
+    strategies: tuple[str, ...],
     steps: int,
     seed: int | None,
 ) -> int:
@@ -110,11 +112,11 @@ def _script(
         )
     if misplaced := misplaced_options(command, arguments):
         click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
-    for each in chosen:
-        if each not in names() and ":" not in each:
-            raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
+    for strategy in strategies:
+        if strategy not in names() and ":" not in strategy:
+            raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")
     rows = []
-    for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps, seed=seed):
+    for row in check_placements(script(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed):
         click.echo(printable(row.line))
         rows.append(row)
     check_compared(rows)

@@ -35,8 +35,8 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
 
     if port is None and host != "127.0.0.1":
         raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
-    watch = Watch([Path(each) for each in folders or ("runs",)], wait)
-    found = watch.refresh()
+    watch = Watch([Path(folder) for folder in folders or ("runs",)], wait)
+    runs = watch.refresh()
     if watch.warning:
         click.echo(printable_line(f"warning: {watch.warning}"), err=True)
     with ExitStack() as stack:
@@ -46,15 +46,15 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
         view = LiveView(sys.stdout)
         stack.callback(view.close)
         while True:
-            over = bool(found) and all(is_over(each, wait) for each in found)
-            view.show(found, time.time())
+            is_done = bool(runs) and all(is_over(run, wait) for run in runs)
+            view.show(runs, time.time())
             if server is not None:
-                server.publish(found, over)
-            if over:
+                server.publish(runs, is_done)
+            if is_done:
                 break
-            if all(each.is_whole for each in found):
+            if all(run.is_whole for run in runs):
                 time.sleep(_EVERY_S)
-            found = watch.refresh()
-    for each in found:
-        click.echo(printable(ending(each)))
-    sys.exit(exit_code([each.state for each in found]))
+            runs = watch.refresh()
+    for run in runs:
+        click.echo(printable(ending(run)))
+    sys.exit(exit_code([run.state for run in runs]))

@@ -36,37 +36,37 @@ def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path 
             raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():
             raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
-    task, kept = saved.task(), []
+    task, written_rows = saved.task(), []
     for first in range(0, len(rows), computing.batch):
         numbers = np.arange(first, min(first + computing.batch, len(rows)))
         outputs = predictions(computing(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
-        for number, found in zip(numbers.tolist(), outputs, strict=True):
-            row = _prediction(saved, found)
-            kept += [row] if out is not None else []
+        for number, output in zip(numbers.tolist(), outputs, strict=True):
+            row = _prediction(saved, output)
+            written_rows += [row] if out is not None else []
             yield {"row": number, **row}
     if out is not None:
-        _write(out, table, kept)
+        _write(out, table, written_rows)
 
 
 def _rows(saved: SavedModel, table: Any) -> Rows:
     options: Mapping[str, Any] = saved.recipe.data.options
-    columns = [restore_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
-    missing = [each.name for each in columns if each.name not in table.column_names]
-    if missing:
-        raise UsageError(f"table: missing columns that the run was trained on: {', '.join(missing)}; add them")
-    for each in columns:
-        if isinstance(each, Number):
-            check_numbers(each.name, table[each.name], each.means)
-    unknown = torch.zeros(len(table), dtype=torch.int64)
-    return Rows(columns, table, unknown, bool(options.get("codes")))
+    columns = [restore_column(column, options.get("missing") == "mean") for column in saved.facts.columns or []]
+    missing_names = [column.name for column in columns if column.name not in table.column_names]
+    if missing_names:
+        raise UsageError(f"table: missing columns that the run was trained on: {', '.join(missing_names)}; add them")
+    for column in columns:
+        if isinstance(column, Number):
+            check_numbers(column.name, table[column.name], column.means)
+    targets = torch.zeros(len(table), dtype=torch.int64)
+    return Rows(columns, table, targets, bool(options.get("codes")))
 
 
-def _prediction(saved: SavedModel, found: torch.Tensor) -> Row:
+def _prediction(saved: SavedModel, output: torch.Tensor) -> Row:
     facts = saved.facts
     if facts.classes:
-        best = top_classes(found, 1)
+        best = top_classes(output, 1)
         return {"predicted": facts.classes[best.numbers[0]], "probability": best.probabilities[0]}
-    numbers = found.double().flatten().tolist()
+    numbers = output.double().flatten().tolist()
     targets = facts.targets or []
     if len(numbers) == len(targets) > 1:
         return {f"predicted {name}": value for name, value in zip(targets, numbers, strict=True)}
