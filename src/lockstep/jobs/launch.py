@@ -49,8 +49,10 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it at once
         _check_work(job)
     # The user's secret. Otherwise a new one, but only if this command starts all ranks, so that all of them get it.
-    own = os.fsdecode(job_secret(os.environ))
-    secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
+    user_secret = os.fsdecode(job_secret(os.environ))
+    secret = user_secret or (
+        new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else ""
+    )
     signed = replace(job, signed=bool(secret))
     lines = launcher.commands(signed) if launcher.commands else {}
     line = launcher.command(signed) if launcher.command else []
@@ -64,7 +66,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     if job.first:
         _wait_for(job.first)
     if lines:
-        return _together(launcher, lines, job, secret)
+        return _run_on_hosts(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
         raise UsageError(f"{problem}; {GIVE_ADDRESS}")
     _become(line, launcher, secret)
@@ -98,16 +100,16 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job. Raise UsageError if it needs something that the launcher doesn't support."""
-    on, asked = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
+    unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
-        *able, last = [each.name for each in starters().values() if each.elastic]
-        raise UsageError(f"{', '.join(job.elastic)}: {on}; use --on {', '.join(able)} or {last}")
+        *names, last = [starter.name for starter in starters().values() if starter.elastic]
+        raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
     if job.id and (job.standalone or job.meets_by == "static"):
         raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
-    if asked and not launcher.resources:
-        raise UsageError(f"{asked}: {on}; use --on slurm, or lockstep submit")
-    if port is not None and (unused := launcher.unused_port(job)):
-        raise UsageError(f"--port: got {port}, but with --on {launcher.name} {unused}; remove --port")
+    if options and not launcher.resources:
+        raise UsageError(f"{options}: {unsupported}; use --on slurm, or lockstep submit")
+    if port is not None and (reason := launcher.unused_port(job)):
+        raise UsageError(f"--port: got {port}, but with --on {launcher.name} {reason}; remove --port")
     return job
 
 
@@ -123,13 +125,13 @@ def _with_id(launcher: Launcher, job: Job) -> Job:
 
 
 def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> None:
-    several = not launcher.starts_all(job) and job.meets_by == "static"
-    if node_rank is not None and not (several and node_rank < job.nodes):
+    needs_node_rank = not launcher.starts_all(job) and job.meets_by == "static"
+    if node_rank is not None and not (needs_node_rank and node_rank < job.nodes):
         raise UsageError(
             f"--node-rank: got {node_rank} with --on {launcher.name} and {job.nodes} hosts; it must be below the "
             f"number of hosts, and is only supported with torchrun on several hosts and --rendezvous static"
         )
-    if several and node_rank is None:
+    if needs_node_rank and node_rank is None:
         raise UsageError(
             f"--on {launcher.name}: starts the processes of one of {job.nodes} hosts; pass the index of this host in "
             f"--node-rank, or use --on ssh, which starts all hosts"
@@ -168,7 +170,7 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
         os.execvpe(line[0], line, env | port)
 
 
-def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
+def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """Run the command lines and return an exit code, by default that of the first line that failed.
 
     torchrun exits with 1 even if the run was saved, or if it would fail again. In these cases, the exit code comes from

@@ -123,8 +123,8 @@ class RunReader:
             return
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, since the placement may have changed
-        if (found := notice(event, self._log.fractions)) is not None:
-            self._note(found)
+        if (new_notice := notice(event, self._log.fractions)) is not None:
+            self._note(new_notice)
 
     def _warn(self, text: str) -> None:
         self._note(Notice(None, "warning", printable_line(text)))
@@ -138,8 +138,8 @@ def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping
     """Return the placement with the strategy and number of processes that the last start chose."""
     if not placement or not starts:
         return placement
-    found = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
-    return {**placement, **{key: each for key, each in found.items() if each}}
+    started = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
+    return {**placement, **{key: value for key, value in started.items() if value}}
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
@@ -150,7 +150,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
     readers.sort(key=lambda reader: reader.time, reverse=True)
     queue, warning = queue_states({reader.job for reader in readers if reader.job})
     warnings = [*(reader.problem for reader in readers), warning]
-    return [reader.view(queue) for reader in readers], [each for each in warnings if each]
+    return [reader.view(queue) for reader in readers], [text for text in warnings if text]
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
@@ -185,23 +185,23 @@ class Watch:
 
         On the first call without `wait`, UsageError is raised if a folder doesn't exist or if no run is in progress.
         """
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
+        time_s = time.monotonic()
+        if time_s - self._looked >= _LOOK_S:
             self._look(first=not self._readers)
-            self._looked = now
-        for each in self._readers.values():
-            each.refresh()
-        return [each.view(self._queue) for each in self._readers.values()]
+            self._looked = time_s
+        for reader in self._readers.values():
+            reader.refresh()
+        return [reader.view(self._queue) for reader in self._readers.values()]
 
     def _look(self, first: bool) -> None:
         """Find new runs to watch."""
-        runs = [each for folder in self._folders for each in self._runs(folder, first and not self._wait)]
-        new = {run: is_named for run, is_named in runs if run not in self._readers}
-        jobs = {run: job for run in (*new, *self._readers) if (job := _job(run))}
+        runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
+        unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
+        jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}
         self._ask({*jobs.values()})
-        waiting = {run for run, job in jobs.items() if self._queue and job in self._queue}
-        found = [run for run, is_named in new.items() if is_named or is_held(run) or run in waiting]
-        self._readers |= {run: RunReader(run) for run in found}
+        queued = {run for run, job in jobs.items() if self._queue and job in self._queue}
+        to_watch = [run for run, is_named in unwatched.items() if is_named or is_held(run) or run in queued]
+        self._readers |= {run: RunReader(run) for run in to_watch}
         if not self._readers and not self._wait:
             raise UsageError(
                 f"{', '.join(map(str, self._folders))}: no run is in progress; pass a run folder to see how it ended, "
@@ -218,15 +218,15 @@ class Watch:
                 raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
     def _ask(self, jobs: set[int]) -> None:
-        now = time.monotonic()
-        if jobs and now - self._asked >= _ASK_S:
+        time_s = time.monotonic()
+        if jobs and time_s - self._asked >= _ASK_S:
             self._queue, self.warning = queue_states(jobs)
-            self._asked = now
+            self._asked = time_s
 
 
 def _job(run: Path) -> int | None:
     try:
-        found = job_of(run)
+        submitted = job_of(run)
     except UsageError:  # reported when the run is read
         return None
-    return found.job if found else None
+    return submitted.job if submitted else None
