@@ -18,7 +18,7 @@ class ScriptCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options before a script only. Drops a `--` directly before or after the script."""
-        words = self._words(ctx, args)
+        words = self._script_words(ctx, args)
         if not words or not starts_script(words):
             return super().parse_args(ctx, args)
         options = args[: len(args) - len(words)]

@@ -136,7 +136,7 @@ def _show(as_json: bool, report: CheckupReport) -> None:
 def _show_here(
     title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
-    """Show and return the report on this process only. `began` is the time at which the check-up began."""
+    """Show and return the report on this process only. `start` is the time at which the check-up began."""
     from lockstep.checkup.report import CheckupReport
 
     seconds = time.monotonic() - start

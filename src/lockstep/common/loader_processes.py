@@ -29,16 +29,16 @@ class LoaderDiedError(HostError):
 
 def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
     """Return the error to report if `error` was caused by a loader process that died, or None."""
-    told: LoaderDiedError | None = None
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, LoaderDiedError):
-            return each
-        if told is None and isinstance(each, RuntimeError) and (found := _DIED.search(str(each))):
-            code = -_signal_number(found["signal"]) if found["signal"] else int(found["code"] or 0)
-            told = died(found["pid"], code)
-        each = each.__cause__ or each.__context__
-    return told
+    result: LoaderDiedError | None = None
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LoaderDiedError):
+            return cause
+        if result is None and isinstance(cause, RuntimeError) and (match := _DIED.search(str(cause))):
+            code = -_signal_number(match["signal"]) if match["signal"] else int(match["code"] or 0)
+            result = died(match["pid"], code)
+        cause = cause.__cause__ or cause.__context__
+    return result
 
 
 def died(name: str, code: int) -> LoaderDiedError:
@@ -51,6 +51,6 @@ def died(name: str, code: int) -> LoaderDiedError:
     )
 
 
-def _signal_number(words: str) -> int:
+def _signal_number(description: str) -> int:
     """Return the number of a signal by its C library description, such as `Killed`, or 0 if it's unknown."""
-    return next((int(each) for each in signal.Signals if signal.strsignal(each) == words.strip()), 0)
+    return next((int(number) for number in signal.Signals if signal.strsignal(number) == description.strip()), 0)

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 
 def main(name: str, path: str, job_folder: str) -> None:
-    """Load the export at `place` with the function of its format, and write the outputs."""
+    """Load the export at `path` with the function of its format, and write the outputs."""
     sys.path[0] = os.getcwd()  # replaces the folder of this file
     folder = Path(job_folder)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))

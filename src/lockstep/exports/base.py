@@ -40,7 +40,7 @@ class Format(Protocol):
         """Raise UsageError if a run can't be exported to this format. Called before the model is built."""
 
     def write(self, subject: ExportSource, path: Path) -> str:
-        """Write the export to `place`, which doesn't exist yet.
+        """Write the export to `path`, which doesn't exist yet.
 
         Return a remark for the user, such as the supported input sizes, or an empty string.
         """

@@ -42,7 +42,7 @@ class Deviation(NamedTuple):
 def check_export(
     name: str, path: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
 ) -> Deviation:
-    """Compute `inputs` with the export at `place` in a separate process, and compare the result with `outputs`.
+    """Compute `inputs` with the export at `path` in a separate process, and compare the result with `outputs`.
 
     `job` has the other settings for that process. With `exact`, the outputs must be equal. Otherwise, they can differ
     by the rounding errors of two forward passes in fp32. Raises TrainingError if the export can't be loaded, or if its

@@ -59,7 +59,7 @@ def inspect_runs(
 ) -> Inspection:
     """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the sections.
 
-    `opened` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
+    `open_run` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
     Raises UsageError if no run can be evaluated. If only some runs can't, the sections give the reason in a sentence.
     """
     inspections: dict[str, _One] = {}

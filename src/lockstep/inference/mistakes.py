@@ -50,7 +50,7 @@ class Guesses:
     chances: Tensor
 
     def worst(self, limit: int = _MOST) -> list[Mistake]:
-        """Return at most `most` mistakes, largest loss first."""
+        """Return at most `limit` mistakes, largest loss first."""
         indices = (self.truths != self.guesses).nonzero()[:, 0]
         order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
         columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)

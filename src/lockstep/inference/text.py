@@ -64,7 +64,7 @@ def continue_tokens(
 def generate_tokens(
     scores: Callable[[list[int]], Tensor], prompt_ids: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
-    """Return the tokens that follow those in `given`. The model sees at most the last `context` tokens.
+    """Return the tokens that follow those in `prompt_ids`. The model sees at most the last `context` tokens.
 
     `scores` returns the logits of the next token, floats of shape [vocabulary]. Tokens are drawn on the CPU in float64.
     """

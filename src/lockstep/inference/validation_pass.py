@@ -42,7 +42,7 @@ class Validation:
     transforms: DeviceTransforms
 
     def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Compute each sample once, and add the sums of each batch to `added`.
+        """Compute each sample once, and add the sums of each batch to `sums`.
 
         If all samples are evaluated, the batches are those of an evaluation of the run.
         """
@@ -69,7 +69,7 @@ class Validation:
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:
-    """Open the validation data of a saved run, and choose at most `most` of its samples.
+    """Open the validation data of a saved run, and choose at most `limit` of its samples.
 
     Nothing is downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
     trained on, or has no validation split.

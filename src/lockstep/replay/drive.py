@@ -62,11 +62,11 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
         if path.resolve().is_relative_to(options.folder.resolve()):
             raise UsageError(f"{path}: inside the run folder, which a replay does not change; use a path outside of it")
 
-    def report(found: Replay) -> None:
-        _tell(tell, found)
-        contents = {out: html(f"Replay of {options.folder}", [*page.sections(found)])}
-        if options.trace is not None and found.trace is not None:
-            contents[options.trace] = found.trace.text()
+    def report(result: Replay) -> None:
+        _tell(tell, result)
+        contents = {out: html(f"Replay of {options.folder}", [*page.sections(result)])}
+        if options.trace is not None and result.trace is not None:
+            contents[options.trace] = result.trace.text()
         for path, content in contents.items():
             with os_error_as(UsageError, f"{path}: cannot write"):
                 durable.replace(path, content.encode(errors="backslashreplace"))
@@ -79,17 +79,17 @@ def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Re
     """Replay steps of a custom loop and return the exit code. Raises UsageError if the script ended too early."""
     if (request.folder / CONFIG).exists():
         raise UsageError(f"{request.folder}: contains a run of a recipe, which needs no command; remove the command")
-    found = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
-    report(found)
-    if found.ended:
-        raise UsageError(found.ended)
-    return EXIT_DONE if found.different is None else EXIT_VERIFICATION
+    result = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
+    report(result)
+    if result.ended:
+        raise UsageError(result.ended)
+    return EXIT_DONE if result.different is None else EXIT_VERIFICATION
 
 
 def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
-    traced = options.trace is not None
+    has_trace = options.trace is not None
     return ReplayRequest(
-        options.folder, first, last, options.overrides, options.changes, options.trust, examined, traced
+        options.folder, first, last, options.overrides, options.changes, options.trust, examined, has_trace
     )
 
 
@@ -108,20 +108,20 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
-    known = [each.step for each in digest_file.read(path) if not each.weights]
-    if not known:
-        done = last_step(options.folder / EVENTS)
+    steps = [digest.step for digest in digest_file.read(path) if not digest.weights]
+    if not steps:
+        steps_done = last_step(options.folder / EVENTS)
         raise UsageError(
-            f"{path}: contains no digest of the {done} steps, so there is nothing to compare; use --step N"
+            f"{path}: contains no digest of the {steps_done} steps, so there is nothing to compare; use --step N"
         )
-    drawn = sorted(random.SystemRandom().sample(known, min(count, len(known))))
-    tell(f"chosen: step{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))}")
+    sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
+    tell(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
     spans: dict[int, list[int]] = {}  # by the step that a replay starts after
-    for step in drawn:
+    for step in sample:
         spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
-    return max(replay_here(_request(options, each[0], each[-1]), partial(_tell, tell)) for each in spans.values())
+    return max(replay_here(_request(options, span[0], span[-1]), partial(_tell, tell)) for span in spans.values())
 
 
-def _tell(tell: Callable[[str], None], found: Replay) -> None:
-    for line in page.lines(found):
+def _tell(tell: Callable[[str], None], result: Replay) -> None:
+    for line in page.lines(result):
         tell(line)
