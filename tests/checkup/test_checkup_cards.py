@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup import cards
-from lockstep.checkup.cards import of_gpus
+from lockstep.checkup.cards import gpu_findings
 from lockstep.checkup.finding import Finding
 from lockstep.device.cards import Card, Device, Driver, Evidence
 
@@ -45,11 +45,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(evidence: Evidence, level: str) -> list[Finding]:
-    return [each for each in of_gpus(evidence, "fp32", None) if each.level == level]
+    return [each for each in gpu_findings(evidence, "fp32", None) if each.level == level]
 
 
 def test_a_host_whose_cards_are_well() -> None:
-    texts = {each.check: each.found for each in of_gpus(GOOD, "fp32", [])}
+    texts = {each.check: each.found for each in gpu_findings(GOOD, "fp32", [])}
     assert texts == {
         "driver": "590.44.01, supports CUDA up to 13.1",
         "libraries": "torch 2.15.0, CUDA 13.2, cuDNN 9, NCCL 2.28",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.host import OF_HOST, OF_RANK, judge
+from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, judge
 
 ALONE, HOSTS = False, True  # whether there are several hosts
 
@@ -26,7 +26,7 @@ def good(**odd: Any) -> dict[str, Any]:
 
 
 def judged(facts: dict[str, Any], several: bool) -> list[Finding]:
-    return judge((*OF_RANK, *OF_HOST), facts, several)
+    return judge((*RANK_CHECKS, *HOST_CHECKS), facts, several)
 
 
 def test_all_is_well() -> None:

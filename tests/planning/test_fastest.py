@@ -141,7 +141,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
 
 
 def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.planning.survey._placed", lambda strategy, *_: strategy.name)
+    monkeypatch.setattr("lockstep.planning.survey._check_and_measure", lambda strategy, *_: strategy.name)
     found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), tell=str)
     assert {"ddp", "zero3", "pipeline"} <= {*found(strategies=())}
     assert "parameter_server" not in found(strategies=())

@@ -27,59 +27,65 @@ def look_at_cards() -> Evidence:
     return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
 
 
-def of_gpus(found: Evidence, precision: str, refused: Sequence[str] | None) -> list[Finding]:
+def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
     """Return all findings.
 
-    `refused` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
+    `refusals` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
     """
-    findings = [*_software(found), *_usable(found)]
-    for number, card in enumerate(found.driver.cards):
+    findings = [*_software(evidence), *_usable(evidence)]
+    for number, card in enumerate(evidence.driver.cards):
         findings += [_card_facts(number, card), *_faults(number, card)]
-    findings += [*_card_kinds(found.driver.cards), *_devices(found), *_variables(precision)]
-    findings += [Finding("recipe", "problem", text, "lockstep train rejects it on CUDA") for text in refused or ()]
-    if refused == []:
+    findings += [*_card_kinds(evidence.driver.cards), *_devices(evidence), *_variables(precision)]
+    findings += [Finding("recipe", "problem", text, "lockstep train rejects it on CUDA") for text in refusals or ()]
+    if refusals == []:
         findings.append(Finding("recipe", "ok", "its model and loss have exact kernels on CUDA"))
     return findings
 
 
-def _software(found: Evidence) -> Iterator[Finding]:
-    newest = f", supports CUDA up to {found.driver.cuda}" if found.driver.cuda else ""
-    yield Finding("driver", "ok", f"{found.driver.version or found.kernel or 'none'}{newest}")
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.libraries.items()))
+def _software(evidence: Evidence) -> Iterator[Finding]:
+    newest = f", supports CUDA up to {evidence.driver.cuda}" if evidence.driver.cuda else ""
+    yield Finding("driver", "ok", f"{evidence.driver.version or evidence.kernel or 'none'}{newest}")
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in evidence.libraries.items()))
 
 
-def _usable(found: Evidence) -> Iterator[Finding]:
+def _usable(evidence: Evidence) -> Iterator[Finding]:
     """Yield the reasons why no GPU can be used, each with its remedy, and the evidence."""
-    if found.devices and not found.raised:
+    if evidence.devices and not evidence.raised:
         return
-    reasons = [*_of_torch(found), *_of_driver(found), *_of_rights(found), *_of_choice(found)]
+    reasons = [
+        *_torch_reasons(evidence),
+        *_driver_reasons(evidence),
+        *_permission_reasons(evidence),
+        *_selection_reasons(evidence),
+    ]
     if not reasons:
-        unknown = "torch finds no GPU, and none of the checks below explains why"
-        reasons = [(f"CUDA does not start: {found.raised}" if found.raised else unknown, "check dmesg")]
+        default_reason = "torch finds no GPU, and none of the checks below explains why"
+        reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
     yield from (Finding("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
-    files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in found.files.items())
-    looked = {
-        "/proc/driver/nvidia/version": found.kernel or "not found",
+    files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
+    evidence_texts = {
+        "/proc/driver/nvidia/version": evidence.kernel or "not found",
         "/dev/nvidia*": files or "not found",
-        "libcuda.so.1": found.library or "loads",
-        "NVML": found.driver.problem or "answers",
-        "CUDA_VISIBLE_DEVICES": "not set" if found.visible is None else repr(found.visible),
-        "torch.cuda.init()": found.raised or "starts",
+        "libcuda.so.1": evidence.library or "loads",
+        "NVML": evidence.driver.problem or "answers",
+        "CUDA_VISIBLE_DEVICES": "not set" if evidence.visible is None else repr(evidence.visible),
+        "torch.cuda.init()": evidence.raised or "starts",
     }
-    yield from (Finding(name, "ok", text) for name, text in looked.items())
+    yield from (Finding(name, "ok", text) for name, text in evidence_texts.items())
 
 
 Reason = tuple[str, str]  # the reason and its remedy
 
 
-def _of_torch(found: Evidence) -> Iterator[Reason]:
-    torch, cuda, known = found.libraries["torch"], found.libraries["CUDA"], found.driver.cuda
+def _torch_reasons(evidence: Evidence) -> Iterator[Reason]:
+    torch, cuda, driver_cuda = evidence.libraries["torch"], evidence.libraries["CUDA"], evidence.driver.cuda
     if cuda is None:
         yield f"torch {torch} is built without CUDA", "install a build with CUDA (https://pytorch.org/get-started)"
-    elif known and _major(known) < _major(cuda):  # a driver supports all minor versions of its major CUDA version
+    elif driver_cuda and _major(driver_cuda) < _major(cuda):
+        # A driver supports all minor versions of its major CUDA version.
         yield (
-            f"the driver supports CUDA up to {known}, but torch {torch} is built with CUDA {cuda}",
-            f"install a newer driver, or a torch build for CUDA {_major(known)}",
+            f"the driver supports CUDA up to {driver_cuda}, but torch {torch} is built with CUDA {cuda}",
+            f"install a newer driver, or a torch build for CUDA {_major(driver_cuda)}",
         )
 
 
@@ -87,35 +93,35 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def _of_driver(found: Evidence) -> Iterator[Reason]:
-    loaded = bool(found.kernel or found.files)
-    if found.library and not loaded:
+def _driver_reasons(evidence: Evidence) -> Iterator[Reason]:
+    loaded = bool(evidence.kernel or evidence.files)
+    if evidence.library and not loaded:
         yield (
             "no driver: /proc/driver/nvidia/version, /dev/nvidia* and libcuda.so.1 do not exist",
             "install the NVIDIA driver, or start the container with GPUs (docker run --gpus all)",
         )
-    elif loaded and not any(name.removeprefix("/dev/nvidia").isdecimal() for name in found.files):
+    elif loaded and not any(name.removeprefix("/dev/nvidia").isdecimal() for name in evidence.files):
         text = "the driver is loaded, but no GPU has a device file (/dev/nvidia0)"
         yield text, "in a container or job, request GPUs"
-    elif found.library:
-        text = f"the driver is loaded, but not its library: {found.library}"
+    elif evidence.library:
+        text = f"the driver is loaded, but not its library: {evidence.library}"
         yield text, "install the library of the same version"
-    elif found.driver.problem:
-        yield f"the driver does not answer: {found.driver.problem}", "check dmesg for Xid errors"
+    elif evidence.driver.problem:
+        yield f"the driver does not answer: {evidence.driver.problem}", "check dmesg for Xid errors"
 
 
-def _of_rights(found: Evidence) -> Iterator[Reason]:
-    closed = sorted(name for name, opens in found.files.items() if not opens)
+def _permission_reasons(evidence: Evidence) -> Iterator[Reason]:
+    closed = sorted(name for name, opens in evidence.files.items() if not opens)
     if closed:
         yield f"no permission to open {', '.join(closed)}", "check their owner and group (ls -l /dev/nvidia*)"
 
 
-def _of_choice(found: Evidence) -> Iterator[Reason]:
-    cards = found.driver.cards
-    if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
-        yield f"CUDA_VISIBLE_DEVICES is {found.visible!r}, which hides all GPUs", "unset it, or request GPUs"
-    elif found.visible is not None and cards and not found.devices:
-        text = f"CUDA_VISIBLE_DEVICES={found.visible} names none of the {len(cards)} GPUs"
+def _selection_reasons(evidence: Evidence) -> Iterator[Reason]:
+    cards = evidence.driver.cards
+    if evidence.visible is not None and evidence.visible.strip() in ("", "-1", "NoDevFiles"):
+        yield f"CUDA_VISIBLE_DEVICES is {evidence.visible!r}, which hides all GPUs", "unset it, or request GPUs"
+    elif evidence.visible is not None and cards and not evidence.devices:
+        text = f"CUDA_VISIBLE_DEVICES={evidence.visible} names none of the {len(cards)} GPUs"
         yield text, "list the GPUs with nvidia-smi -L"
     if cards and all(card.mode == "Exclusive_Process" and card.users for card in cards):
         users = "; ".join(user for card in cards for user in card.users)
@@ -125,28 +131,28 @@ def _of_choice(found: Evidence) -> Iterator[Reason]:
 
 
 def _card_facts(number: int, card: Card) -> Finding:
-    unknown = _STATE[None]
-    memory = unknown if card.memory_mib is None else f"{card.memory_mib:,} MiB"
+    unknown_text = _STATE[None]
+    memory = unknown_text if card.memory_mib is None else f"{card.memory_mib:,} MiB"
     state = f"memory {memory}, ECC {_STATE[card.ecc]}, persistence {_STATE[card.persistence]}"
-    text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown}"
+    text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown_text}"
     return Finding(f"card {number}", "ok", text)
 
 
 def _faults(number: int, card: Card) -> Iterator[Finding]:
     """Yield the faults of a GPU and the settings that slow it down, most serious first."""
-    wrong, slow = "numbers in its memory were wrong", "slower, but the same bits"
+    corrupted, slow = "numbers in its memory were wrong", "slower, but the same bits"
 
     def warn(text: str, leads_to: str, remedy: str) -> Finding:
         return Finding(f"card {number}", "warning", text, leads_to, remedy)
 
     if card.uncorrected:
         text = f"{card.uncorrected} uncorrected memory errors"
-        yield warn(text, wrong, "test it before you train on it")
+        yield warn(text, corrupted, "test it before you train on it")
     elif card.uncorrected_ever:
         text = f"{card.uncorrected_ever} uncorrected memory errors over its lifetime, none since the last start"
-        yield warn(text, wrong, "test it if there are new errors")
-    for each in card.repair:
-        yield warn(each, "it has found bad memory", "reset the GPU, and replace it if this doesn't help")
+        yield warn(text, corrupted, "test it if there are new errors")
+    for defect in card.repair:
+        yield warn(defect, "it has found bad memory", "reset the GPU, and replace it if this doesn't help")
     if card.mode == "Prohibited":
         yield warn("compute mode Prohibited", "no program can compute on it", _DEFAULT_MODE)
     if card.users:
@@ -182,14 +188,16 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
         yield Finding("cards", "warning", text, leads_to, remedy)
 
 
-def _devices(found: Evidence) -> Iterator[Finding]:
+def _devices(evidence: Evidence) -> Iterator[Finding]:
     """Yield the devices in torch's order, with their GPUs. torch may see fewer of them in a different order."""
-    for number, device in enumerate(found.devices):
-        own = [at for at, card in enumerate(found.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid]
+    for number, device in enumerate(evidence.devices):
+        numbers = [
+            index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid
+        ]
         text = f"{device.name}, {device.memory_bytes / 2**30:.1f} GiB, compute capability {device.capability}"
-        text += f", card {own[0]}" if own else ""
-        if len(found.devices) > 1:
-            peers = ", ".join(f"cuda:{other}" for other in device.reads)
+        text += f", card {numbers[0]}" if numbers else ""
+        if len(evidence.devices) > 1:
+            peers = ", ".join(f"cuda:{peer}" for peer in device.reads)
             text += f"; peer access to {peers}" if peers else "; no peer access"
         yield Finding(f"cuda:{number}", "ok", text)
 

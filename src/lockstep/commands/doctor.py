@@ -154,10 +154,10 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 
     Start it like `lockstep train`: srun -N2 -n4 lockstep doctor launch
     """
-    from lockstep.checkup.launch import of_launch
+    from lockstep.checkup.launch import launch_findings
 
     start = time.monotonic()
-    report = _show_here("launch", as_json, start, *of_launch(os.environ, rendezvous, device))
+    report = _show_here("launch", as_json, start, *launch_findings(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -170,7 +170,7 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     With RECIPE, it also lists the parts of the model and the loss that have no exact kernel on CUDA, and exits with
     code 2 if there are any. This doesn't require a GPU. If no GPU can be used, it explains why and exits with code 4.
     """
-    from lockstep.checkup.cards import look_at_cards, of_gpus
+    from lockstep.checkup.cards import gpu_findings, look_at_cards
     from lockstep.config.load import load, split
     from lockstep.setup.build import setup
     from lockstep.setup.checks import cuda_refusals
@@ -179,5 +179,5 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
     start, evidence = time.monotonic(), look_at_cards()
-    report = _show_here("GPUs", as_json, start, of_gpus(evidence, precision, refusals), asdict(evidence))
+    report = _show_here("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
     raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

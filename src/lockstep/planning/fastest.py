@@ -34,22 +34,22 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
         count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
         predicted = _of_run(loaded, count)
         if predicted is not None:
-            words = f"{_KEY}: {predicted.strategy}, as measured before"
+            message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
             machine = Machine(memory=room(loaded.config.placement, count))
             rows = in_order(survey(loaded, made_ready(loaded), (), (count,), machine, tell), machine)
-            fitting = [row for row in rows if row.fits(machine)]
-            if not fitting:
+            fitting_rows = [row for row in rows if row.fits(machine)]
+            if not fitting_rows:
                 raise UsageError(_none_fits(rows, machine.memory or 0))
-            best, *others = fitting
+            best, *slower_rows = fitting_rows
             predicted = as_predicted(best)
-            compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in others)
-            words = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
-    found = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
-    found = found.changed("run", {"predicted": predicted})
+            compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
+            message = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
+    configuration = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
+    configuration = configuration.changed("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
-    return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), words
+    return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message
 
 
 def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
