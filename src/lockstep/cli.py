@@ -113,7 +113,7 @@ class Shell(click.Group):
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            user_error = lost_loader_process(error) or own_error(error) or _of_a_file(error)
+            user_error = lost_loader_process(error) or own_error(error) or _file_error(error)
             if user_error is None:
                 raise
             click.echo(printable(user_error.told), err=True)
@@ -133,7 +133,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _of_a_file(error: BaseException) -> UsageError | None:
+def _file_error(error: BaseException) -> UsageError | None:
     """Return an error about a file or folder that the user named and that no check has covered.
 
     Returns None for other errors.

@@ -32,7 +32,7 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
         count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
-        predicted = _of_run(loaded, count)
+        predicted = _recorded_prediction(loaded, count)
         if predicted is not None:
             message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
@@ -52,7 +52,7 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message
 
 
-def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
+def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
     """Return the prediction of the run that this start resumes.
 
     Returns None if there is none, or if it was made for a different number of processes.

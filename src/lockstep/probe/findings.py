@@ -87,8 +87,8 @@ class ProbeResult:
 
     def at(self, *names: str) -> str:
         """Return the first known code location among these names, as in ` (net.py:12)`, or an empty string."""
-        found = [self.places[name] for name in names if self.places.get(name)]
-        return f" ({found[0]})" if found else ""
+        locations = [self.places[name] for name in names if self.places.get(name)]
+        return f" ({locations[0]})" if locations else ""
 
 
 def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
@@ -97,51 +97,60 @@ def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
     `departed` tells whether training gave different numbers on some placement. If it did and no other fault explains
     it, draws from generators that Lockstep doesn't seed count as a fault too.
     """
-    found = _all_findings(probed)
-    unexplained = departed and not any(each.fault for each in found)
-    return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
+    code_findings = _all_findings(probed)
+    unexplained = departed and not any(finding.fault for finding in code_findings)
+    return [
+        replace(finding, fault=finding.fault or (unexplained and finding.culprit == FOREIGN_RANDOMNESS))
+        for finding in code_findings
+    ]
 
 
 def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
-    found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
-    found += _of_evaluation(probed)
+    code_findings = [
+        *_data_findings(probed),
+        *_kernel_findings(probed),
+        *_state_findings(probed),
+        *_buffer_findings(probed),
+        *_loss_findings(probed),
+    ]
+    code_findings += _evaluation_findings(probed)
     if probed.unused:
         text = (
             f"the loss of the tested micro-batches does not depend on these parameters: {list_some(probed.unused)}; "
             f"they get a gradient of zeros, so weight decay and momentum still change them; remove or freeze them "
             f"(requires_grad=False)"
         )
-        found.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
-    return found
+        code_findings.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
+    return code_findings
 
 
-def _of_data(probed: ProbeResult) -> Iterator[CodeFinding]:
-    by_call = [each for each in probed.random_samples if not each.by_rank]
-    by_rank = [each for each in probed.random_samples if each.by_rank]
-    if by_call:
-        part, number, what, _ = by_call[0]
+def _data_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
+    random_by_call = [sample for sample in probed.random_samples if not sample.by_rank]
+    random_by_rank = [sample for sample in probed.random_samples if sample.by_rank]
+    if random_by_call:
+        part, number, difference, _ = random_by_call[0]
         text = (
             f"item {number} of the {part} dataset{probed.at(part, 'data')} changes when it is fetched again: it has "
-            f"different {what} ({len(by_call)} of the tested items do); do not change items in place, do not keep "
-            f"random draws, and draw from the default generators of Python, NumPy or torch in __getitem__, which are "
-            f"seeded for each item, not from a separate generator, the clock or the system"
+            f"different {difference} ({len(random_by_call)} of the tested items do); do not change items in place, do "
+            f"not keep random draws, and draw from the default generators of Python, NumPy or torch in __getitem__, "
+            f"which are seeded for each item, not from a separate generator, the clock or the system"
         )
-        yield CodeFinding(RANDOM_DATA, True, text, _samples(by_call))
-    if by_rank:
-        part, number, what, _ = by_rank[0]
+        yield CodeFinding(RANDOM_DATA, True, text, _samples(random_by_call))
+    if random_by_rank:
+        part, number, difference, _ = random_by_rank[0]
         text = (
-            f"the {part} dataset{probed.at(part, 'data')} depends on the rank: sample {number} has different {what} on "
-            f"rank 1 of 2 ({len(by_rank)} of the tested samples do); return the whole dataset on every rank, because "
-            f"Lockstep distributes its samples"
+            f"the {part} dataset{probed.at(part, 'data')} depends on the rank: sample {number} has different "
+            f"{difference} on rank 1 of 2 ({len(random_by_rank)} of the tested samples do); return the whole dataset "
+            f"on every rank, because Lockstep distributes its samples"
         )
-        yield CodeFinding(RANKED_DATA, True, text, _samples(by_rank))
+        yield CodeFinding(RANKED_DATA, True, text, _samples(random_by_rank))
 
 
 def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
-    return tuple(f"{each.part} {each.number}" for each in samples)
+    return tuple(f"{sample.part} {sample.number}" for sample in samples)
 
 
-def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _kernel_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.refused:
         text = (
             f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
@@ -155,7 +164,7 @@ def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"generator in the same state, has a different {probed.repeated}: "
         )
         if _clocks(probed):
-            text += f"the code reads {_read(probed, _clocks(probed))}; make it a function of the inputs"
+            text += f"the code reads {_list_reads(probed, _clocks(probed))}; make it a function of the inputs"
         else:
             text += (
                 "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or state "
@@ -163,7 +172,7 @@ def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
             )
         yield CodeFinding(UNREPEATABLE, True, text)
     if probed.by_rank:
-        reads = _read(probed, [each for each in probed.reads if each in (RANK, PROCESS, HOST)])
+        reads = _list_reads(probed, [name for name in probed.reads if name in (RANK, PROCESS, HOST)])
         depends = (
             f"the code reads {reads}" if reads else f"the model{probed.at('model')} or the loss depends on the rank"
         )
@@ -175,31 +184,34 @@ def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _clocks(probed: ProbeResult) -> list[str]:
-    return [each for each in probed.reads if each in _CLOCKS]
+    return [name for name in probed.reads if name in _CLOCKS]
 
 
-def _read(probed: ProbeResult, names: Sequence[str]) -> str:
+def _list_reads(probed: ProbeResult, names: Sequence[str]) -> str:
     return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
 
 
-def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     """State that a forward pass leaves behind is a fault if the result of the next forward pass depends on it."""
     depends = bool(probed.alone)
     if probed.streams:
         # A cached function draws only in its first call, which the witness didn't see.
         caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
         places = [(name, probed.reads.get(name)) for name in probed.streams]
-        drawn = [f"{name} random generator{f' ({place})' if place else probed.at(*caches)}" for name, place in places]
+        generators = [
+            f"{name} random generator{f' ({location})' if location else probed.at(*caches)}"
+            for name, location in places
+        ]
         text = (
-            f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
+            f"the forward pass draws from {' and '.join(generators)}, which is not seeded for each "
             f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
         )
         yield CodeFinding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
     if probed.changed_weights:
-        placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
+        located_names = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
-            f"the forward pass changes weights: {list_some(placed)}{_consequence(probed.alone)}; each process would "
-            f"change its own copy, once for each of its micro-batches; leave weights to the optimizer"
+            f"the forward pass changes weights: {list_some(located_names)}{_consequence(probed.alone)}; each process "
+            f"would change its own copy, once for each of its micro-batches; leave weights to the optimizer"
         )
         yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
     if probed.attributes:
@@ -218,8 +230,8 @@ def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
         )
         yield CodeFinding(GLOBALS, changes_globals, text, tuple(probed.variables))
     state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
-    known = probed.repeated or probed.streams or state
-    if depends and not known:
+    explained = probed.repeated or probed.streams or state
+    if depends and not explained:
         text = (
             f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
             f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
@@ -229,23 +241,23 @@ def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
     """List the changes with their values and code locations: `forwards (0 -> 2, net.py:12)`."""
-    found = []
+    descriptions = []
     for name, change in changed.items():
-        place = probed.places.get(name)
-        found.append(f"{name} ({change}{f', {place}' if place else ''})")
-    return list_some(found)
+        location = probed.places.get(name)
+        descriptions.append(f"{name} ({change}{f', {location}' if location else ''})")
+    return list_some(descriptions)
 
 
-def _consequence(alone: str) -> str:
-    if not alone:
+def _consequence(difference: str) -> str:
+    if not difference:
         return " (the results of the tested micro-batches do not depend on it)"
-    return f", and the {alone} of a micro-batch depends on whether another micro-batch was computed before it"
+    return f", and the {difference} of a micro-batch depends on whether another micro-batch was computed before it"
 
 
-def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
     norms = [name for name, kind in probed.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
-    others = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
+    other_buffers = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
     if spectral:
         text = (
             f"torch's spectral_norm{probed.at('model')} updates its buffers in each forward pass in training: "
@@ -261,13 +273,14 @@ def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
         yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
-    if others:
-        placed = [f"{name}{probed.at(name)}" for name in others]
+    if other_buffers:
+        located_names = [f"{name}{probed.at(name)}" for name in other_buffers]
         text = (
-            f"this model updates buffers outside BatchNorm: {list_some(placed)}; each process would update them with "
-            f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
+            f"this model updates buffers outside BatchNorm: {list_some(located_names)}; each process would update them "
+            f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
+            f"inputs"
         )
-        yield CodeFinding(BUFFERS, _counts(probed, others), text, tuple(others))
+        yield CodeFinding(BUFFERS, _counts(probed, other_buffers), text, tuple(other_buffers))
 
 
 def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
@@ -279,12 +292,12 @@ def is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _of_evaluation(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _evaluation_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if not probed.evaluation:
         return
-    drawn = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    generators = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
     clocks = [name for name in probed.evaluation_reads if name in _CLOCKS]
-    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in drawn]
+    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in generators]
     why += [f"forward reads {name} ({probed.evaluation_reads[name]})" for name in clocks]
     because = " and ".join(why) or "forward keeps state"
     text = (
@@ -295,15 +308,15 @@ def _of_evaluation(probed: ProbeResult) -> Iterator[CodeFinding]:
     yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.loss is None or probed.loss.samples < 2:
         return
-    samples, together, one_by_one = probed.loss
-    if _alike(together, one_by_one):
+    samples, joint_loss, one_by_one = probed.loss
+    if _alike(joint_loss, one_by_one):
         return
-    sums = f"{samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
+    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {one_by_one:.6g}"
     figures = f"loss{probed.at('loss')}: {sums}"
-    if _alike(together * samples, one_by_one):
+    if _alike(joint_loss * samples, one_by_one):
         text = (
             f"{figures}: this is already a mean, and is divided by the number of samples again; return the sum "
             f"(reduction='sum'), or one value for each sample (reduction='none')"
@@ -317,5 +330,5 @@ def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
         yield CodeFinding(NO_SUM, False, text)
 
 
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
+def _alike(left: float, right: float) -> bool:
+    return abs(left - right) <= _CLOSE * max(abs(left), abs(right))

@@ -77,18 +77,20 @@ class Diagnosis:
 def cause(diagnosis: Diagnosis) -> str:
     """Return the most likely cause, in words."""
     if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
-        return _of_buffer(diagnosis)
+        return _buffer_cause(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
     if diagnosis.first.what == DATA:
-        known = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
-        return known or (of_hashes(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA)
+        data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
+        return data_cause or (
+            hash_seed_cause(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA
+        )
     if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
     if _by_hashes(diagnosis):
-        return of_hashes(diagnosis.probed.at("model", "loss"))
+        return hash_seed_cause(diagnosis.probed.at("model", "loss"))
     notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
@@ -97,10 +99,10 @@ def cause(diagnosis: Diagnosis) -> str:
     return _without_suspect(diagnosis)
 
 
-def of_hashes(where: str = "") -> str:
-    """Return the cause if a different hash seed changes the numbers. `where` is a location such as ` (net.py:12)`."""
+def hash_seed_cause(location: str = "") -> str:
+    """Return the cause if a different hash seed changes the numbers. `location` is a text such as ` (net.py:12)`."""
     return (
-        f"the order of a set of strings, or hash(), in code{where}: it changes with each start of Python, unless "
+        f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
         f"{VARIABLE} is set; iterate over sorted(...) instead"
     )
 
@@ -127,27 +129,27 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
             "buffers with persistent=False or globals, or the strategy saves or loads it incorrectly; the run itself "
             "agreed"
         )
-    found = _BY_KIND.get(first.what, "the strategy has a different result")
+    meaning = _BY_KIND.get(first.what, "the strategy has a different result")
     if diagnosis.probed.traits:
-        return f"{found}; possibly because {diagnosis.probed.traits[0]}"
-    return f"{found}; {_advice(diagnosis)}"
+        return f"{meaning}; possibly because {diagnosis.probed.traits[0]}"
+    return f"{meaning}; {_advice(diagnosis)}"
 
 
 def _advice(diagnosis: Diagnosis) -> str:
     """Return what to do about a difference that user code doesn't explain."""
-    place = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
-    subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), place) if part)
+    tensor = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
+    subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), tensor) if part)
     step = "" if diagnosis.first.step is None else f" in step {diagnosis.first.step}"
     amount = "" if diagnosis.distance is None else f", by {diagnosis.distance:.3g}"
     command = diagnosis.command or "lockstep verify with --json FILE"
-    other = "use strategy single" if diagnosis.place.startswith("ddp ") else "use strategy ddp"
+    advice = "use strategy single" if diagnosis.place.startswith("ddp ") else "use strategy ddp"
     return (
         f"the first difference is in the {subject}{step}{amount}, and nothing in the code of the model explains it; "
-        f"{other} until this is fixed, and send the output of `{command}`"
+        f"{advice} until this is fixed, and send the output of `{command}`"
     )
 
 
-def _of_buffer(diagnosis: Diagnosis) -> str:
+def _buffer_cause(diagnosis: Diagnosis) -> str:
     first, probed = diagnosis.first, diagnosis.probed
     module, _, name = first.name.rpartition(".")
     kind = probed.changed_buffers[first.name]
