@@ -113,7 +113,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_LOOK_S", 0.0)
+    monkeypatch.setattr(reader, "_SEARCH_S", 0.0)
     run_folder(tmp_path / "old", started(), done())
     going = run_folder(tmp_path / "going", started(), stepped(10))
     new = tmp_path / "new"

@@ -46,7 +46,7 @@ class Inspection(NamedTuple):
     problems: list[str]
 
 
-class _One(NamedTuple):
+class _RunInspection(NamedTuple):
     """The results of one run: a row of the table of figures, the sections, and the loss by position."""
 
     row: Mapping[str, str]
@@ -62,7 +62,7 @@ def inspect_runs(
     `open_run` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
     Raises UsageError if no run can be evaluated. If only some runs can't, the sections give the reason in a sentence.
     """
-    inspections: dict[str, _One] = {}
+    inspections: dict[str, _RunInspection] = {}
     problems: dict[str, str] = {}
     for run in runs:
         folder = run.folder
@@ -82,7 +82,9 @@ def inspect_runs(
     return Inspection(sections, [*problems.values()])
 
 
-def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]) -> _One:
+def _inspect(
+    saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]
+) -> _RunInspection:
     for line in saved.remarks:
         tell(line)
     validation = open_validation(saved, samples)
@@ -99,7 +101,7 @@ def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tel
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
         _RECORDED: _deviation_from_log(saved, history, figures) if count == total else "",
     }
-    return _One(row, sections, curve)
+    return _RunInspection(row, sections, curve)
 
 
 def _view(

@@ -33,7 +33,7 @@ class TopClasses(NamedTuple):
     probabilities: list[float]
 
 
-class Seen(NamedTuple):
+class ReadImage(NamedTuple):
     """An image that could be read: its file, its sample, and its original height and width."""
 
     file: Path
@@ -112,7 +112,7 @@ def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top
     """Yield the `top` likeliest classes of each image, likeliest first."""
     names = saved.facts.classes or []
 
-    def row(outputs: Tensor, image: Seen) -> Row:
+    def row(outputs: Tensor, image: ReadImage) -> Row:
         result = top_classes(outputs, min(top, len(names)))
         pairs = zip(result.numbers, result.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
@@ -145,7 +145,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
         raise UsageError(f"{existing}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
-    def row(outputs: Tensor, image: Seen) -> Row:
+    def row(outputs: Tensor, image: ReadImage) -> Row:
         numbers = outputs.argmax(0)
         height, width = image.size
         mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
@@ -166,7 +166,7 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 
 
 def _rows(
-    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
+    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, ReadImage], Row]
 ) -> Iterator[Row]:
     """Yield the result of `row` for each image. It is called with the outputs of the model on the CPU.
 
@@ -176,11 +176,11 @@ def _rows(
     change = device_transforms(values(saved.recipe), saved.known, computing.device)
     assert change is not None
     for first in range(0, len(files), computing.batch):
-        images: list[Seen] = []
+        images: list[ReadImage] = []
         reasons: dict[Path, str] = {}
         for file in files[first : first + computing.batch]:
             try:
-                images.append(Seen(file, *view.sample(file)))
+                images.append(ReadImage(file, *view.sample(file)))
             except UsageError as error:
                 reasons[file] = str(error)
         rows = {}

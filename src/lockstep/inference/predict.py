@@ -57,7 +57,7 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
+_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
     "pictures": ("images or folders of images, and predicts classes", ("top",)),
     "masks": ("images or folders of images, and writes masks", ("out",)),
     "values": ("images or folders of images, and predicts numbers", ()),
@@ -173,7 +173,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
     """Raise UsageError if the request doesn't fit the run."""
-    description, supported = _TAKEN[kind]
+    description, supported = _INPUTS[kind]
     expectation = f"{saved.path}: this run expects {description}"
     option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]
     unsupported = [name for name in option_names if name not in supported]

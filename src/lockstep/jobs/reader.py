@@ -22,8 +22,8 @@ from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, 
 
 _AT_ONCE: Final = 20_000  # events, about half a second, so that Ctrl-C works while a log of millions is read
 _NOTICES: Final = 50  # the last notices of a run that are kept
-_ASK_S: Final = 30.0  # between two queries to Slurm
-_LOOK_S: Final = 3.0  # between two searches for new runs
+_QUERY_S: Final = 30.0  # between two queries to Slurm
+_SEARCH_S: Final = 3.0  # between two searches for new runs
 
 Queue = Mapping[int, tuple[str, str]] | None  # states and reasons by job; None if Slurm isn't available
 
@@ -64,7 +64,7 @@ class RunReader:
         at_most = None if self._strict else _AT_ONCE
         if self._tail.is_replaced():
             self._begin()
-        self._held = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
+        self._is_in_use = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
@@ -87,7 +87,7 @@ class RunReader:
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
-        judged = state(history.status, self._held or not self.is_whole, submitted, job)
+        judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
         failed = failure(self.folder) if judged == "died" else ""
         return RunView(
             str(self.folder),
@@ -96,11 +96,11 @@ class RunReader:
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
-            _ran_on(self._configuration.placement, history.starts),
+            _actual_placement(self._configuration.placement, history.starts),
             failed,
             machine_of(self.folder),
             tuple(self._notices),
-            self._noticed,
+            self._notice_count,
             self.is_whole,
         )
 
@@ -108,9 +108,9 @@ class RunReader:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
-        self._noticed = 0  # all notices so far, including those that were dropped
+        self._notice_count = 0  # all notices so far, including those that were dropped
         self.is_whole = False
-        self._held = True
+        self._is_in_use = True
 
     def _take(self, event: dict[str, object]) -> None:
         try:
@@ -131,10 +131,10 @@ class RunReader:
 
     def _note(self, notice: Notice) -> None:
         self._notices.append(notice)
-        self._noticed += 1
+        self._notice_count += 1
 
 
-def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
+def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
     """Return the placement with the strategy and number of processes that the last start chose."""
     if not placement or not starts:
         return placement
@@ -177,7 +177,7 @@ class Watch:
         self._wait = wait
         self._readers: dict[Path, RunReader] = {}
         self._queue: Queue = None
-        self._asked = self._looked = -float("inf")
+        self._last_query_s = self._last_search_s = -float("inf")
         self.warning = ""  # set if Slurm didn't answer
 
     def refresh(self) -> list[RunView]:
@@ -186,19 +186,19 @@ class Watch:
         On the first call without `wait`, UsageError is raised if a folder doesn't exist or if no run is in progress.
         """
         time_s = time.monotonic()
-        if time_s - self._looked >= _LOOK_S:
-            self._look(first=not self._readers)
-            self._looked = time_s
+        if time_s - self._last_search_s >= _SEARCH_S:
+            self._find_runs(first=not self._readers)
+            self._last_search_s = time_s
         for reader in self._readers.values():
             reader.refresh()
         return [reader.view(self._queue) for reader in self._readers.values()]
 
-    def _look(self, first: bool) -> None:
+    def _find_runs(self, first: bool) -> None:
         """Find new runs to watch."""
         runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
         unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
         jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}
-        self._ask({*jobs.values()})
+        self._query_slurm({*jobs.values()})
         queued = {run for run, job in jobs.items() if self._queue and job in self._queue}
         to_watch = [run for run, is_named in unwatched.items() if is_named or is_held(run) or run in queued]
         self._readers |= {run: RunReader(run) for run in to_watch}
@@ -217,11 +217,11 @@ class Watch:
             if must_be_there:
                 raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
-    def _ask(self, jobs: set[int]) -> None:
+    def _query_slurm(self, jobs: set[int]) -> None:
         time_s = time.monotonic()
-        if jobs and time_s - self._asked >= _ASK_S:
+        if jobs and time_s - self._last_query_s >= _QUERY_S:
             self._queue, self.warning = queue_states(jobs)
-            self._asked = time_s
+            self._last_query_s = time_s
 
 
 def _job(run: Path) -> int | None:

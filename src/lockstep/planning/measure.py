@@ -71,7 +71,7 @@ def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, ren
             world = stack.enter_context(session.open_world())
         else:
             world, traffic = stack.enter_context(pretended_world(0, resolved.processes, session.device, link))
-        figures = measure(_prepared(resolved, setup), world, traffic)
+        figures = measure(_prepare(resolved, setup), world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(figures)), encoding="utf-8")
     return EXIT_DONE
 
@@ -82,12 +82,12 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
     Memory is counted from before the model is built.
     """
     memory = _Memory(world.device)
-    engine, run_step = _started(prepared, world)
+    engine, run_step = _start(prepared, world)
     digested = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
     digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if digested else None
     with traffic or nullcontext():
         run_step()  # creates the optimizer state
-        held_bytes = memory.now()
+        held_bytes = memory.current()
         before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         run_step(digests)  # creates the keys of the digests
         after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
@@ -106,7 +106,7 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
     """Like `work`, but write the seconds that training waits for a save. There is only one rank."""
     save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        engine, run_step = _started(_prepared(resolved, setup), world)
+        engine, run_step = _start(_prepare(resolved, setup), world)
         run_step()  # creates the optimizer state
         checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
         for _ in range(TIMED):
@@ -120,12 +120,12 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
     return EXIT_DONE
 
 
-def _prepared(resolved: Resolved, setup: Setup | None) -> Prepared:
+def _prepare(resolved: Resolved, setup: Setup | None) -> Prepared:
     """Return the recipe with its placement. A spawned process has no `setup`, so it opens the recipe itself."""
     return Prepared(resolved, setup or open_unplaced(resolved.loaded))
 
 
-def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
+def _start(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank. Return it, and a function that takes a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
@@ -143,7 +143,7 @@ class _Memory:
         self._device = device
         self._live = None if device.type == "cuda" else LiveBytes()
 
-    def now(self) -> int:
+    def current(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.now()
 
     def peak(self, function: Callable[[], None]) -> int:

@@ -72,13 +72,13 @@ class Outcome:
 
     job: TraceJob
     code: int
-    seen: list[Trace]
+    traces: list[Trace]
     message: str
 
     @property
     def figures(self) -> list[Trace]:
         """The traces without times and peak memory, which differ between runs."""
-        return [replace(rank_trace, seconds=0.0, peak_bytes=0) for rank_trace in self.seen]
+        return [replace(rank_trace, seconds=0.0, peak_bytes=0) for rank_trace in self.traces]
 
 
 def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
@@ -277,8 +277,8 @@ class _Comparison:
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
             return replace(row, verdict=verdict, reason=outcome.message), None
         seconds, peaks = (
-            max(rank_trace.seconds for rank_trace in outcome.seen),
-            tuple(rank_trace.peak_bytes for rank_trace in outcome.seen),
+            max(rank_trace.seconds for rank_trace in outcome.traces),
+            tuple(rank_trace.peak_bytes for rank_trace in outcome.traces),
         )
         row = replace(row, verdict="identical", tolerance=self._case_tolerance(case), seconds=seconds, peak_bytes=peaks)
         row = self._judge(row, case, outcome, "")
@@ -300,7 +300,7 @@ class _Comparison:
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
         """Compare an outcome with the reference. If they differ, run both again to get the values."""
-        found_differences = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
+        found_differences = differences(self._reference.traces[0], outcome.traces, outcome.job.first)
         if not found_differences:
             return row
         pairs, repeats = self._rerun_with_values(case, outcome, found_differences)
