@@ -70,7 +70,7 @@ def test_an_error_moves_no_cursor_whoever_wrote_its_words(monkeypatch):
 def test_what_no_system_takes_is_refused_in_words(words):
     found = run(*words)
     assert found.exit_code == 2
-    assert re.search("File name too long; choose another|'nan' is not a valid integer", found.stderr)
+    assert re.search("File name too long; use a different|'nan' is not a valid integer", found.stderr)
 
 
 def test_ctrl_c_ends_a_command_as_shells_count(monkeypatch):
@@ -99,7 +99,7 @@ def test_what_the_users_code_raises_is_told_with_its_place(monkeypatch, error):
     found = run("show")
     assert found.exit_code == 2
     assert re.fullmatch(
-        rf"error: {type(error).__name__}: {error} \(\S*test_cli\.py:\d+\); mend it there\n", found.stderr
+        rf"error: {type(error).__name__}: {error} \(\S*test_cli\.py:\d+\); fix it there\n", found.stderr
     )
 
 

@@ -67,7 +67,7 @@ class Shell(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands."""
-        files = (each.name for each in pkgutil.iter_modules([str(_COMMANDS)]))
+        files = (module.name for module in pkgutil.iter_modules([str(_COMMANDS)]))
         return sorted(name.removesuffix("_").replace("_", "-") for name in files if not name.startswith("_"))
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
@@ -93,10 +93,10 @@ class Shell(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by purpose, with the first lines of their docstrings."""
-        known = self.list_commands(ctx)
-        ungrouped = [name for name in known if not any(name in names for names in _GROUPS.values())]
+        commands = self.list_commands(ctx)
+        ungrouped = [name for name in commands if not any(name in names for names in _GROUPS.values())]
         for title, names in {**_GROUPS, "Other": ungrouped}.items():
-            if rows := [(name, _first_line(name)) for name in names if name in known]:
+            if rows := [(name, _first_line(name)) for name in names if name in commands]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
@@ -113,11 +113,11 @@ class Shell(click.Group):
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
-            own = lost_loader_process(error) or own_error(error) or _of_a_file(error)
-            if own is None:
+            user_error = lost_loader_process(error) or own_error(error) or _file_error(error)
+            if user_error is None:
                 raise
-            click.echo(printable(own.told), err=True)
-            ctx.exit(own.exit_code)
+            click.echo(printable(user_error.told), err=True)
+            ctx.exit(user_error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(EXIT_INTERRUPTED)
@@ -133,14 +133,14 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
-def _of_a_file(error: BaseException) -> UsageError | None:
+def _file_error(error: BaseException) -> UsageError | None:
     """Return an error about a file or folder that the user named and that no check has covered.
 
     Returns None for other errors.
     """
     if not isinstance(error, OSError) or error.filename is None:
         return None
-    return UsageError(f"{error.filename}: {error.strerror}; choose another file or folder")
+    return UsageError(f"{error.filename}: {error.strerror}; use a different file or folder")
 
 
 def _module(name: str) -> str:

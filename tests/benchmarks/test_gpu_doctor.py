@@ -16,7 +16,7 @@ def test_uncorrected_errors_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("lockstep.checkup.cards.ask_driver", lambda: Driver("515", "11.7", (sick,)))
     found = gpu_doctor.run(torch.device("cuda"), 20.0)
     assert found["failures"] == ["Tesla T4 at 0000:00:1e.0: 3 uncorrected errors"]
-    assert "| card 0 | warning | 3 uncorrected errors of its memory |" in gpu_doctor.table(found)
+    assert "| card 0 | warning | 3 uncorrected memory errors |" in gpu_doctor.table(found)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup import cards
-from lockstep.checkup.cards import of_gpus
+from lockstep.checkup.cards import gpu_findings
 from lockstep.checkup.finding import Finding
 from lockstep.device.cards import Card, Device, Driver, Evidence
 
@@ -45,13 +45,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(evidence: Evidence, level: str) -> list[Finding]:
-    return [each for each in of_gpus(evidence, "fp32", None) if each.level == level]
+    return [each for each in gpu_findings(evidence, "fp32", None) if each.level == level]
 
 
 def test_a_host_whose_cards_are_well() -> None:
-    texts = {each.check: each.found for each in of_gpus(GOOD, "fp32", [])}
+    texts = {each.check: each.found for each in gpu_findings(GOOD, "fp32", [])}
     assert texts == {
-        "driver": "590.44.01, knows CUDA up to 13.1",
+        "driver": "590.44.01, supports CUDA up to 13.1",
         "libraries": "torch 2.15.0, CUDA 13.2, cuDNN 9, NCCL 2.28",
         "card 0": "NVIDIA H100 80GB HBM3, 0000:1b:00.0, GPU-3, memory 81,559 MiB, ECC on, persistence on, mode Default",
         "cuda:0": "NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0, card 0",
@@ -63,29 +63,29 @@ def test_a_host_whose_cards_are_well() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (ABSENT, "no driver: neither /proc/driver/nvidia/version nor /dev/nvidia* nor"),
+        (ABSENT, "no driver: /proc/driver/nvidia/version, /dev/nvidia* and libcuda.so.1"),
         ({"libraries": GOOD.libraries | {"CUDA": None}}, "torch 2.15.0 is built without CUDA"),
         (
             {"driver": Driver("550", "12.4", (CARD,))},
-            "the driver knows CUDA up to 12.4, and torch 2.15.0 is built with CUDA 13.2",
+            "the driver supports CUDA up to 12.4, but torch 2.15.0 is built with CUDA 13.2",
         ),
-        ({"files": {"/dev/nvidiactl": True}}, "the driver is loaded, but no card has a device file (/dev/nvidia0)"),
+        ({"files": {"/dev/nvidiactl": True}}, "the driver is loaded, but no GPU has a device file (/dev/nvidia0)"),
         ({"library": "libcuda.so.1: no such"}, "the driver is loaded, but not its library: libcuda.so.1: no such"),
         ({"driver": Driver(problem="version mismatch")}, "the driver does not answer: version mismatch"),
-        ({"files": FILES | {"/dev/nvidia0": False}}, "this user may not open /dev/nvidia0"),
-        ({"visible": ""}, "CUDA_VISIBLE_DEVICES is '', which hides all cards"),
-        ({"visible": "-1"}, "CUDA_VISIBLE_DEVICES is '-1', which hides all cards"),
-        ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names none of the 1 cards here"),
+        ({"files": FILES | {"/dev/nvidia0": False}}, "no permission to open /dev/nvidia0"),
+        ({"visible": ""}, "CUDA_VISIBLE_DEVICES is '', which hides all GPUs"),
+        ({"visible": "-1"}, "CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs"),
+        ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names none of the 1 GPUs"),
         (
             {"driver": Driver("590", "13.1", (replace(USED, mode="Exclusive_Process"),))},
-            "all cards are in use exclusively: pid 7 (python); pid 8 (x)",
+            "all GPUs are in exclusive use: pid 7 (python); pid 8 (x)",
         ),
         (
             {"driver": Driver("590", "13.1", (replace(CARD, mode="Prohibited"),))},
-            "all cards are in compute mode Prohibited",
+            "all GPUs are in compute mode Prohibited",
         ),
         ({}, "CUDA does not start: No CUDA GPUs are available"),
-        ({"raised": ""}, "torch finds no card, and nothing of what was looked at says why"),
+        ({"raised": ""}, "torch finds no GPU, and none of the checks below explains why"),
         # In Windows' Linux the driver is outside: its library is there, and nothing else.
         ({"kernel": "", "files": {}}, "CUDA does not start: No CUDA GPUs are available"),
         ({"devices": GOOD.devices, "raised": "out of memory"}, "CUDA does not start: out of memory"),
@@ -100,22 +100,22 @@ def test_each_reason_why_no_card_can_be_used(change: dict[str, Any], reason: str
 def test_several_reasons_are_reported_together_with_what_was_looked_at() -> None:
     closed = {"/dev/nvidia0": False, "/dev/nvidiactl": True}
     evidence = replace(GOOD, **NONE, libraries=GOOD.libraries | {"CUDA": None}, files=closed)
-    assert [each.found.split()[0] for each in found(evidence, "problem")] == ["torch", "this"]
+    assert [each.found.split()[0] for each in found(evidence, "problem")] == ["torch", "no"]
     looked = {each.check: each.found for each in found(evidence, "ok")}
-    assert looked["/dev/nvidia*"] == "/dev/nvidia0 (closed), /dev/nvidiactl"
+    assert looked["/dev/nvidia*"] == "/dev/nvidia0 (no permission), /dev/nvidiactl"
     assert looked["torch.cuda.init()"] == "No CUDA GPUs are available"
 
 
 @pytest.mark.parametrize(
     ("change", "warning"),
     [
-        ({"uncorrected": 2}, "2 uncorrected errors of its memory"),
-        ({"uncorrected_ever": 1}, "1 uncorrected errors of its memory in its life, none since the last start"),
+        ({"uncorrected": 2}, "2 uncorrected memory errors"),
+        ({"uncorrected_ever": 1}, "1 uncorrected memory errors over its lifetime, none since the last start"),
         ({"repair": ("a row that could not be remapped",)}, "a row that could not be remapped"),
         ({"mode": "Prohibited"}, "compute mode Prohibited"),
         ({"users": USED.users}, "in use by pid 7 (python), pid 8 (x)"),
-        ({"slowed": ("power cap", "heat")}, "its clocks are held down now by power cap, heat"),
-        ({"mig": True}, "cut in slices by MIG"),
+        ({"slowed": ("power cap", "heat")}, "its clocks are currently reduced by power cap, heat"),
+        ({"mig": True}, "split into MIG slices"),
         ({"link_width": 4}, "PCIe x4 of x16"),
         ({"power_limit_w": 600.0}, "power limit 600 W, its default is 700 W"),
         ({"persistence": False}, "persistence mode is off"),
@@ -137,15 +137,15 @@ def test_a_card_that_knows_nothing_of_itself_is_not_warned_of() -> None:
 def test_cards_of_two_kinds() -> None:
     mixed = Driver("590", "13.1", (CARD, replace(CARD, name="NVIDIA A100"), CARD))
     [text] = [each.found for each in found(replace(GOOD, driver=mixed), "warning")]
-    assert text == "of several kinds: 2 NVIDIA H100 80GB HBM3, 1 NVIDIA A100"
+    assert text == "several kinds: 2 NVIDIA H100 80GB HBM3, 1 NVIDIA A100"
 
 
 def test_torch_may_number_them_otherwise_and_they_may_not_reach_each_other() -> None:
     two = Driver("590", "13.1", (CARD, replace(CARD, uuid="GPU-4")))
     devices = (replace(GOOD.devices[0], uuid="4", reads=(1,)), GOOD.devices[0])
     texts = {each.check: each.found for each in found(replace(GOOD, driver=two, devices=devices), "ok")}
-    assert texts["cuda:0"].endswith(", card 1; reads the memory of cuda:1")
-    assert texts["cuda:1"].endswith(", card 0; reads the memory of no other")
+    assert texts["cuda:0"].endswith(", card 1; peer access to cuda:1")
+    assert texts["cuda:1"].endswith(", card 0; no peer access")
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_variables_that_break_a_run_are_named(
 def test_a_driver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "_ANSWER_S", 0.01)
     monkeypatch.setattr(cards, "ask_driver", lambda: time.sleep(10))
-    assert cards.look_at_cards().driver.problem == "none within 20 s; the driver hangs"
+    assert cards.look_at_cards().driver.problem == "no answer within 20 s, so it hangs"

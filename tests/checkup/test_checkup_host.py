@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.host import OF_HOST, OF_RANK, judge
+from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, judge
 
 ALONE, HOSTS = False, True  # whether there are several hosts
 
@@ -26,7 +26,7 @@ def good(**odd: Any) -> dict[str, Any]:
 
 
 def judged(facts: dict[str, Any], several: bool) -> list[Finding]:
-    return judge((*OF_RANK, *OF_HOST), facts, several)
+    return judge((*RANK_CHECKS, *HOST_CHECKS), facts, several)
 
 
 def test_all_is_well() -> None:
@@ -35,23 +35,23 @@ def test_all_is_well() -> None:
     assert len({each.check for each in found}) == len(found) == 5
     texts = {each.check: each.found for each in found}
     assert texts["versions"] == "python 3.12, torch 2.15, lockstep 0.1, lockstep's source ab; timm 1"
-    assert texts["interfaces"] == "lo 127.0.0.1, eth0 10.0.0.1 (10 Gbit/s); gloo takes eth0 between hosts"
+    assert texts["interfaces"] == "lo 127.0.0.1, eth0 10.0.0.1 (10 Gbit/s); gloo uses eth0 between hosts"
 
 
 @pytest.mark.parametrize(
     ("odd", "several", "said"),
     [
-        ({"cards": {"driver": True}}, ALONE, "warning devices: a GPU's driver, but torch finds no GPU"),
+        ({"cards": {"driver": True}}, ALONE, "warning devices: there is a GPU driver, but torch finds no GPU"),
         ({"cards": {"problem": "no card"}}, ALONE, "problem devices: no card"),
         (
             {"network": {"addresses": ["127.0.1.1"]}},
             HOSTS,
-            "problem host name: h0 stands for 127.0.1.1, which no other host can reach",
+            "problem host name: h0 resolves to 127.0.1.1, so no other host can reach it",
         ),
         (
             {"network": {"addresses": []}},
             HOSTS,
-            "problem host name: h0 stands for no address, which no other host can reach",
+            "problem host name: h0 does not resolve to an address, so no other host can reach it",
         ),
         (
             {"variables": {"GLOO_SOCKET_IFNAME": "eth9"}},

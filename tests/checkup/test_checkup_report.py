@@ -31,7 +31,7 @@ def test_the_gravest_come_first_with_what_to_do() -> None:
         "ok       cores       8 of 8",
     ]
     assert [line.split() for line in lines[-5:-2]] == [
-        ["rank", "0", "1", "latency", "from", "it"],
+        ["rank", "0", "1", "latency"],
         ["0", "h0", "-", "1,200", "50", "to", "50", "us"],
         ["1", "h1", "0.12", "-", "70", "to", "70", "us"],
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.checkup.variables import of_variables
+from lockstep.checkup.variables import variable_findings
 
 
 @pytest.mark.parametrize(
@@ -25,13 +25,13 @@ from lockstep.checkup.variables import of_variables
     ],
 )
 def test_a_variable(name: str, value: str, level: str) -> None:
-    first, *rest = of_variables({name: value})
+    first, *rest = variable_findings({name: value})
     assert (first.level, first.found) == (level, f"{name}={value}")
     assert [each.found for each in rest] == (
-        [] if level == "ok" else ["none is set that changes numbers, or how ranks exchange"]
+        [] if level == "ok" else ["none is set that changes numbers or communication"]
     )
 
 
 def test_none() -> None:
-    [found] = of_variables({})
+    [found] = variable_findings({})
     assert found.level == "ok"

@@ -76,11 +76,11 @@ def test_ranks_that_differ_are_named_on_all() -> None:
     assert worlds.run(3, compared, []) == ["the same"] * 3
     assert (
         worlds.run(3, compared, [1])
-        == ["data: rank 1 differs from rank 0: 5, not 4; start all ranks with the same"] * 3
+        == ["data: rank 1 differs from rank 0: 5, not 4; start all ranks with the same value"] * 3
     )
     assert (
         worlds.run(3, compared, [0])
-        == ["data: rank 1, 2 differ from rank 0: 4, not 5; start all ranks with the same"] * 3
+        == ["data: rank 1, 2 differ from rank 0: 4, not 5; start all ranks with the same value"] * 3
     )
 
 

@@ -48,7 +48,7 @@ def test_ranks_that_differ_are_named_and_only_rank_0_prints(start: Start) -> Non
     assert (first.wait(), second.wait()) == (4, 4), first.err + second.err
     host = socket.gethostname()
     assert f"NVIDIA_TF32_OVERRIDE=1  [rank 1 ({host})]" in first.out
-    assert f"NVIDIA_TF32_OVERRIDE: not there on rank 0 ({host}); 1 on rank 1 ({host})" in " ".join(first.out.split())
+    assert f"NVIDIA_TF32_OVERRIDE: missing on rank 0 ({host}); 1 on rank 1 ({host})" in " ".join(first.out.split())
     assert second.out == ""
 
 

@@ -33,7 +33,7 @@ def test_what_a_rank_takes_follows_from_what_the_ranks_share(run) -> None:
     assert sent["single"] == 0
     assert all(row["figures"]["peak"] > row["figures"]["held"] for row in found.values() if row["figures"])
     assert found["ddp", 2]["pretended"]
-    said = re.search(r"^a save takes (\S+) ms, as one process does it$", command.out, re.MULTILINE)
+    said = re.search(r"^a save takes (\S+) ms, measured on one process$", command.out, re.MULTILINE)
     assert said is not None
     save_s = float(said[1]) / 1000
     for row in (each for each in content["placements"] if each["figures"]):
@@ -57,12 +57,12 @@ def test_more_ranks_than_this_machine_could_run(run) -> None:
 
 def test_where_none_fits_the_exit_code_says_so(run) -> None:
     command = run("plan", *NARROW, "--placements", "ddp", "--processes", "2", "--memory", "10KB", code=1)
-    assert command.out.splitlines()[-1].startswith("none fits; ")
+    assert command.out.splitlines()[-1].startswith("no placement fits; ")
 
 
 def test_where_nothing_can_be_measured_it_is_refused(run) -> None:
     refused = run("plan", *NARROW, "--placements", "{name: ddp, spokes: 3}", "--processes", "2", code=2)
-    assert "nothing could be measured" in refused.err
+    assert "no placement could be measured" in refused.err
 
 
 def test_what_waits_for_peers_in_a_forward_is_measured_with_all_of_them(run) -> None:
@@ -81,7 +81,7 @@ def test_the_best_is_written_into_the_file_and_a_run_of_it_says_how_good_the_pla
     written = file.read_text(encoding="utf-8")
     assert written.startswith(f"# mine\nrecipe:\n{recipe}\nplacement:\n  processes: 2  # so far\n  strategy: zero1\n")
     assert file.stat().st_mode & 0o777 == 0o640
-    assert "--write: the file is" in run("plan", "mine.yaml", "recipe.batch=8", "--write", code=2).err
+    assert "--write: not supported with overrides" in run("plan", "mine.yaml", "recipe.batch=8", "--write", code=2).err
     trained = run("train", "mine.yaml", "recipe.epochs=1", "run.dir=run", "run.probe=off")
     done = json.loads((tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     predicted = load("mine.yaml").config.run.predicted
@@ -99,8 +99,6 @@ def test_a_run_finds_its_fastest_strategy_once_and_to_the_same_bits(run, killed,
     assert found["strategy.name"] in first.err
     assert found["processes"] == "2"
     second = run("train", *words, "run.dir=run")
-    assert second.err.splitlines()[0] == (
-        f"placement.strategy: fastest: {found['strategy.name']}, as it was measured before"
-    )
+    assert second.err.splitlines()[0] == (f"placement.strategy: fastest: {found['strategy.name']}, as measured before")
     assert second.out.splitlines()[-1] == finished().out.splitlines()[-1]
     assert second.left() == []

@@ -31,9 +31,9 @@ def test_only_where_the_data_is_differs(images: Path, here: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("digits", "--to", "pixels"), "recipe.data.name: its samples are no pictures in files"),
-        ((*PICTURES, "--to", "images"), "images: is there already; remove it, or choose another folder with --to"),
-        ((*PICTURES, "--to", "images/train/cat/0.jpg/x"), "cannot be written: Not a directory"),
+        (("digits", "--to", "pixels"), "recipe.data.name: samples are not image files"),
+        ((*PICTURES, "--to", "images"), "--to images: already exists; remove it, or use a different folder"),
+        ((*PICTURES, "--to", "images/train/cat/0.jpg/x"), "cannot write: Not a directory"),
     ],
 )
 def test_a_refusal_leaves_nothing(images: Path, here: Path, words: tuple[str, ...], said: str) -> None:

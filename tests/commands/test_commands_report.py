@@ -70,9 +70,9 @@ def test_from_python_the_page_is_the_same(capfd: pytest.CaptureFixture[str]) -> 
     assert "<title>runs/a</title>" in lockstep.report([Path("runs/a")]).page.read_text(encoding="utf-8")
     refused: list[tuple[str, dict[str, Any], str]] = [
         ("nowhere", {}, "nowhere: no such folder"),
-        ("runs", {"trust": True}, "overrides are for --examples"),
+        ("runs", {"trust": True}, "overrides require --examples"),
         ("runs", {"examples": True, "samples": 0}, "--samples 0: expected a whole number from 1"),
-        ("runs", {"out": "no/where.html"}, "there is no folder no"),
+        ("runs", {"out": "no/where.html"}, "folder no does not exist"),
     ]
     for runs, options, told in refused:
         with pytest.raises(UsageError, match=told):

@@ -113,7 +113,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_LOOK_S", 0.0)
+    monkeypatch.setattr(reader, "_SEARCH_S", 0.0)
     run_folder(tmp_path / "old", started(), done())
     going = run_folder(tmp_path / "going", started(), stepped(10))
     new = tmp_path / "new"
@@ -127,7 +127,7 @@ def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
                 (f"{new}", "running"),
             ]
     assert [each.state for each in seen.refresh()] == ["died", "died"]
-    with pytest.raises(UsageError, match="no run is going on"):
+    with pytest.raises(UsageError, match="no run is in progress"):
         Watch([tmp_path], wait=False).refresh()
     assert Watch([tmp_path, tmp_path / "nowhere"], wait=True).refresh() == []
 
@@ -183,7 +183,7 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     warnings = [each.words for each in found.notices if each.kind == "warning"]
     assert f"{run}/events.jsonl:3: not an event; left out" in warnings
     assert f"{run}/events.jsonl:4: not an event; left out" in warnings
-    assert sum("an event of no known form is left out" in each for each in warnings) == 2
+    assert sum("an event of unknown form was skipped" in each for each in warnings) == 2
     assert found.status.step == 69
 
 

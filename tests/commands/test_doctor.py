@@ -32,8 +32,8 @@ def test_nobody_started_it():
     assert lines(found)[0].startswith("launch of 1 rank on 1 host, ")
     assert "ok torchrun none of its variables is set" in lines(found)
     assert "ok rank no launcher started this process: lockstep train would start its processes itself" in lines(found)
-    assert "ok rendezvous nowhere: one process" in lines(found)
-    assert "ok device cpu: asked for" in lines(found)
+    assert "ok rendezvous not needed by one process" in lines(found)
+    assert "ok device cpu: requested" in lines(found)
 
 
 def test_who_decides_and_why(free):
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_told_with_its_holder():
             {**HYDRA, "PMI_SIZE": "4"},
             [
                 "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them (mpiexec does not provide "
-                "the host of rank 0: mpiexec -genv MASTER_ADDR HOST ...), or placement.rendezvous to "
+                "the host of rank 0: mpiexec -genv MASTER_ADDR HOST ...), or set placement.rendezvous to "
                 "tcp://HOST:PORT or file:///PATH"
             ],
         ),

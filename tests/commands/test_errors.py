@@ -41,7 +41,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_by_choice(run):
 def test_an_exception_of_one_worker_is_shown_once_and_ends_all(run, words, told):
     failed = run(*TRAIN, words, "placement.processes=3", code=2)
     name = re.search(r"held:\w+", words)[0]
-    place = r"\(\S+held\.py:\d+\); mend it there"
+    place = r"\(\S+held\.py:\d+\); fix it there"
     message = rf"\[rank 1 of 3, \S+\] error: \w+ {name}: {told} {place}\n  its log: run/logs/rank-1\.log\n"
     assert re.fullmatch(message, failed.err)
     assert failed.left() == []
@@ -63,7 +63,7 @@ def test_first_weights_that_depend_on_the_rank_are_refused(run):
 def test_a_sample_that_exits_in_a_loader_process_is_no_success(run):
     words = ("recipe.data=", "recipe.data.name=held:leaving_data", "recipe.model=", "recipe.model.name=held:linear")
     failed = run(*TRAIN, *words, "placement={processes: 1, workers: 1}", code=2)
-    told = r"error: dataset held:leaving_data: training sample 7: SystemExit: 0 \(\S+held\.py:\d+\); mend it there\n"
+    told = r"error: dataset held:leaving_data: training sample 7: SystemExit: 0 \(\S+held\.py:\d+\); fix it there\n"
     assert re.fullmatch(told, failed.err)
     assert failed.left() == []
 

@@ -71,7 +71,7 @@ def test_weights_with_what_their_user_needs(run, trained):
     assert (build["function"], build["options"]["dropout"]) == ("lockstep.models.digits_convnet:digits_convnet", 0.1)
     own = load_file(trained / "checkpoints" / "latest" / "model.safetensors")
     assert all(torch.equal(each, own[name]) for name, each in load_file(file).items())
-    assert "is there already" in run("export", "run", "--to", "safetensors", TRUST, code=2).err
+    assert "already exists" in run("export", "run", "--to", "safetensors", TRUST, code=2).err
     assert left(trained) == [file.name]
 
 
@@ -83,9 +83,9 @@ def test_from_python_the_same_is_written(trained, capfd):
     saved = load_file(trained / "checkpoints" / "latest" / "model.safetensors")
     assert all(torch.equal(each, saved[name]) for name, each in load_file("own.safetensors").items())
     for options, told in (
-        ({"out": "own.safetensors", "trust": True}, "own.safetensors: is there already"),
+        ({"out": "own.safetensors", "trust": True}, "own.safetensors: already exists"),
         ({}, "its recipe names code, which would run with your permissions: .*from Python, trust=True"),
-        ({"weights": "average", "trust": True}, "weights 'average': use 'model' or 'ema'"),
+        ({"weights": "average", "trust": True}, "weights: expected 'model' or 'ema', got 'average'"),
     ):
         with pytest.raises(UsageError, match=told):
             lockstep.export("run", "safetensors", **options)
@@ -117,12 +117,12 @@ def test_onnx(run, trained):
 
 def test_what_is_not_installed_is_named(saved, monkeypatch):
     monkeypatch.setattr("lockstep.exports.to_onnx.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"onnx, onnxscript, onnxruntime not installed; .*lockstep-train\[onnx\]"):
+    with pytest.raises(UsageError, match=r"requires onnx, onnxscript, onnxruntime; .*lockstep-train\[onnx\]"):
         export_saved(saved, "onnx")
 
 
 def test_samples_of_several_inputs_are_no_pictures(saved):
-    with pytest.raises(UsageError, match="samples of data set digits have no single shape, and pictures 1 or 3"):
+    with pytest.raises(UsageError, match="samples of dataset digits have no single shape, but images have 1 or 3"):
         preprocessing_of(replace(saved, facts=Facts()))
 
 
@@ -143,22 +143,22 @@ def test_an_export_of_other_weights_leaves_nothing(saved, trained, monkeypatch):
         return write(subject, place)
 
     monkeypatch.setattr(to_safetensors, "write", damaged)
-    with pytest.raises(TrainingError, match=r"differ from those of the run's model by .* and may by 0; nothing was"):
+    with pytest.raises(TrainingError, match=r"differ from the model of the run by .* \(tolerance 0\); nothing was"):
         export_saved(saved, "safetensors")
     monkeypatch.setattr(to_safetensors, "write", lambda subject, place: place.write_text("no"))
-    with pytest.raises(TrainingError, match="cannot be loaded back, so nothing was written"):
+    with pytest.raises(TrainingError, match="cannot load the export, so nothing was written"):
         export_saved(saved, "safetensors")
     monkeypatch.setattr(to_torch, "write", lambda subject, place: place.write_text("yes"))
     monkeypatch.setattr("lockstep.exports.export.check_export", lambda *_: None)
     for place in ("a" * 300, "/proc/net.pt2", "run/config.yaml/net"):
-        with pytest.raises(TrainingError, match=r"cannot be written: .*; choose another --out"):
+        with pytest.raises(TrainingError, match=r"cannot write: .*; use a different --out"):
             export_saved(saved, "torch", Path(place))
     assert left(trained) == []
 
 
 def test_a_model_that_cannot_be_traced_is_told(saved, trained, monkeypatch):
     monkeypatch.setattr(to_torch.Single, "forward", lambda self, x: x.new_tensor(float(x.sum()) > 1 and x.tolist()))
-    with pytest.raises(UsageError, match=r"cannot be traced by torch.export: .*; export its weights, with --to"):
+    with pytest.raises(UsageError, match=r"torch.export cannot trace the model: .*; export only the weights with --to"):
         export_saved(saved, "torch")
     assert left(trained) == []
 
@@ -204,7 +204,7 @@ def test_timm_makes_it_by_the_folder_alone(run, images, tmp_path):
     shutil.rmtree(images)  # the check is done with made samples
     found = run("export", "run", "--to", "timm", "--out", "exported")
     assert "averaged weights (ema)" in found.out
-    assert f"checked with made samples, since the data is not here: {EQUAL}" in found.out
+    assert f"checked with synthetic samples, because the data is not available: {EQUAL}" in found.out
     made = timm.create_model(f"local-dir:{tmp_path / 'exported'}", pretrained=True)
     config = timm.data.resolve_model_data_config(made)
     assert [*config["mean"]] == [0.5, 0.4, 0.3]

@@ -52,7 +52,7 @@ def test_it_trains_as_typed_with_one_hash_on_one_and_two_processes(folder, run):
 
 def test_mistakes_end_with_the_usage_code(folder, run):
     assert "did you mean 'OPTIM.BASE_LR'" in run("train", "--cfg", "old.yaml", "OPTIM.BASE_RL", "1", code=2).err
-    assert "--gpus goes with --cfg" in run("train", "digits", "--gpus", "2", code=2).err
+    assert "--gpus: requires --cfg" in run("train", "digits", "--gpus", "2", code=2).err
     assert not (folder / "exp").exists()
     (folder / "default_config.yaml").write_text("{distributed_type: MULTI_GPU, num_processes: 8}")
     refused = run("import", "default_config.yaml", code=2).err

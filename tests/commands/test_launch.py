@@ -122,8 +122,8 @@ def test_a_name_that_stands_for_no_address_ends_it_in_seconds(programs, monkeypa
     monkeypatch.setattr("lockstep.jobs.launch.host_problem", lambda host: follow_parent.host_problem(host, 0.1))
     words = ("--nodes", "2", "--node-rank", "1", "--endpoint", "no.such.host.invalid:1", "--", "train", "digits")
     found = launch("--on", "torchrun", *words, code=2)
-    assert " does not know the host no.such.host.invalid, where the processes of the job are to meet (" in found.stderr
-    assert "); give an address of it in --endpoint ADDRESS:PORT" in found.stderr
+    assert " cannot resolve host no.such.host.invalid, the rendezvous host of the job (" in found.stderr
+    assert "); pass its address in --endpoint ADDRESS:PORT" in found.stderr
 
 
 def test_a_port_that_is_used_is_taken(programs):

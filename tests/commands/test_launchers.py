@@ -162,7 +162,7 @@ def test_ranks_with_different_recipes_do_not_train(start, port):
     commands = [start(*words, f"recipe.seed={rank}", **as_rank(rank, 2, port)) for rank in (0, 1)]
     assert [command.wait() for command in commands] == [2, 2]
     assert all("error: recipe: rank 1 (" in each.err for each in commands)
-    assert all("): seed: 1, not 0; start all ranks with the same" in each.err for each in commands)
+    assert all("): seed: 1, not 0; start all ranks with the same value" in each.err for each in commands)
 
 
 def test_hosts_do_not_mix_checkpoints_that_lie_at_the_same_place(server, tmp_path, port):
@@ -229,7 +229,7 @@ def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
     commands = by_hand(2, "recipe.loss.name=held:failing", port=port)
     assert [command.wait() for command in commands] == [2, 2]
     failure = (
-        r"\[rank 1 of 2, \S+\] error: loss held:failing: ValueError: no such loss \(\S+held\.py:\d+\); mend it there"
+        r"\[rank 1 of 2, \S+\] error: loss held:failing: ValueError: no such loss \(\S+held\.py:\d+\); fix it there"
     )
     assert re.fullmatch(rf"{failure}\n  its log: run/logs/rank-1\.log\n", commands[1].err)
     assert re.fullmatch(rf"rank 0 ends with it: {failure}\n", commands[0].err)

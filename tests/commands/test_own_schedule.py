@@ -50,7 +50,7 @@ def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
         ("words", "at epoch 0 of 2 it gives str; return a finite number"),
         ("counts", r"a different rate when called again for step \d+; compute it only from the arguments"),
         ("draws", "returned a different rate when called again"),
-        ("number", "schedule own_schedules:number: it is of type int; name a function"),
+        ("number", "schedule own_schedules:number: expected a function"),
         ("cycle", "has no 'cycle'"),
     ],
 )

@@ -79,7 +79,7 @@ def test_one_that_does_not_open_ends_the_start_and_one_that_fails_later_is_off(r
     assert "sink mine:Sink: RuntimeError: no room (mine.py:8)" in refused.err
     assert "Traceback" not in refused.err
     warned = run(*on(1, "[{'name': 'mine:Sink', 'fails_at': 'step'}]"))
-    assert "sink mine:Sink: RuntimeError: no more (mine.py:12); mend it there; the sink is off" in warned.err
+    assert "sink mine:Sink: RuntimeError: no more (mine.py:12); fix it there; the sink is off" in warned.err
 
 
 def test_what_join_is_told_wrongly_is_reported_once(run) -> None:

@@ -117,6 +117,6 @@ def test_ranks_with_other_source_are_refused(server, tmp_path: Path) -> None:
     assert [command.wait() for command in commands] == [2, 2]
     told = (
         r"your source files: rank 1 \(\S+\) differs from rank 0 \(\S+\): zoo/blocks\.py: "
-        r"[0-9a-f]{16}, not [0-9a-f]{16}; start all ranks with the same"
+        r"[0-9a-f]{16}, not [0-9a-f]{16}; start all ranks with the same value"
     )
     assert all(re.search(told, command.err) for command in commands), commands[0].err

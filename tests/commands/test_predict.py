@@ -92,11 +92,11 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
     assert own(files, top=2) == rows(run("predict", "run", *files, "--top", "2", "--json", TRUST))
     assert own(Path("0.png"), best=True, weights="model")[0]["input"] == "0.png"
     for inputs, options, told in (
-        (files, {"top": 0}, "--top 0: expected a whole number from 1"),
-        (files, {"prompt": "a"}, "--prompt does not fit it, the options that do: --top"),
-        ((), {}, "this run takes pictures or folders of them, and gives classes; give some"),
+        (files, {"top": 0}, "--top: must be an integer from 1 to 2^63 - 1, got 0"),
+        (files, {"prompt": "a"}, "remove --prompt, which is not supported (supported options: --top)"),
+        ((), {}, "this run expects images or folders of images, and predicts classes, got no input; pass an INPUT"),
         ("no.png", {}, "no.png: not found"),
-        (files, {"weights": "mean"}, "weights 'mean': use 'model' or 'ema'"),
+        (files, {"weights": "mean"}, "weights: expected 'model' or 'ema', got 'mean'"),
         (files, {"overrides": {}}, "names code, which would run with your permissions"),
     ):
         with pytest.raises(UsageError, match=told):
@@ -120,7 +120,7 @@ def test_pictures_are_cut_and_named_as_the_run_has_them(run, images, tmp_path):
         left = [f"moved/val/{each}.jpg" for each in ("cat/1", "dog/0", "dog/1")]
         assert [row["input"] for row in rows(found)] == left
         assert "warning: skipped: moved/val/cat/0.jpg: cannot be read as an image" in found.err
-    assert "none of 1 pictures can be read" in run("predict", "run", "moved/val/cat/0.jpg", code=2).err
+    assert "no image left after skipping 1" in run("predict", "run", "moved/val/cat/0.jpg", code=2).err
 
 
 def test_best_and_averages_that_are_not_there(run, finished, tmp_path):
@@ -149,14 +149,14 @@ def test_a_table_gets_a_column(run, tmp_path):
         f"... {len(TABLE.splitlines()) - 6} more rows",
         "written all.csv",
     ]
-    assert "found.csv: is there already" in run("predict", "run", "new.csv", *words, code=2).err
+    assert "found.csv: already exists" in run("predict", "run", "new.csv", *words, code=2).err
     (tmp_path / "less.csv").write_text("size\n10\n")
-    assert (
-        "lacks 1 of the columns that were learned from: town" in run("predict", "run", "less.csv", *words, code=2).err
-    )
+    missing = "missing columns that the run was trained on: town"
+    assert missing in run("predict", "run", "less.csv", *words, code=2).err
     (tmp_path / "holes.csv").write_text("size,town\n,A\n")
     assert "'size' has 1 missing or infinite values" in run("predict", "run", "holes.csv", *words[:1], code=2).err
-    assert "this run takes one table" in run("predict", "run", "new.csv", "new.csv", *words[:1], code=2).err
+    two = run("predict", "run", "new.csv", "new.csv", *words[:1], code=2).err
+    assert "this run expects one table (.csv or .parquet), got 2; pass one table" in two
 
 
 def test_a_prompt_goes_on(run, tmp_path):
@@ -168,12 +168,12 @@ def test_a_prompt_goes_on(run, tmp_path):
     assert found.out == "abc" + "defghabc" * 2 + "defgh\n"
     drawn = [run("predict", "run", "--prompt", "abc", "--temperature", "9", "--seed", seed).out for seed in "334"]
     assert drawn[0] == drawn[1] != drawn[2]
-    refused = ((("x.png",), "leave x.png out"), ((), "give --prompt TEXT"), (("--prompt", ""), "it is empty"))
+    refused = ((("x.png",), "remove x.png"), ((), "; pass --prompt TEXT"), (("--prompt", ""), "--prompt: is empty"))
     refused += ((("--prompt", "Z"), "character 'Z' at index 0 is not in the vocabulary"),)
-    refused += ((("--prompt", "a", "--top", "3"), "--top does not fit it, the options that do: --prompt, --tokens"),)
-    refused += ((("--prompt", "a", "--temperature", "-1"), "use 0, the likeliest token, or more"),)
-    refused += ((("--prompt", "a", "--tokenizer", "x"), "this run's tokens are by character, and no file's"),)
-    refused += ((("--prompt", "a\udcff"), "--prompt: character 2 is no UTF-8"),)
+    refused += ((("--prompt", "a", "--top", "3"), "remove --top, which is not supported (supported options: --prompt"),)
+    refused += ((("--prompt", "a", "--temperature", "-1"), "must be a finite number of at least 0, got -1"),)
+    refused += ((("--prompt", "a", "--tokenizer", "x"), "this run uses a character tokenizer, which has no file"),)
+    refused += ((("--prompt", "a\udcff"), "--prompt: character 2 is not UTF-8"),)
     for words, told in refused:
         assert told in run("predict", "run", *words, code=2).err
 
@@ -186,7 +186,7 @@ def test_masks_have_the_size_of_their_pictures(run, tmp_path):
     pixels[:, 8:, 0] = 250
     Image.fromarray(pixels).save(tmp_path / "one.png")
     trust = ("recipe.model.name=segments:convolution", "recipe.data.name=segments:masks")
-    assert "give the folder for them with --out" in run("predict", "run", "one.png", *trust, code=2).err
+    assert "pass the folder for the masks with --out" in run("predict", "run", "one.png", *trust, code=2).err
     (found,) = rows(run("predict", "run", "one.png", *trust, "--out", "masks", "--json"))
     mask = np.array(Image.open(tmp_path / "masks" / "one.png"))
     assert mask.shape == (16, 32)
@@ -197,4 +197,4 @@ def test_masks_have_the_size_of_their_pictures(run, tmp_path):
         "mask": "masks/one.png",
         "classes": [{"class": "1", "share": 0.75}, {"class": "0", "share": 0.25}],
     }
-    assert "is there already" in run("predict", "run", "one.png", *trust, "--out", "masks", code=2).err
+    assert "already exists" in run("predict", "run", "one.png", *trust, "--out", "masks", code=2).err

@@ -71,12 +71,14 @@ def test_all_runs_of_a_folder_and_what_killed_saves_left(runs: Path) -> None:
 @pytest.mark.parametrize("absent", ["empty", "no/folder"])
 def test_refused_before_anything_is_removed(runs: Path, absent: str) -> None:
     (runs.parent / "empty").mkdir()
-    told = {"empty": "empty: no run, and none in it", "no/folder": "no/folder: no such folder"}
+    told = {"empty": "empty: contains no run", "no/folder": "no/folder: no such folder"}
     assert told[absent] in invoke("prune", "runs/a", absent, code=2).output
     assert steps(runs / "a") == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("code", "why"), [(2, "runs/a: in use by process"), (1, "runs/a keeps all: remove that")])
+@pytest.mark.parametrize(
+    ("code", "why"), [(2, "runs/a: in use by process"), (1, "runs/a keeps all checkpoints: remove")]
+)
 def test_a_run_that_trains_or_is_damaged_keeps_all_and_the_others_are_pruned(runs: Path, code: int, why: str) -> None:
     if code == 1:
         (runs / "a" / store.FOLDER / "step-00000004" / store.MODEL).write_bytes(b"cut off")

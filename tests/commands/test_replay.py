@@ -52,17 +52,17 @@ def folder(finished, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "begun"),
     [
-        (("--step", "3"), "step 1 to 3|from the first weights|single on 1 process|3 of 3"),
+        (("--step", "3"), "step 1 to 3|from the initial weights|single on 1 process|3 of 3"),
         (("--step", "18", "placement.processes=2"), "steps 15 to 18|after step 14|ddp on 2 processes|4 of 4"),
         (("--steps", "9:13", "placement.processes=2", "placement.strategy=pipeline"), "steps 8 to 13|pipeline|6 of 6"),
-        (("--check", "23"), "drawn: steps 1, 2, 3,|steps 1 to 7|steps 22 to 23"),
+        (("--check", "23"), "chosen: steps 1, 2, 3,|steps 1 to 7|steps 22 to 23"),
     ],
 )
 def test_steps_have_the_bits_that_they_had(run, folder, words, begun):
     before = hashes(folder)
     done = run("replay", "run", "--trust", *words)
     assert all(each in done.out for each in begun.removeprefix("step 1 to 3|").split("|")), done.out
-    assert "are the run's: the same bits" in done.out
+    assert "match the run: the same bits" in done.out
     assert hashes(folder) == before
 
 
@@ -87,12 +87,12 @@ def test_a_step_that_is_another_one_is_named(run, folder):
         path, [each._replace(value=each.value ^ (each.step == 12 and not each.weights)) for each in digests]
     )
     different = run("replay", "run", "--trust", "--step", "13", code=3)
-    assert "step 12 is another one than the run's; step 11 is still the same" in different.out
+    assert "step 12 differs from the run; step 11 is still the same" in different.out
     assert run("replay", "run", "--trust", "--step", "11").out.count("the same bits") == 1
     digest_file.begin(path, 0)
     digest_file.append(path, [each._replace(value=each.value ^ (each.step == 7 and each.weights)) for each in digests])
     different = run("replay", "run", "--trust", "--step", "13", code=3)
-    assert "weights   after step 7 are not those whose digest the run has" in different.out
+    assert "weights   after step 7 do not match the digest of the run" in different.out
 
 
 def test_a_changed_recipe_goes_on_beside_the_run(run, folder, tmp_path):
@@ -104,11 +104,11 @@ def test_a_changed_recipe_goes_on_beside_the_run(run, folder, tmp_path):
 def test_two_traces_name_the_first_tensor_that_differs(run, folder):
     for name, *words in (("a",), ("b",), ("c", "--change", "recipe.threads=2")):
         run("replay", "run", "--trust", "--step", "15", "--trace", name, *words)
-    assert re.search(r"all [0-9,]+ tensors agree, to the bit", run("bisect", "a", "b").out)
+    assert re.search(r"all [0-9,]+ tensors have the same bits", run("bisect", "a", "b").out)
     differ = run("bisect", "a", "c", code=3).out
     assert "threads: 1 before, 2 now" in differ
     assert re.search(r"first difference, after \d\d+ tensors that agree: micro-batch \d, (for|back)ward: \w+ ", differ)
-    assert "x: is no trace" in run("bisect", "a", "run/events.jsonl", code=2).err.replace("run/events.jsonl", "x")
+    assert "x: not a trace" in run("bisect", "a", "run/events.jsonl", code=2).err.replace("run/events.jsonl", "x")
 
 
 def test_code_that_the_folder_names_runs_where_the_command_names_it_too(run, folder):
@@ -142,11 +142,11 @@ def test_a_script_does_its_own_steps_again(run, start, tmp_path):
     assert "after the loop" in subprocess.run(script, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     before = hashes(tmp_path / "own")
     done = run("replay", "own", "--step", "13", "--", *script)
-    assert "steps 11 to 13  begun after step 10  single on 1 process" in done.out
-    assert "3 of 3 are the run's: the same bits" in done.out
+    assert "steps 11 to 13  started after step 10  single on 1 process" in done.out
+    assert "3 of 3 match the run: the same bits" in done.out
     assert hashes(tmp_path / "own") == before
     other = run("replay", "own", "--step", "13", "--", sys.executable, "train.py", "0.2", code=3)  # another rate
-    assert "step 12 is another one than the run's; step 11 is still the same" in other.out
+    assert "step 12 differs from the run; step 11 is still the same" in other.out
     assert "give its script, such as -- python train.py" in run("replay", "own", "--step", "13", code=2).err
 
 
@@ -225,7 +225,7 @@ def script_on(processes: int, *words: str) -> list[str]:
     [
         ("forward", 1, "auto", "first NaN in the forward of module 2, by sqrt"),
         ("forward", 2, "zero3", "first NaN in the forward of module 2, by sqrt"),
-        ("data", 2, "ddp", "first NaN in the batch, as the dataset gives it"),
+        ("data", 2, "ddp", "first NaN in the batch, as returned by the dataset"),
         ("backward", 1, "auto", "first inf in the backward of module 2, by div of SqrtBackward0"),
         ("backward", 2, "ddp", "first inf in the backward of module 2, by div of SqrtBackward0"),
     ],
@@ -239,8 +239,8 @@ def test_the_sample_behind_a_nan_of_a_script_is_found(run, start, tmp_path, kind
     before = hashes(tmp_path / "own")
     found = run("replay", "own", "--step", "4", "--", *script_on(processes, "train.py", kind, strategy))
     assert f"{where}, micro-batch 3, sample 17\n" in found.out
-    assert "2 of 2 are the run's: the same bits" in found.out
-    assert "of the largest loss micro-batch 3 nan" in found.out or kind == "backward"
+    assert "2 of 2 match the run: the same bits" in found.out
+    assert "largest losses: micro-batch 3 nan" in found.out or kind == "backward"
     page = (tmp_path / "replay-4.html").read_text()
     assert "sample 16, sample 17, sample 18, sample 19" in page
     assert "Activations" in page
@@ -253,11 +253,11 @@ def test_a_script_that_ends_where_its_loss_is_nan_has_shown_why(run, start, tmp_
     subprocess.run(script_on(1, "train.py", "forward", "auto"), capture_output=True, check=False, cwd=tmp_path)
     found = run("replay", "own", "--step", "4", "--", *script, code=2)
     assert "first NaN in the forward of module 2, by sqrt, micro-batch 3, sample 17\n" in found.out
-    assert "1 of 1 are the run's: the same bits" in found.out
+    assert "1 of 1 match the run: the same bits" in found.out
     assert "before step 4 was done" in found.err
     found = run("replay", "own", "--step", "4", "--", *script_on(1, "train.py", "own check after", "auto"))
     assert "loss      nan at step 4" in found.out
-    assert "2 of 2 are the run's: the same bits" in found.out
+    assert "2 of 2 match the run: the same bits" in found.out
 
 
 def test_weights_that_were_broken_before_the_step_are_named(run, start, tmp_path):
@@ -266,7 +266,7 @@ def test_weights_that_were_broken_before_the_step_are_named(run, start, tmp_path
     broken = subprocess.run(script, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "loss is nan at step 5" in broken.stderr
     found = run("replay", "own", "--step", "5", "--", *script)
-    assert "0.weight and 1 more not finite before the step already; replay an earlier one" in found.out
+    assert "0.weight and 1 more not finite before the step; replay an earlier step" in found.out
     assert "first " not in found.out
 
 

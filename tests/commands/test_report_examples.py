@@ -136,8 +136,8 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
     # 60 tokens, of which each but the first is a target once: the last window lacks one.
     mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
     assert mean == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["loss"], rel=1e-6)
-    assert "There are none: " in page.texts["run: samples of text"]
-    assert "with --tokenizer. The option is one of `lockstep predict`." in page.texts["run: samples of text"]
+    assert "There are no samples: " in page.texts["run: samples of text"]
+    assert "with --tokenizer. --tokenizer is an option of `lockstep predict`." in page.texts["run: samples of text"]
 
 
 def test_samples_of_text_are_what_predict_generates(run, tmp_path):
@@ -200,7 +200,7 @@ def test_of_a_task_of_ones_own_its_figures_are_shown(run, tmp_path):
         f"{100 * events(tmp_path / 'run', 'evaluated')[-1]['wrong']:.2f} %",
         "equal",
     )
-    assert "what task mine:Wrong makes of a model's outputs is known to its code alone" in page.texts["run"]
+    assert "because only the code of task mine:Wrong can interpret the outputs of its model" in page.texts["run"]
 
 
 def test_of_a_damaged_checkpoint_the_one_before_is_shown_with_a_warning(run, trained, tmp_path):

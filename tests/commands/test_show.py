@@ -30,7 +30,7 @@ def test_it_prints_origins_and_consequences():
 )
 def test_it_says_what_carries_tensors(overrides, words):
     result = invoke("show", "digits", *overrides)
-    assert result.output.splitlines()[-1].split(maxsplit=1) == ["exchange", words]
+    assert result.output.splitlines()[-1].split(maxsplit=1) == ["communication", words]
 
 
 def test_it_says_what_another_name_drops():
@@ -100,5 +100,5 @@ def test_a_run_of_steps_says_its_length_in_epochs():
 def test_without_the_data_only_the_rule_is_known(tmp_path):
     found = follows("imagenet-resnet50", f"recipe.data.root={tmp_path}")
     assert found["learning rate"] == "0.2 = 0.1 x 256 / 128"
-    assert found["samples"].startswith("known only once the data is there")
+    assert found["samples"].startswith("unknown until the data is available")
     assert "steps" not in found

@@ -73,7 +73,7 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
     trained = run("train", *DIGITS, "run.dir=run", *words)
     assert trained.sha256 == undisturbed(finished).sha256
     assert trained.err == (
-        f"warning: sink mine:Sink: RuntimeError: {told} (mine.py:{line}); mend it there; the sink is off, and the run "
+        f"warning: sink mine:Sink: RuntimeError: {told} (mine.py:{line}); fix it there; the sink is off, and the run "
         f"continues without it\n"
     )
     assert trained.err in (trained.folder / "run/logs/rank-0.log").read_text()
@@ -84,7 +84,7 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
     [
         (
             "[{name: 'mine:Sink', fails_at: opening}]",
-            "sink mine:Sink: RuntimeError: no room (mine.py:8); mend it there",
+            "sink mine:Sink: RuntimeError: no room (mine.py:8); fix it there",
         ),
         ("['mine:half']", "sink mine:half: it has no write and no close; add it"),
     ],

@@ -59,7 +59,7 @@ def left(folder: Path) -> list[str]:
 def test_a_job_is_written_submitted_and_job_of(folder: Path) -> None:
     said = submit("--nodes", "2", "--time", "30", "--python", "py", "--", "train", "digits", "run.dir=runs/a").stdout
     assert said == (
-        "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nhow it is: lockstep jobs runs/a\n"
+        "job 12 submitted: runs/a/job.sh\nlogs: runs/a/logs, from Slurm slurm-12.log\nstatus: lockstep jobs runs/a\n"
     )
     assert (folder / "asked").read_text() == "--parsable runs/a/job.sh\n"
     assert (folder / "runs" / "a" / "logs").is_dir()
@@ -144,7 +144,7 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
 
 def test_without_slurm_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch is not found")
+    assert submit("--", "train", "digits", code=2).stderr.startswith("error: sbatch not found;")
     assert left(folder) == []
 
 
@@ -230,4 +230,4 @@ def test_what_kubernetes_refuses_leaves_nothing_there(folder: Path) -> None:
 def test_without_kubectl_it_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     said = submit(*PODS, "--", "train", "digits", "run.dir=/runs/a", code=2).stderr
-    assert said.startswith("error: kubectl is not found")
+    assert said.startswith("error: kubectl not found;")

@@ -79,7 +79,7 @@ def test_state_in_attributes_departs_with_the_first_micro_batch_of_another_proce
     command = run("verify", *PLAIN, 'recipe.model.name="planted:Remembering"', code=3)
     single, shared = found(command)["rows"]
     assert single["verdict"] == "differs"
-    assert single["departure"]["after"] == " once single on 1 resumes from its checkpoint"
+    assert single["departure"]["after"] == " after single on 1 resumed from its checkpoint"
     departure = shared["departure"]
     assert (departure["step"], departure["microbatch"], departure["ranks"]) == (1, 2, [1])
     assert departure["what"] == "loss of a micro-batch"

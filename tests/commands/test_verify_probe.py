@@ -91,7 +91,7 @@ FAULTS = [
     (model("Centered"), causes.BUFFERS, "center ({self.center.lerp_})"),
     (model("normed"), causes.CUSTOM_BATCHNORM, "MyNorm ({self.running_mean.lerp_})"),
     (model("normed"), causes.CUSTOM_BATCHNORM, "2.running_mean, 2.running_var"),
-    (model("renormed"), causes.CUSTOM_BATCHNORM, "Renorm ({self.running_mean = 0.9}) moves running"),
+    (model("renormed"), causes.CUSTOM_BATCHNORM, "Renorm ({self.running_mean = 0.9}) updates running"),
     (noisy("python"), causes.FOREIGN_RANDOMNESS, "Python's random generator ({random.random()})"),
     (noisy("numpy"), causes.FOREIGN_RANDOMNESS, "NumPy's random generator ({np.random.rand()})"),
     (noisy("clock"), causes.UNREPEATABLE, "reads the clock ({time.perf_counter() %})"),
@@ -114,8 +114,8 @@ FAULTS = [
         causes.RANDOM_DATA,
         "set ({return self.inputs[index].mul_ -1}) changes when it is fetched again",
     ),
-    (data("keeping"), causes.RANDOM_DATA, "again: it has other random draws ("),
-    (data("sharded"), causes.RANKED_DATA, "training data set ({class _Sharded +1}) depends"),
+    (data("keeping"), causes.RANDOM_DATA, "again: it has different random draws ("),
+    (data("sharded"), causes.RANKED_DATA, "training dataset ({class _Sharded +1}) depends"),
 ]
 
 
@@ -198,7 +198,7 @@ def test_a_data_set_that_is_random_for_each_call(model, name, what):
     assert probed.random_samples[0].part == "training"
     assert {what} <= {sample.what for sample in probed.random_samples} <= {what, "random draws"}  # some by chance alike
     assert list(faults(probed)) == [causes.RANDOM_DATA]
-    assert "changes when it is fetched again: it has other " in faults(probed)[causes.RANDOM_DATA]
+    assert "changes when it is fetched again: it has different " in faults(probed)[causes.RANDOM_DATA]
 
 
 def test_facts_survive_being_written(tmp_path):

@@ -96,7 +96,7 @@ def test_a_host_whose_name_is_not_known_ends_it_in_a_line() -> None:
             assert process.wait(60) == code
             said = process.stderr.read()
         assert said.count("\n") == (code == 2)
-        assert (f" does not know the host {host}, where the processes of the job are to meet (" in said) == (code == 2)
+        assert (f" cannot resolve host {host}, the rendezvous host of the job (" in said) == (code == 2)
 
 
 def test_the_command_is_asked_to_end_when_stdin_does(start: Start, tmp_path: Path) -> None:

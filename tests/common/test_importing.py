@@ -42,16 +42,16 @@ def test_finds_modules_in_folders_without_init(here: Path) -> None:
 def test_refuses_what_is_no_import_path(path: str) -> None:
     with pytest.raises(UsageError) as caught:
         import_object(path, "model")
-    assert str(caught.value) == f"model {path}: not an import path; write package.module:function"
+    assert str(caught.value) == f"model {path}: not an import path; use the form package.module:function"
 
 
 def test_names_the_package_that_is_missing(here: Path) -> None:
-    with pytest.raises(UsageError, match=r"^loss absent_here\.sub:f: there is no module absent_here, .*PYTHONPATH"):
+    with pytest.raises(UsageError, match=r"^loss absent_here\.sub:f: module absent_here not found, .*PYTHONPATH"):
         import_object("absent_here.sub:f", "loss")
 
 
 def test_names_the_module_that_is_missing_in_a_package(here: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no module lockstep\.absent,"):
+    with pytest.raises(UsageError, match=r"module lockstep\.absent not found,"):
         import_object("lockstep.absent:f", "loss")
 
 

@@ -14,11 +14,11 @@ WORKER = "DataLoader worker (pid 17)"
         (f"{WORKER} is killed by signal: Killed. ", "17 was killed by SIGKILL; probably out of memory"),
         (
             f"{WORKER} is killed by signal: Bus error. It is possible",
-            "17 was killed by SIGBUS; probably no room in /dev",
+            "17 was killed by SIGBUS; /dev/shm is probably full",
         ),
-        (f"{WORKER} is killed by signal: Segmentation fault. ", "17 was killed by SIGSEGV; code of the data set"),
-        (f"{WORKER} exited unexpectedly with exit code 3. Details", "17 exited with code 3; code of the data set"),
-        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", "17 exited; code of the data set"),
+        (f"{WORKER} is killed by signal: Segmentation fault. ", "17 was killed by SIGSEGV; the code of the dataset"),
+        (f"{WORKER} exited unexpectedly with exit code 3. Details", "17 exited with code 3; the code of the dataset"),
+        ("DataLoader worker (pid(s) 17, 18) exited unexpectedly", "17 exited; the code of the dataset"),
     ],
 )
 def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> None:

@@ -42,7 +42,7 @@ def test_what_another_user_planted_in_its_place_is_refused(
     else:
         folder.mkdir()
         folder.chmod(0o777)
-    with pytest.raises(UsageError, match="only you can use"):
+    with pytest.raises(UsageError, match="only you can access"):
         private_folder()
 
 

@@ -42,7 +42,7 @@ def test_a_checkout_of_torch_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), StopIteration("x"), BaseException("x")])
 def test_whatever_is_raised_becomes_one_error(error: BaseException) -> None:
-    told = rf"^model m: {type(error).__name__}: \w \({HERE}\); mend it there$"
+    told = rf"^model m: {type(error).__name__}: \w \({HERE}\); fix it there$"
     with pytest.raises(OwnCodeError, match=told) as caught, OwnCode("model m"):
         _raise(error)
     assert caught.value.__cause__ is error
@@ -93,14 +93,14 @@ def test_what_is_left_of_ddp_is_told_how_to_go() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler([0])
     assert "(" in str(found := own_error(caught.value))
-    assert str(found).endswith("run.place and run.steps share the work out")
+    assert str(found).endswith("; Lockstep distributes the work")
 
 
 def test_the_place_of_bad_syntax_is_in_its_file(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("x = (", str(tmp_path / "nets.py"), "exec")
     assert place(caught.value) == f"{tmp_path}/nets.py:1"
-    assert describe_error(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); mend it there"
+    assert describe_error(caught.value) == f"SyntaxError: '(' was never closed ({tmp_path}/nets.py:1); fix it there"
 
 
 def _raise(error: BaseException) -> None:

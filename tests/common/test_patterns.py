@@ -22,7 +22,7 @@ def test_a_pattern_that_selects_nothing_is_refused_with_near_names() -> None:
 
 
 def test_without_near_names_some_are_listed() -> None:
-    with pytest.raises(UsageError, match="matches no parameter; there are n0, n1, n2, n3, n4, n5, n6, n7 and 1 more"):
+    with pytest.raises(UsageError, match="matches no parameter; names: n0, n1, n2, n3, n4, n5, n6, n7 and 1 more"):
         select("freeze", ["xyzzy*"], [f"n{number}" for number in range(9)])
 
 

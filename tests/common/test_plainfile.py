@@ -20,7 +20,7 @@ def test_a_plain_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 def test_a_link_is_followed_only_where_links_are_expected(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "link").symlink_to("file")
-    with pytest.raises(OSError, match="symbolic link, where a file is expected"):
+    with pytest.raises(OSError, match="symbolic link, expected a regular file"):
         plainfile.content(tmp_path / "link", 5)
     with plainfile.reader(tmp_path / "link", links=True) as opened:
         assert opened.read() == b"1"
@@ -62,5 +62,5 @@ def test_a_header_of_tensors_has_a_length_that_can_be(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for length, refused in ((plainfile.LARGEST_HEADER, False), (plainfile.LARGEST_HEADER + 1, True)):
         file.write_bytes(length.to_bytes(8, "little"))
-        with pytest.raises(OSError, match="its header says it has") if refused else nullcontext():
+        with pytest.raises(OSError, match="its header has") if refused else nullcontext():
             plainfile.check_safetensors(file)

@@ -90,7 +90,7 @@ for command in sys.argv[1:]:
     lines = found.stdout.splitlines()
     assert [line.strip() for line in lines[: len(shows)]] == ["0"] * len(shows)
     for command, line in zip(refused, lines[len(shows) :], strict=True):
-        assert line.startswith(f"2 error: lockstep {command} needs Linux or macOS: ")
+        assert line.startswith(f"2 error: lockstep {command} requires Linux or macOS, ")
 
 
 def test_windows_refuses_the_library_in_a_line(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ for name in lockstep.__all__:
     found = run(tmp_path, WINDOWS, body=body)
     assert found.stderr == ""
     refused = found.stdout.splitlines()
-    assert all(" needs Linux or macOS: " in line for line in refused)
+    assert all(" requires Linux or macOS, " in line for line in refused)
     named = {line.split()[0] for line in refused}
     assert {"lockstep.join", "lockstep.train", "lockstep.load"} <= named
     assert named.isdisjoint({"lockstep.Recipe", "lockstep.Placement", "lockstep.UsageError", "lockstep.Stepped"})

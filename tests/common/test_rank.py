@@ -21,9 +21,11 @@ def test_where_ranks_meet(launcher: str, master: str | None, rendezvous: str, ad
 
 
 def test_what_a_launcher_does_not_say_is_asked_for_in_its_own_words() -> None:
-    with pytest.raises(UsageError, match=r"not both set; set them \(mpirun -x MASTER_ADDR=HOST\), or placement.rendez"):
+    with pytest.raises(
+        UsageError, match=r"not both set; set them \(mpirun -x MASTER_ADDR=HOST\), or set placement.ren"
+    ):
         rendezvous_address(RankInfo(0, 2, 0, 1, "openmpi", None, 20016, "mpirun -x MASTER_ADDR=HOST"), "env://")
-    with pytest.raises(UsageError, match=r"not both set; set them, or placement.rendezvous"):
+    with pytest.raises(UsageError, match=r"not both set; set them, or set placement.rendezvous"):
         rendezvous_address(RankInfo(0, 2, 0, 1, "environment", "n1", None), "env://")
 
 

@@ -19,6 +19,6 @@ def test_the_state_of_a_newer_version_is_refused_in_a_line(tmp_path: Path) -> No
     with pytest.raises(UsageError) as caught:
         saved_state.parse_state(tmp_path, {"schema": schemas.SCHEMA + 1, "unheard": "of"})
     assert str(caught.value) == (
-        f"{tmp_path}/state.json: written by a newer version: schema 3, and this version of Lockstep reads 2; "
-        f"use the one that wrote it"
+        f"{tmp_path}/state.json: written by a newer version of Lockstep (schema 3, this version supports "
+        f"schema 2); use the version that wrote it"
     )

@@ -100,7 +100,7 @@ def test_the_table() -> None:
 def test_what_is_said_below_it() -> None:
     failed, broken = conclusion(COMPARISON)
     assert failed == "ddp on 4 failed: lost a rank"
-    assert broken.startswith("zero3 on 2 has other weights than one process, and strategy zero3 promises the same bits")
+    assert broken.startswith("zero3 on 2 has different weights than one process, although strategy zero3 promises the")
 
 
 def test_json_has_what_the_table_has_and_each_rank() -> None:
@@ -164,7 +164,7 @@ def test_what_is_shown_on_a_terminal_while_runs_go_on(monkeypatch: pytest.Monkey
         for each in STATES:
             shown.show(each)
         assert "step 10/40, 0:30 left" in stream.getvalue()
-        assert "0:30 left for all" in stream.getvalue()
+        assert "0:30 left in total" in stream.getvalue()
     assert "\x1b[?25h" in stream.getvalue()  # the cursor is there again
 
 

@@ -152,7 +152,7 @@ def _fails() -> Any:
     [
         (7, r"^dataset mine:data: expected a function, got an object of type int; set recipe\.data\.name to a"),
         (lambda size: None, r"missing a required argument: 'size' \(.* sets nothing\); .* signature \(size\)$"),
-        (_fails, r"ZeroDivisionError: division by zero \(.*test_imported\.py:\d+\); mend it there$"),
+        (_fails, r"ZeroDivisionError: division by zero \(.*test_imported\.py:\d+\); fix it there$"),
         (lambda: None, r"expected \(train, validation\) or a lockstep DataSet, got None$"),
         (lambda: _part(), r"got an object of type Listed$"),
         (lambda: (_part(), _part(), _part()), r"got a tuple of 3$"),
@@ -241,14 +241,16 @@ def test_a_collate_takes_samples_of_any_kind(open_with: Open, monkeypatch: pytes
     for place in ("data.imported", "common.importing"):
         monkeypatch.setattr(f"lockstep.{place}.import_object", lambda path, what: objects[path])
     assert import_dataset("mine:data", {}, "mine:pad").train.fetch(np.array([0, 1]), None)["tokens"].shape == (2, 3)
-    with pytest.raises(UsageError, match=r"^collate mine:no: it is of type int; name a function of samples$"):
+    with pytest.raises(
+        UsageError, match=r"^collate mine:no: expected a function of samples, got an object of type int$"
+    ):
         import_dataset("mine:data", {}, "mine:no")
 
 
 @pytest.mark.parametrize(
     ("collate", "said"),
     [
-        (lambda samples: 1 // 0, r"collate of samples 0: ZeroDivisionError: .*test_imported\.py:\d+\); mend it there$"),
+        (lambda samples: 1 // 0, r"collate of samples 0: ZeroDivisionError: .*test_imported\.py:\d+\); fix it there$"),
         (
             lambda samples: samples,
             r"collate of samples 0: expected a tensor, or a tuple, list or dict of tensors, got a",

@@ -355,6 +355,9 @@ class Killing:
 def test_a_loader_process_that_dies_is_named_with_its_signal_and_what_to_do(number: signal.Signals) -> None:
     with pytest.raises(LoaderDiedError) as caught:
         list(_loader(Killing(number), 8, 3, workers=2).training(0))
-    advice = {signal.SIGKILL: "probably out of memory: set fewer placement.workers", signal.SIGSEGV: "code of the data"}
+    advice = {
+        signal.SIGKILL: "probably out of memory: reduce placement.workers",
+        signal.SIGSEGV: "the code of the data",
+    }
     told = rf"loader process [01] of 2 \(pid \d+\) was killed by {number.name}; {advice[number]}"
     assert re.match(told, str(caught.value))

@@ -35,7 +35,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
     assert isinstance(classes, Table)
     assert pairs.rows[0] == ["class 998", "class 999", "998", "99.90 %"]
     assert [row[0] for row in pairs.rows] == [f"class {number}" for number in range(998, 978, -1)]
-    assert "1,000 classes are too many for a matrix; of 999 pairs" in pairs.note
+    assert "1,000 classes are too many for a matrix. These are the most frequent of 999 pairs." in pairs.note
     assert classes.rows[0] == ["class 998", "999", "0.10 %", "0.10 %"]
     assert len(classes.rows) == 20
     assert "The 20 with the lowest recall of 1,000." in classes.note
@@ -44,7 +44,7 @@ def test_many_classes_are_the_pairs_that_are_mistaken_most_often() -> None:
 def test_many_classes_without_a_mistake() -> None:
     each = torch.arange(1000)
     pairs, _ = confusions("r", [*map(str, range(1000))], each, each, torch.ones_like(each), "samples")
-    assert pairs == Words("r: mistaken most often", ["No class is predicted for another."])
+    assert pairs == Words("r: most frequent mistakes", ["There are no mistakes."])
 
 
 def test_pixels_are_counted_by_their_times() -> None:

@@ -57,7 +57,7 @@ def test_pictures_are_those_of_the_mistakes() -> None:
     assert worst.tiles[0].lines[1:] == ["true cow (1 %)", "predicted cat (90 %)"]
     for number, tile in zip((2, 4, 1), worst.tiles, strict=True):
         assert torch.equal(pixels(tile.source)[::28, ::28], inputs[number].permute(1, 2, 0))
-    assert worst.note == "3 mistakes of 3, by cross entropy, the largest first."
+    assert worst.note == "3 mistakes of 3, sorted by cross entropy, largest first."
     floats = view(inputs.float())[2]
     assert isinstance(floats, Tiles)
     assert "stretched" in floats.note
@@ -74,7 +74,7 @@ def test_samples_that_are_no_pictures_have_their_numbers() -> None:
 
 def test_a_model_without_mistakes() -> None:
     worst = view(torch.zeros(5, 7), SHARES.argmax(1))[2]
-    assert worst == Words("r: worst mistakes", ["There are none."])
+    assert worst == Words("r: worst mistakes", ["There are no mistakes."])
 
 
 @pytest.mark.parametrize("channels", [1, 3])

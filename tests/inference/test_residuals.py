@@ -47,4 +47,4 @@ def test_of_many_samples_some_are_drawn() -> None:
     [chart], _ = sections(torch.arange(9000.0), torch.arange(9000.0))
     drawn = chart.figure["data"][0]["x"]
     assert (len(drawn), drawn[0], drawn[-1]) == (2000, 0.0, 8999.0)
-    assert chart.note == "2,000 of 9,000 samples, at equal distances."
+    assert chart.note == "2,000 of 9,000 samples, evenly spaced."

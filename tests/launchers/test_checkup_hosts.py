@@ -59,7 +59,7 @@ def test_a_host_with_a_slow_link_is_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     fine = findings(done, "ok")
     assert json.loads(done.stdout)["hosts"] == ["h0", "h1", "h2"]
-    assert fine["interface"] == "between hosts gloo takes eth0 of rank 0 (h0), 1 (h1), 2 (h2)"
+    assert fine["interface"] == "between hosts, gloo uses eth0 on rank 0 (h0), 1 (h1), 2 (h2)"
     assert (tmp_path / "out1").read_text() == (tmp_path / "out2").read_text() == ""
     assert findings(done, "warning")["links between hosts"].startswith("all 4 links of h2 are slow, the slowest ")
     rates = {(each["source"], each["target"]): each["mb_s"] for each in json.loads(done.stdout)["links"]}
@@ -71,8 +71,8 @@ def test_a_host_whose_name_stands_for_loopback_is_named(tmp_path: Path) -> None:
     done = on_hosts(TRAP, tmp_path)
     assert done.returncode == 4, done.stderr
     bad = findings(done, "problem")
-    assert bad["host name"] == "h1 stands for 127.0.1.1, which no other host can reach"
-    assert bad["connections"] == "gloo would listen at loopback on rank 1 (h1): not tried"
+    assert bad["host name"] == "h1 resolves to 127.0.1.1, so no other host can reach it"
+    assert bad["connections"] == "gloo would listen on the loopback interface on rank 1 (h1): not tried"
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> Non
     ("name", "changes", "told"),
     [
         ("Lio", {}, "optimizer own_optimizers:Lio: module own_optimizers ({file}) has no 'Lio'; did you mean 'Lion'?"),
-        ("number", {}, "optimizer own_optimizers:number: it is of type int; name a class or a function"),
+        ("number", {}, "optimizer own_optimizers:number: expected a class or a function, got an object of type int"),
         ("without_rate", {}, "optimizer own_optimizers:without_rate: it takes no lr; let it be (params, lr, ...)"),
         ("nothing", {}, "optimizer own_optimizers:nothing: it gives NoneType; return a torch.optim.Optimizer"),
         ("first_only", {}, "optimizer own_optimizers:first_only: it leaves out bias"),
@@ -106,7 +106,7 @@ def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) 
 
 
 def test_an_error_in_a_step_has_its_line() -> None:
-    told = f"optimizer Broken: it cannot take a plain step: KeyError: 'exp_avg' ({place('exp_avg')}); mend it there"
+    told = f"optimizer Broken: it cannot take a plain step: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
     with pytest.raises(UsageError, match=re.escape(told)):
         check_optimizer(named("Broken"))
     with pytest.raises(OwnCodeError, match=re.escape(f"({place('exp_avg')})")):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.core.order import Steps
-from lockstep.planning.costs import Terms, costs, interval, kept
+from lockstep.planning.costs import Terms, costs, interval, kept_fraction
 
 STEPS = Steps(length=1000, batch=100, drop_last=False, epochs=5)
 
@@ -23,14 +23,14 @@ def test_no_other_interval_keeps_notably_more(save_s: float, mtbf_s: float) -> N
     best = interval(save_s, mtbf_s)
     assert 0 < best <= mtbf_s
     if save_s < mtbf_s / 2:
-        share = kept(best, save_s, mtbf_s)
+        share = kept_fraction(best, save_s, mtbf_s)
         assert 0 < share < 1
-        assert all(kept(best * factor, save_s, mtbf_s) < share * 1.001 for factor in (0.5, 0.8, 1.25, 2.0))
+        assert all(kept_fraction(best * factor, save_s, mtbf_s) < share * 1.001 for factor in (0.5, 0.8, 1.25, 2.0))
 
 
 def test_all_is_kept_where_nothing_fails_and_nothing_where_no_save_ends() -> None:
-    assert kept(1000.0, 0.0, 1e12) == pytest.approx(1.0)
-    assert kept(1.0, 1e6, 1.0) == 0.0
+    assert kept_fraction(1000.0, 0.0, 1e12) == pytest.approx(1.0)
+    assert kept_fraction(1.0, 1e6, 1.0) == 0.0
 
 
 def test_devices_cost_by_the_hour_and_saves_fall_on_steps() -> None:
@@ -38,5 +38,5 @@ def test_devices_cost_by_the_hour_and_saves_fall_on_steps() -> None:
     assert found.epoch == pytest.approx(10 * 4 * 7.2 / 3600 * 2.5)
     assert found.run == pytest.approx(5 * 10 * 4 * 7.2 / 3600 * 2.5)
     assert found.save_every == 972  # 116.7 min
-    assert found.kept == pytest.approx(kept(972 * 7.2, 300.0, 86400.0))
+    assert found.kept == pytest.approx(kept_fraction(972 * 7.2, 300.0, 86400.0))
     assert set(asdict(costs(7.2, 4, STEPS, Terms())).values()) == {None}

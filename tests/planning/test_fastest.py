@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
     loaded, words = with_fastest(load("digits", [*WORDS[:2], f"placement.processes={processes}", "run.dir=a"]), str)
     assert loaded.config.placement.strategy.name == strategy
     assert found == tried
-    assert words.endswith("as it was measured before") == (not tried)
+    assert words.endswith("as measured before") == (not tried)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
     [
         (
             [row("ddp", 1.0, 900 * 2**40), row("zero3", 2.0, 600 * 2**40)],
-            "nothing fits on 2 processes; zero3 comes nearest, with 614,400 GiB a rank where 1 GiB are free",
+            "no strategy fits on 2 processes; zero3 needs the least memory, 614,400 GiB per rank of 1 GiB free",
         ),
-        ([Placed("ddp", 2, reason="no\nplace")], "nothing could be measured:\nnot measured: ddp on 2: no"),
+        ([Placed("ddp", 2, reason="no\nplace")], "no strategy could be measured:\nnot measured: ddp on 2: no"),
     ],
 )
 def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
@@ -141,7 +141,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
 
 
 def test_what_unpickles_is_measured_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.planning.survey._placed", lambda strategy, *_: strategy.name)
+    monkeypatch.setattr("lockstep.planning.survey._check_and_measure", lambda strategy, *_: strategy.name)
     found = partial(survey, load("digits"), None, counts=(2,), machine=Machine(), tell=str)
     assert {"ddp", "zero3", "pipeline"} <= {*found(strategies=())}
     assert "parameter_server" not in found(strategies=())

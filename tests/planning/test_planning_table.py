@@ -40,7 +40,7 @@ def test_cells_say_by_how_much_it_does_not_fit() -> None:
     with console.capture() as shown:
         console.print(draw([priced], Machine()))
     assert [" ".join(line.split()) for line in shown.get().splitlines()] == [
-        "strategy processes memory, most between steps sends a step fits an epoch the run save every, steps kept",
+        "strategy processes peak memory between steps sends a step fits an epoch the run save every, steps kept",
         "ddp 2 500 MiB 300 MiB 100 MiB, 4 2 s 3.21 24,690 99 98.77 %",
     ]
     assert '"fits": false' in to_json([DDP], Machine(memory=400 * MIB))

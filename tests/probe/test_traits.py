@@ -54,10 +54,10 @@ def found(model: nn.Module) -> list[str]:
     [
         (Strided, "weight is not contiguous (strides (1, 3))"),
         (lambda: Clamped(3, 3), "weight is written in the forward"),
-        (lambda: Net(hooked()), "part.weight has a hook of its gradient"),
+        (lambda: Net(hooked()), "part.weight has a gradient hook"),
         (lambda: Net(nn.Linear(3, 3), reentrant=True), "part is recomputed by a reentrant checkpoint"),
         (lambda: Net(nn.Linear(3, 3), times=(2, 2)), "part is called 2 times in a forward"),
-        (lambda: Net(nn.Linear(3, 3), times=(1, 0)), "part is called in some forwards and left out in others"),
+        (lambda: Net(nn.Linear(3, 3), times=(1, 0)), "part is called in some forward passes and skipped in others"),
     ],
 )
 def test_a_trait_that_may_depend_on_the_strategy_is_named(model, words: str) -> None:

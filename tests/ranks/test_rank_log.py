@@ -86,7 +86,7 @@ def test_a_log_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "logs" / "rank-0.log").symlink_to("../victim")
     out, err = speak(tmp_path, 0, 1)
     assert out == ["before", "out", "after"]
-    assert "warning: logs/rank-0.log: the log has gaps: it is a symbolic link, where a file is expected" in err
+    assert "warning: logs/rank-0.log: the log has gaps: it is a symbolic link, expected a regular file" in err
     assert (tmp_path / "victim").read_text() == "mine\n"
 
 

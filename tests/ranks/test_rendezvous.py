@@ -94,7 +94,9 @@ def test_all_ranks_hear_who_differs_and_in_what(infos: Any) -> None:
     errors = each(infos, work)
     assert {type(error) for error in errors} == {RanksDifferError}
     host = socket.gethostname()
-    told = f"recipe: rank 1 ({host}) differs from rank 0 ({host}): lr: 1.1, not 0.1; start all ranks with the same"
+    told = (
+        f"recipe: rank 1 ({host}) differs from rank 0 ({host}): lr: 1.1, not 0.1; start all ranks with the same value"
+    )
     assert {str(error) for error in errors} == {told}
 
 

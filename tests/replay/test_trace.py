@@ -33,11 +33,11 @@ def in_backward(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "head", "found"),
     [
-        (torch.neg, HERE, ["all [0-9,]+ tensors agree, to the bit"]),
+        (torch.neg, HERE, ["all [0-9,]+ tensors have the same bits"]),
         (
             lambda x: torch.neg(x) * 1,
             HERE,
-            ["only now: micro-batch 0, forward: mul in changed, float32 .6, 8., and with"],
+            ["only now: micro-batch 0, forward: mul in changed, float32 .6, 8., and"],
         ),
         (
             lambda x: torch.neg(x).where(torch.arange(48).view(6, 8) != 21, x[2, 5] * -ONE_BIT),
@@ -45,11 +45,11 @@ def in_backward(x: Tensor) -> Tensor:
             ["first difference, after \\d+ tensors that agree: micro-batch 0, forward: the module's output in changed"],
         ),
         (in_backward, HERE, ["first difference, .* micro-batch 0, backward: neg of NegBackward0 in changed"]),
-        (torch.neg, HERE.model_copy(update={"steps": {4: "1"}}), ["step 4 differs already; trace that one"]),
+        (torch.neg, HERE.model_copy(update={"steps": {4: "1"}}), ["step 4 already differs; trace step 4"]),
         (
             torch.neg,
             HERE.model_copy(update={"numerics": {"torch": "2.15.0", "threads": 2}, "sources": {"nets.py": "1"}}),
-            ["threads: 1 before, 2 now", "nets.py: another file", "all [0-9,]+ tensors agree"],
+            ["threads: 1 before, 2 now", "nets.py: different file", "all [0-9,]+ tensors have the same bits"],
         ),
     ],
 )
@@ -57,17 +57,17 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path, change, head: He
     agree, lines = compare(traced(tmp_path / "a"), traced(tmp_path / "b", change, head))
     for line in found:
         assert any(re.match(line, each) for each in lines), lines
-    assert agree == ("agree, to the bit" in lines[-1])
+    assert agree == ("have the same bits" in lines[-1])
 
 
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "cannot be read: No such file or directory"),
-        ("", "is no trace; `lockstep replay RUN --step N --trace FILE` writes one"),
-        ("{}\n", "is no trace"),
-        (HERE.model_dump_json() + '\n["a"]', "is no trace"),
-        (HERE.model_copy(update={"step": 6}).model_dump_json(), "of step 6; trace the same step"),
+        (None, "cannot read: No such file or directory"),
+        ("", "not a trace; write one with `lockstep replay RUN --step N --trace FILE`"),
+        ("{}\n", "not a trace"),
+        (HERE.model_dump_json() + '\n["a"]', "not a trace"),
+        (HERE.model_copy(update={"step": 6}).model_dump_json(), "traces step 6; trace the same step"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: str | None, problem: str) -> None:

@@ -22,7 +22,7 @@ def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken
     claim = run_folder.claim_own(folder, None)
     claim.lock.release()
     assert claim.checkpoint == folder / "checkpoints/step-00000001"
-    assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, where a file is expected"]
+    assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, expected a regular file"]
     manifest.unlink()
     manifest.symlink_to("/etc/hostname")
     with pytest.raises(UsageError, match="is a link out of the run folder, to /etc/hostname"):

@@ -79,7 +79,7 @@ def test_without_metrics_the_task_is_itself(task: Any) -> None:
         ("nothing", "returned NoneType; return a mapping of names to sums"),
         ("vector", r"each has shape \(2,\) and torch\.float32; return real 0-dim sums"),
         ("reserved", "lr is a name that Lockstep uses for evaluations; choose a different name"),
-        ("broken", r"KeyError: 'label' \(.*test_metrics\.py:\d+\); mend it there"),
+        ("broken", r"KeyError: 'label' \(.*test_metrics\.py:\d+\); fix it there"),
     ],
 )
 def test_what_is_no_sum_is_refused(name: str, told: str) -> None:
@@ -94,5 +94,5 @@ def test_a_name_that_is_taken_is_refused(task: Any) -> None:
 
 
 def test_what_is_no_function_is_refused(task: Any) -> None:
-    with pytest.raises(UsageError, match="it is of type int; name a function"):
+    with pytest.raises(UsageError, match=r"expected a function .*, got an object of type int"):
         with_metrics(task, named("number"))

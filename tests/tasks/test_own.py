@@ -108,7 +108,7 @@ def test_an_error_names_its_line() -> None:
         def weight(self, batch: Any) -> int:
             raise KeyError("mask")
 
-    with pytest.raises(UsageError, match=r"^task a:B: weight: KeyError: 'mask' \(.*test_own.py:\d+\); mend it there$"):
+    with pytest.raises(UsageError, match=r"^task a:B: weight: KeyError: 'mask' \(.*test_own.py:\d+\); fix it there$"):
         OwnTask("task a:B", Fails()).weight(BATCH)
 
 

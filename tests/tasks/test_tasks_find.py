@@ -82,8 +82,8 @@ def test_the_users_own_gets_options_and_facts() -> None:
         (recipe(loss="mse"), CLASSES, r"mse is a loss for regression; set recipe\.task={name: regression, loss: mse}"),
         (recipe("classification", weights=[1]), CLASSES, "recipe.task.weights: 1 weights for 2 classes"),
         (recipe("classification", weights=[1, -1]), CLASSES, "must be finite and not negative, got "),
-        (recipe("nowhere.to:Be"), {}, "there is no module nowhere"),
-        (recipe(f"{__name__}:CLASSES"), {}, "it is of type dict; name a class"),
+        (recipe("nowhere.to:Be"), {}, "module nowhere not found"),
+        (recipe(f"{__name__}:CLASSES"), {}, "expected a class, got an object of type dict"),
         (recipe(f"{__name__}:Mine", scal=1), CLASSES, "has no such option; did you mean 'scale'"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_buffer_that_forward_changes_is_the_cause_itself():
     probed = ProbeResult(buffers=["layer1.bn1.running_mean", "center"], changed_buffers={"center": "Centered"})
     assert cause(diagnosis(trace.MODEL, "center", probed)) == (
         "center of the model differs from step 3 on: this model updates buffers outside BatchNorm, and each process "
-        "by its own micro-batches only"
+        "only sees its own micro-batches"
     )
     probed = ProbeResult(changed_buffers={"layer1.bn1.running_mean": "GhostNorm"}, buffers=["layer1.bn1.running_mean"])
     told = cause(diagnosis(trace.MODEL, "layer1.bn1.running_mean", probed))
@@ -52,7 +52,10 @@ def test_a_buffer_that_forward_changes_is_the_cause_itself():
             ProbeResult(changed_buffers={"n": "M"}, counting_buffers=["n"], alone="loss"),
             "updates buffers outside BatchNorm",
         ),
-        (ProbeResult(alone="gradient of a"), "the gradient of a of a micro-batch depends on whether another one"),
+        (
+            ProbeResult(alone="gradient of a"),
+            "the gradient of a of a micro-batch depends on whether another micro-batch",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs(probed, words):
@@ -67,7 +70,7 @@ def test_what_is_wrong_with_the_forward_pass_is_the_cause_of_a_loss_that_departs
 def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(what, where):
     probed = ProbeResult(attributes={"steps": "0 -> 1"}, places={"model": "net.py:3", "training": "data.py:7"})
     by_seed = replace(diagnosis(what, "2", probed, "single on 1"), hashes=True)
-    assert cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where} that goes through one")
+    assert cause(by_seed).startswith(f"the order of a set of strings, or hash(), in code{where}: it changes")
     assert "the order of a set" not in cause(replace(by_seed, again=False))
     if what != trace.DATA:
         assert "computed again by a fresh copy" in cause(replace(by_seed, probed=ProbeResult(repeated="loss")))
@@ -75,7 +78,7 @@ def test_the_order_of_a_set_is_the_cause_where_only_the_hash_seed_was_another(wh
 
 def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_else_is():
     probed = ProbeResult(attributes={"steps": "0 -> 1"})
-    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)).startswith("perhaps what was noted, which may matter after")
+    assert cause(diagnosis(trace.OWN_LOSS, "2", probed)).startswith("possibly a note, which may only matter after")
     assert "steps (0 -> 1)" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
     assert "draws from NumPy's" in cause(diagnosis(trace.OWN_LOSS, "2", ProbeResult(streams=["NumPy's"], alone="loss")))
     assert "send the output of" in cause(diagnosis(compare.EVALUATION, "loss", probed))
@@ -84,7 +87,7 @@ def test_attributes_that_were_harmless_so_far_are_a_cause_only_where_nothing_els
 def test_an_evaluation_that_cannot_be_repeated_is_the_cause_of_one_that_departs():
     probed = ProbeResult(evaluation="outputs", evaluation_reads={"torch's": "net.py:3"})
     told = cause(diagnosis(compare.EVALUATION, "loss", probed))
-    assert "depend on what was evaluated before: forward draws from torch's random generator (net.py:3)" in told
+    assert "depend on earlier batches: forward draws from torch's random generator (net.py:3)" in told
     assert "send the output of" in cause(diagnosis(trace.OWN_LOSS, "2", probed))
 
 
@@ -97,7 +100,7 @@ def test_a_rank_that_is_read_is_told_with_its_line_and_else_with_the_model():
 
 def test_other_data_is_the_data_sets_doing_whatever_else_is_wrong():
     probed = ProbeResult(random_samples=[RandomSample("training", 7, "inputs")], repeated="loss")
-    assert "item 7 of the training data set changes when" in cause(diagnosis(trace.DATA, "2", probed))
+    assert "item 7 of the training dataset changes when" in cause(diagnosis(trace.DATA, "2", probed))
     assert "depends on the process" in cause(diagnosis(trace.DATA, "2", ProbeResult(repeated="loss")))
 
 
@@ -116,8 +119,8 @@ def test_without_a_suspect_the_kind_of_the_departure_tells():
 
 def test_a_reference_that_departs_from_itself_and_what_changes_from_run_to_run():
     assert "second run of itself" in cause(diagnosis(trace.LOSS, "", place="single on 1"))
-    assert "saw something else again" in cause(diagnosis(trace.LOSS, "", again=False))
-    assert "the checkpoint does not hold" in cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
+    assert "had a different result again" in cause(diagnosis(trace.LOSS, "", again=False))
+    assert "the checkpoint does not contain" in cause(diagnosis(trace.LOSS, "", place="single on 1", resumed=True))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +158,12 @@ def test_a_difference_that_nothing_explains_is_told_with_its_tensor_its_amount_a
         diagnosis(trace.GRADIENT, "conv.weight", place="zero2 on 2"), distance=2.7e-7, command="lockstep verify x"
     )
     told = cause(first)
-    assert "the first to differ is the gradient of conv.weight in step 3, by 2.7e-07" in told
-    assert told.endswith("use strategy ddp until this is mended, and send the output of `lockstep verify x`")
+    assert "the first difference is in the gradient of conv.weight in step 3, by 2.7e-07" in told
+    assert told.endswith("use strategy ddp until this is fixed, and send the output of `lockstep verify x`")
     assert "report" not in told
 
 
 def test_a_trait_of_the_model_is_the_cause_where_nothing_else_is():
     probed = replace(CLEAN, traits=["part is called 2 times in a forward", "other"])
     told = cause(diagnosis(trace.GRADIENT, "conv.weight", probed, place="zero2 on 2"))
-    assert told.endswith("perhaps since part is called 2 times in a forward")
+    assert told.endswith("possibly because part is called 2 times in a forward")

@@ -83,7 +83,7 @@ def test_an_exchange_within_a_step_is_refused_before_ranks_wait_for_each_other()
 def test_the_first_departure_is_named():
     told = (
         r"ddp on 2: differs: step 2: the loss is .*, not .*; likely cause: the loop reads the rank or the number of "
-        r"ranks \([^ ]*loops\.py:\d+\); let the loop follow from its data and its model alone"
+        r"ranks \([^ ]*loops\.py:\d+\); make the loop depend only on its data and its model"
     )
     with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
@@ -100,7 +100,7 @@ def test_a_recipe_that_is_not_there_is_refused_before_anything_starts():
 
 
 def test_a_function_without_a_run_is_refused():
-    with pytest.raises(lockstep.UsageError, match=r"it joined no run: call lockstep\.join in it"):
+    with pytest.raises(lockstep.UsageError, match=r"the function joined no run; call lockstep\.join in it"):
         lockstep.verify(print, processes=(1,))
 
 
@@ -120,7 +120,7 @@ def test_the_order_of_a_set_is_found_by_another_hash_seed_and_named():
 
 def test_a_function_that_no_other_process_can_import_runs_with_the_same_order_of_sets():
     [row] = compared(lambda: loops.training(epochs=1), (1,), (), 1)
-    assert row.line.startswith("single on 1: identical, 1 step, with the same order of sets: give a function of a mod")
+    assert row.line.startswith("single on 1: identical, 1 step, with the same hash seed; to test another one, pass a")
 
 
 def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
@@ -143,8 +143,8 @@ def test_what_only_one_process_passes_is_a_failure_and_what_no_strategy_can_be_i
 def test_data_that_changes_when_it_is_fetched_again_is_found_before_a_sample_comes_twice(processes):
     first, other = compared(loops.with_noise_kept, processes, ("ddp",), 2)
     assert re.match(
-        r"single on 1: differs: item 39 of the training data set \(\S*loops\.py:\d+\) changes when it is fetched "
-        r"again: it has other random draws \(1 of the items tried do\)",
+        r"single on 1: differs: item 39 of the training dataset \(\S*loops\.py:\d+\) changes when it is fetched "
+        r"again: it has different random draws \(1 of the tested items do\)",
         first.line,
     )
     assert other.line == "ddp on 2: identical, 2 steps"
@@ -268,7 +268,7 @@ def test_what_the_guard_refuses_is_found_by_the_comparison_alone(case):
     function, strategy = SILENT[case]
     [row] = compared(function, (2,), (strategy,), None, guarded=False)
     assert row.verdict == "differs", row.line
-    with pytest.raises(lockstep.UsageError, match="the reference, one process: "):
+    with pytest.raises(lockstep.UsageError, match="reference on one process: "):
         list(compared(function, (2,), (strategy,), None))
 
 
@@ -339,7 +339,7 @@ def test_what_a_resume_loses_is_named(kind, lost):
     *_, resumed = check_placements(lambda: resumable(kind, folder), (1,), (), 3)
     assert re.match(
         rf"single on 1, stopped after step \d \(seed 0\) and resumed by single on 1: differs: step \d: .*; "
-        rf"likely cause: no checkpoint holds {lost}; keep it in run\.state from step to step",
+        rf"likely cause: no checkpoint contains {lost}; store it in run\.state, or compute it from step\.number",
         resumed.line,
     )
     assert ("--no-resume" in resumed.line) == (folder is None)
@@ -391,8 +391,8 @@ def averaging(kind: Any) -> None:
 def test_an_object_with_a_module_is_blamed_before_figures_that_are_printed(kind):
     *_, resumed = check_placements(lambda: averaging(kind), (1,), (), 6)
     assert re.search(
-        rf"differs: step \d: .*run\.state.*; likely cause: no checkpoint holds average \(an? {kind.__name__}, "
-        r"\S*test_own_loop\.py:\d+\); keep it in run\.state from step to step",
+        rf"differs: step \d: .*run\.state.*; likely cause: no checkpoint contains average \(an? {kind.__name__}, "
+        r"\S*test_own_loop\.py:\d+\); store it in run\.state",
         resumed.line,
     )
 
@@ -413,8 +413,8 @@ def hiding() -> None:
 def test_figures_that_are_only_printed_are_named_last_and_times_not_at_all():
     *_, resumed = check_placements(hiding, (1,), (), 6)
     assert re.search(
-        r"likely cause: the loop depends on something that no checkpoint holds, and that is in none of the "
-        r"variables that it reads: a file, the clock, or the state of an object of a library; or losses \(a list, "
+        r"likely cause: the loop depends on something that is in no checkpoint and in none of the variables "
+        r"that it reads: a file, the clock, or the state of an object of a library; or losses \(a list, "
         r"\S*test_own_loop\.py:\d+\)",
         resumed.line,
     )

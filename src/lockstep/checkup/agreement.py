@@ -14,56 +14,58 @@ _OWN: Final = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
 _NEEDED: Final = ("python", "lockstep", "lockstep's source", "torch")
-_REFUSES: Final = "lockstep train refuses ranks that differ in it"
-_MAY: Final = "the ranks may compute or exchange in other ways, or wait for each other for ever"
+_REFUSES: Final = "lockstep train rejects ranks with different values"
+_MAY: Final = "the ranks may compute or communicate differently, or wait for each other forever"
 
 
-def of_ranks(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
+def rank_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
     """Return a finding for each difference between ranks, or a single finding if there are none."""
-    found = [
+    findings = [
         *_unlike(facts, hosts, "versions", lambda name: "problem" if name in _NEEDED else "warning"),
         *_unlike(facts, hosts, "numerics", lambda _: "problem"),
         *_unlike(facts, hosts, "variables", lambda _: "warning"),
         *_cards(facts, hosts),
     ]
-    if found or len(facts) == 1:
-        return found
+    if findings or len(facts) == 1:
+        return findings
     return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
 
 
 def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any) -> Iterator[Finding]:
-    sections = [each.get(section, {}) for each in facts]
-    for name in dict.fromkeys(name for each in sections for name in each if name not in _OWN):
-        words = values([each.get(name) for each in sections], hosts)
-        if words:
+    sections = [rank_facts.get(section, {}) for rank_facts in facts]
+    for name in dict.fromkeys(name for section_facts in sections for name in section_facts if name not in _OWN):
+        text = values([section_facts.get(name) for section_facts in sections], hosts)
+        if text:
             level: Level = level_of(name)
             leads_to = _REFUSES if level == "problem" else _MAY
-            yield Finding("ranks alike", level, f"{name}: {words}", leads_to, "make it the same on all hosts")
+            yield Finding("ranks alike", level, f"{name}: {text}", leads_to, "make it the same on all hosts")
 
 
 def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    kinds = [", ".join(sorted(set(each.get("cards", {}).get("devices", [])))) or "the CPU" for each in facts]
-    if words := values(kinds, hosts):
-        leads_to = "bits are promised for one kind, and lockstep train refuses ranks on several"
-        remedy = "choose hosts of one kind, or placement.device=cpu"
-        yield Finding("ranks alike", "problem", f"devices: {words}", leads_to, remedy)
+    kinds = [
+        ", ".join(sorted(set(rank_facts.get("cards", {}).get("devices", [])))) or "the CPU" for rank_facts in facts
+    ]
+    if text := values(kinds, hosts):
+        leads_to = "the same bits are only promised on one kind of device, and lockstep train rejects ranks on several"
+        remedy = "use hosts with one kind of device, or placement.device=cpu"
+        yield Finding("ranks alike", "problem", f"devices: {text}", leads_to, remedy)
 
 
-def values(found: Sequence[Any], hosts: Sequence[str]) -> str:
+def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
     """Return each value with its ranks, most common value first, or "" if all ranks have the same value."""
     groups: dict[str, list[int]] = {}
-    for rank, value in enumerate(found):
-        groups.setdefault("not there" if value is None else _text(value), []).append(rank)
+    for rank, value in enumerate(rank_values):
+        groups.setdefault("missing" if value is None else _text(value), []).append(rank)
     if len(groups) < 2:
         return ""
-    ordered = sorted(groups.items(), key=lambda each: -len(each[1]))
+    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return "; ".join(f"{value} on {who(ranks, hosts)}" for value, ranks in ordered)
 
 
 def who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return `rank 2 (b), 3 (b)`. If there are many ranks, return the first of them and the number of the others."""
-    shown = ranks_in_words(ranks[:_SHOWN], hosts)
-    return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN:,} more"
+    text = ranks_in_words(ranks[:_SHOWN], hosts)
+    return text if len(ranks) <= _SHOWN else f"{text} and {len(ranks) - _SHOWN:,} more"
 
 
 def _text(value: Any) -> str:

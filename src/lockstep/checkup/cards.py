@@ -13,9 +13,9 @@ from lockstep.errors import UsageError
 from lockstep.ranks.member import at_most
 
 _ANSWER_S: Final = 20.0  # without persistence mode, the first answer takes seconds per GPU
-_HANGS: Final = f"none within {_ANSWER_S:.0f} s; the driver hangs"
-_DEFAULT_MODE: Final = "nvidia-smi -c DEFAULT"
-_UNUSED: Final = "a run computes on the CPU, or refuses to start"
+_HANGS: Final = f"no answer within {_ANSWER_S:.0f} s, so it hangs"
+_DEFAULT_MODE: Final = "run nvidia-smi -c DEFAULT"
+_UNUSED: Final = "a run computes on the CPU, or does not start"
 _STATE: Final = {True: "on", False: "off", None: "not known"}
 
 
@@ -27,59 +27,65 @@ def look_at_cards() -> Evidence:
     return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
 
 
-def of_gpus(found: Evidence, precision: str, refused: Sequence[str] | None) -> list[Finding]:
+def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
     """Return all findings.
 
-    `refused` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
+    `refusals` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
     """
-    findings = [*_software(found), *_usable(found)]
-    for number, card in enumerate(found.driver.cards):
+    findings = [*_software(evidence), *_usable(evidence)]
+    for number, card in enumerate(evidence.driver.cards):
         findings += [_card_facts(number, card), *_faults(number, card)]
-    findings += [*_card_kinds(found.driver.cards), *_devices(found), *_variables(precision)]
-    findings += [Finding("recipe", "problem", text, "lockstep train refuses it on CUDA") for text in refused or ()]
-    if refused == []:
+    findings += [*_card_kinds(evidence.driver.cards), *_devices(evidence), *_variables(precision)]
+    findings += [Finding("recipe", "problem", text, "lockstep train rejects it on CUDA") for text in refusals or ()]
+    if refusals == []:
         findings.append(Finding("recipe", "ok", "its model and loss have exact kernels on CUDA"))
     return findings
 
 
-def _software(found: Evidence) -> Iterator[Finding]:
-    newest = f", knows CUDA up to {found.driver.cuda}" if found.driver.cuda else ""
-    yield Finding("driver", "ok", f"{found.driver.version or found.kernel or 'none'}{newest}")
-    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in found.libraries.items()))
+def _software(evidence: Evidence) -> Iterator[Finding]:
+    newest = f", supports CUDA up to {evidence.driver.cuda}" if evidence.driver.cuda else ""
+    yield Finding("driver", "ok", f"{evidence.driver.version or evidence.kernel or 'none'}{newest}")
+    yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in evidence.libraries.items()))
 
 
-def _usable(found: Evidence) -> Iterator[Finding]:
+def _usable(evidence: Evidence) -> Iterator[Finding]:
     """Yield the reasons why no GPU can be used, each with its remedy, and the evidence."""
-    if found.devices and not found.raised:
+    if evidence.devices and not evidence.raised:
         return
-    reasons = [*_of_torch(found), *_of_driver(found), *_of_rights(found), *_of_choice(found)]
+    reasons = [
+        *_torch_reasons(evidence),
+        *_driver_reasons(evidence),
+        *_permission_reasons(evidence),
+        *_selection_reasons(evidence),
+    ]
     if not reasons:
-        unknown = "torch finds no card, and nothing of what was looked at says why"
-        reasons = [(f"CUDA does not start: {found.raised}" if found.raised else unknown, "look into dmesg")]
+        default_reason = "torch finds no GPU, and none of the checks below explains why"
+        reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
     yield from (Finding("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
-    files = ", ".join(f"{name}{'' if opens else ' (closed)'}" for name, opens in found.files.items())
-    looked = {
-        "/proc/driver/nvidia/version": found.kernel or "not there",
-        "/dev/nvidia*": files or "not there",
-        "libcuda.so.1": found.library or "loads",
-        "NVML": found.driver.problem or "answers",
-        "CUDA_VISIBLE_DEVICES": "not set" if found.visible is None else repr(found.visible),
-        "torch.cuda.init()": found.raised or "starts",
+    files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
+    evidence_texts = {
+        "/proc/driver/nvidia/version": evidence.kernel or "not found",
+        "/dev/nvidia*": files or "not found",
+        "libcuda.so.1": evidence.library or "loads",
+        "NVML": evidence.driver.problem or "answers",
+        "CUDA_VISIBLE_DEVICES": "not set" if evidence.visible is None else repr(evidence.visible),
+        "torch.cuda.init()": evidence.raised or "starts",
     }
-    yield from (Finding(name, "ok", text) for name, text in looked.items())
+    yield from (Finding(name, "ok", text) for name, text in evidence_texts.items())
 
 
 Reason = tuple[str, str]  # the reason and its remedy
 
 
-def _of_torch(found: Evidence) -> Iterator[Reason]:
-    torch, cuda, known = found.libraries["torch"], found.libraries["CUDA"], found.driver.cuda
+def _torch_reasons(evidence: Evidence) -> Iterator[Reason]:
+    torch, cuda, driver_cuda = evidence.libraries["torch"], evidence.libraries["CUDA"], evidence.driver.cuda
     if cuda is None:
-        yield f"torch {torch} is built without CUDA", "install one with CUDA (https://pytorch.org/get-started)"
-    elif known and _major(known) < _major(cuda):  # a driver supports all minor versions of its major CUDA version
+        yield f"torch {torch} is built without CUDA", "install a build with CUDA (https://pytorch.org/get-started)"
+    elif driver_cuda and _major(driver_cuda) < _major(cuda):
+        # A driver supports all minor versions of its major CUDA version.
         yield (
-            f"the driver knows CUDA up to {known}, and torch {torch} is built with CUDA {cuda}",
-            f"install a newer driver, or a torch for CUDA {_major(known)}",
+            f"the driver supports CUDA up to {driver_cuda}, but torch {torch} is built with CUDA {cuda}",
+            f"install a newer driver, or a torch build for CUDA {_major(driver_cuda)}",
         )
 
 
@@ -87,107 +93,112 @@ def _major(version: str) -> int:
     return int(version.partition(".")[0])
 
 
-def _of_driver(found: Evidence) -> Iterator[Reason]:
-    loaded = bool(found.kernel or found.files)
-    if found.library and not loaded:
+def _driver_reasons(evidence: Evidence) -> Iterator[Reason]:
+    loaded = bool(evidence.kernel or evidence.files)
+    if evidence.library and not loaded:
         yield (
-            "no driver: neither /proc/driver/nvidia/version nor /dev/nvidia* nor libcuda.so.1 is there",
-            "install NVIDIA's, or start the container with its cards (docker run --gpus all)",
+            "no driver: /proc/driver/nvidia/version, /dev/nvidia* and libcuda.so.1 do not exist",
+            "install the NVIDIA driver, or start the container with GPUs (docker run --gpus all)",
         )
-    elif loaded and not any(name.removeprefix("/dev/nvidia").isdecimal() for name in found.files):
-        text = "the driver is loaded, but no card has a device file (/dev/nvidia0)"
-        yield text, "in a container or job, ask for cards"
-    elif found.library:
-        text = f"the driver is loaded, but not its library: {found.library}"
-        yield text, "install the one of the same version"
-    elif found.driver.problem:
-        yield f"the driver does not answer: {found.driver.problem}", "look for Xid in dmesg"
+    elif loaded and not any(name.removeprefix("/dev/nvidia").isdecimal() for name in evidence.files):
+        text = "the driver is loaded, but no GPU has a device file (/dev/nvidia0)"
+        yield text, "in a container or job, request GPUs"
+    elif evidence.library:
+        text = f"the driver is loaded, but not its library: {evidence.library}"
+        yield text, "install the library of the same version"
+    elif evidence.driver.problem:
+        yield f"the driver does not answer: {evidence.driver.problem}", "check dmesg for Xid errors"
 
 
-def _of_rights(found: Evidence) -> Iterator[Reason]:
-    closed = sorted(name for name, opens in found.files.items() if not opens)
+def _permission_reasons(evidence: Evidence) -> Iterator[Reason]:
+    closed = sorted(name for name, opens in evidence.files.items() if not opens)
     if closed:
-        yield f"this user may not open {', '.join(closed)}", "see whose they are (ls -l /dev/nvidia*)"
+        yield f"no permission to open {', '.join(closed)}", "check their owner and group (ls -l /dev/nvidia*)"
 
 
-def _of_choice(found: Evidence) -> Iterator[Reason]:
-    cards = found.driver.cards
-    if found.visible is not None and found.visible.strip() in ("", "-1", "NoDevFiles"):
-        yield f"CUDA_VISIBLE_DEVICES is {found.visible!r}, which hides all cards", "unset it, or ask for cards"
-    elif found.visible is not None and cards and not found.devices:
-        text = f"CUDA_VISIBLE_DEVICES={found.visible} names none of the {len(cards)} cards here"
-        yield text, "see nvidia-smi -L"
+def _selection_reasons(evidence: Evidence) -> Iterator[Reason]:
+    cards = evidence.driver.cards
+    if evidence.visible is not None and evidence.visible.strip() in ("", "-1", "NoDevFiles"):
+        yield f"CUDA_VISIBLE_DEVICES is {evidence.visible!r}, which hides all GPUs", "unset it, or request GPUs"
+    elif evidence.visible is not None and cards and not evidence.devices:
+        text = f"CUDA_VISIBLE_DEVICES={evidence.visible} names none of the {len(cards)} GPUs"
+        yield text, "list the GPUs with nvidia-smi -L"
     if cards and all(card.mode == "Exclusive_Process" and card.users for card in cards):
         users = "; ".join(user for card in cards for user in card.users)
-        yield f"all cards are in use exclusively: {users}", "wait, or end what uses them"
+        yield f"all GPUs are in exclusive use: {users}", "wait, or end these processes"
     if cards and all(card.mode == "Prohibited" for card in cards):
-        yield "all cards are in compute mode Prohibited", _DEFAULT_MODE
+        yield "all GPUs are in compute mode Prohibited", _DEFAULT_MODE
 
 
 def _card_facts(number: int, card: Card) -> Finding:
-    unknown = _STATE[None]
-    memory = unknown if card.memory_mib is None else f"{card.memory_mib:,} MiB"
+    unknown_text = _STATE[None]
+    memory = unknown_text if card.memory_mib is None else f"{card.memory_mib:,} MiB"
     state = f"memory {memory}, ECC {_STATE[card.ecc]}, persistence {_STATE[card.persistence]}"
-    text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown}"
+    text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown_text}"
     return Finding(f"card {number}", "ok", text)
 
 
 def _faults(number: int, card: Card) -> Iterator[Finding]:
     """Yield the faults of a GPU and the settings that slow it down, most serious first."""
-    wrong, slow = "numbers in it were wrong", "it costs time, and no bit"
+    corrupted, slow = "numbers in its memory were wrong", "slower, but the same bits"
 
     def warn(text: str, leads_to: str, remedy: str) -> Finding:
         return Finding(f"card {number}", "warning", text, leads_to, remedy)
 
     if card.uncorrected:
-        text = f"{card.uncorrected} uncorrected errors of its memory"
-        yield warn(text, wrong, "do not train on it before it was tested")
+        text = f"{card.uncorrected} uncorrected memory errors"
+        yield warn(text, corrupted, "test it before you train on it")
     elif card.uncorrected_ever:
-        text = f"{card.uncorrected_ever} uncorrected errors of its memory in its life, none since the last start"
-        yield warn(text, wrong, "test it if more come")
-    for each in card.repair:
-        yield warn(each, "it has found bad memory", "reset the card, and have it replaced if that stays")
+        text = f"{card.uncorrected_ever} uncorrected memory errors over its lifetime, none since the last start"
+        yield warn(text, corrupted, "test it if there are new errors")
+    for defect in card.repair:
+        yield warn(defect, "it has found bad memory", "reset the GPU, and replace it if this doesn't help")
     if card.mode == "Prohibited":
-        yield warn("compute mode Prohibited", "no program may compute on it", _DEFAULT_MODE)
+        yield warn("compute mode Prohibited", "no program can compute on it", _DEFAULT_MODE)
     if card.users:
         text, leads_to = f"in use by {', '.join(card.users)}", "they take memory and time"
         if card.mode == "Exclusive_Process":
-            leads_to = "its compute mode is Exclusive_Process: nobody else can use it"
-        yield warn(text, leads_to, "wait, or end them")
+            leads_to = "its compute mode is Exclusive_Process, so no other process can use it"
+        yield warn(text, leads_to, "wait, or end these processes")
     if card.slowed:
-        text = f"its clocks are held down now by {', '.join(card.slowed)}"
+        text = f"its clocks are currently reduced by {', '.join(card.slowed)}"
         yield warn(text, slow, "see nvidia-smi -q -d PERFORMANCE")
     if card.mig:
-        leads_to = "a process sees one slice; ranks on slices of one card have not been tried"
-        yield warn("cut in slices by MIG", leads_to, "CUDA_VISIBLE_DEVICES=MIG-... of nvidia-smi -L")
+        leads_to = "a process sees one slice; ranks on slices of one GPU have not been tested"
+        yield warn("split into MIG slices", leads_to, "set CUDA_VISIBLE_DEVICES=MIG-... from nvidia-smi -L")
     if card.link_width and card.link_width_max and card.link_width < card.link_width_max:
         text = f"PCIe x{card.link_width} of x{card.link_width_max}"
-        yield warn(text, slow, "look at the slot, the riser and the BIOS")
+        yield warn(text, slow, "check the slot, the riser and the BIOS")
     if card.power_limit_w and card.power_default_w and card.power_limit_w < card.power_default_w:
         text = f"power limit {card.power_limit_w:.0f} W, its default is {card.power_default_w:.0f} W"
-        yield warn(text, slow, "nvidia-smi -pl, if nobody wanted it")
+        yield warn(text, slow, "reset it with nvidia-smi -pl, unless it is intended")
     if card.persistence is False:
-        leads_to = "the driver starts anew with each program, and forgets its counts of errors"
-        yield warn("persistence mode is off", leads_to, "nvidia-smi -pm 1")
+        leads_to = "the driver restarts for each program and resets its error counts"
+        yield warn("persistence mode is off", leads_to, "run nvidia-smi -pm 1")
 
 
 def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
     kinds = Counter(card.name for card in cards)
     if len(kinds) > 1:
-        text = f"of several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}"
-        leads_to = "bits are promised for one kind, and ranks on two are refused"
-        remedy = "choose with CUDA_VISIBLE_DEVICES, and set CUDA_DEVICE_ORDER=PCI_BUS_ID for the numbers of nvidia-smi"
+        text = f"several kinds: {', '.join(f'{count} {name}' for name, count in kinds.items())}"
+        leads_to = "the same bits are only promised on one kind of GPU, and ranks on two kinds are rejected"
+        remedy = (
+            "select GPUs with CUDA_VISIBLE_DEVICES and, to use the order of nvidia-smi, CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
         yield Finding("cards", "warning", text, leads_to, remedy)
 
 
-def _devices(found: Evidence) -> Iterator[Finding]:
+def _devices(evidence: Evidence) -> Iterator[Finding]:
     """Yield the devices in torch's order, with their GPUs. torch may see fewer of them in a different order."""
-    for number, device in enumerate(found.devices):
-        own = [at for at, card in enumerate(found.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid]
+    for number, device in enumerate(evidence.devices):
+        numbers = [
+            index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid
+        ]
         text = f"{device.name}, {device.memory_bytes / 2**30:.1f} GiB, compute capability {device.capability}"
-        text += f", card {own[0]}" if own else ""
-        if len(found.devices) > 1:
-            text += f"; reads the memory of {', '.join(f'cuda:{other}' for other in device.reads) or 'no other'}"
+        text += f", card {numbers[0]}" if numbers else ""
+        if len(evidence.devices) > 1:
+            peers = ", ".join(f"cuda:{peer}" for peer in device.reads)
+            text += f"; peer access to {peers}" if peers else "; no peer access"
         yield Finding(f"cuda:{number}", "ok", text)
 
 
@@ -198,4 +209,4 @@ def _variables(precision: str) -> Iterator[Finding]:
         try:
             check()
         except UsageError as error:
-            yield Finding("variables", "warning", str(error), "lockstep train refuses to start")
+            yield Finding("variables", "warning", str(error), "lockstep train does not start")

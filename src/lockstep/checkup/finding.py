@@ -24,13 +24,16 @@ class Finding:
     ranks: tuple[int, ...] = ()
 
 
-def merge_ranks(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
+def merge_ranks(findings_by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
     """Return the findings of all ranks. Identical findings are merged into one with their ranks."""
     ranks: dict[Finding, list[int]] = {}
-    for rank, findings in by_rank.items():
+    for rank, findings in findings_by_rank.items():
         for finding in findings:
             ranks.setdefault(finding, []).append(rank)
-    return [replace(finding, ranks=() if len(who) == len(by_rank) else tuple(who)) for finding, who in ranks.items()]
+    return [
+        replace(finding, ranks=() if len(finding_ranks) == len(findings_by_rank) else tuple(finding_ranks))
+        for finding, finding_ranks in ranks.items()
+    ]
 
 
 def worst(findings: Sequence[Finding]) -> Level:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from lockstep.checkup.finding import Finding
-from lockstep.checkup.variables import of_variables
+from lockstep.checkup.variables import variable_findings
 from lockstep.device.interfaces import is_loopback
 
 Facts = Mapping[str, Any]
@@ -12,96 +12,102 @@ Check = Callable[[Facts, bool], Iterator[Finding]]  # the bool tells whether the
 
 
 def judge(checks: Sequence[tuple[str, Check]], facts: Facts, several_hosts: bool) -> list[Finding]:
-    """Return the findings of these checks, which are OF_RANK or OF_HOST."""
+    """Return the findings of these checks, which are RANK_CHECKS or HOST_CHECKS."""
     return [finding for section, check in checks if section in facts for finding in check(facts, several_hosts)]
 
 
 def timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the queries that timed out. The other checks skip them."""
     for name, seconds in facts["timed_out"].items():
-        text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "look into the system's log")
+        text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "check the system log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
 def versions(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the versions of the installed packages."""
-    found = facts["versions"]
+    installed = facts["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
-    extras = [f"{name} {version}" for name, version in found.items() if version and name not in names]
-    first = ", ".join(f"{name} {found[name]}" for name in names)
+    extras = [f"{name} {version}" for name, version in installed.items() if version and name not in names]
+    first = ", ".join(f"{name} {installed[name]}" for name in names)
     yield Finding("versions", "ok", f"{first}; {', '.join(extras)}")
 
 
 def cards(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the devices. A GPU driver without a device gives a warning."""
-    found = facts["cards"]
-    if problem := found.get("problem"):
-        yield Finding("devices", "problem", problem, "lockstep train refuses to start", "lockstep doctor gpu says more")
-    elif found["devices"]:
-        yield Finding("devices", "ok", f"CUDA: {_counts(found['devices'])}; lockstep doctor gpu looks closer")
-    elif found["driver"]:
-        leads_to = "a run computes on the CPU"
-        yield Finding("devices", "warning", "a GPU's driver, but torch finds no GPU", leads_to, "lockstep doctor gpu")
+    gpus = facts["cards"]
+    if problem := gpus.get("problem"):
+        remedy = "run lockstep doctor gpu for details"
+        yield Finding("devices", "problem", problem, "lockstep train does not start", remedy)
+    elif gpus["devices"]:
+        yield Finding("devices", "ok", f"CUDA: {_counts(gpus['devices'])}; for details, run lockstep doctor gpu")
+    elif gpus["driver"]:
+        text, leads_to = "there is a GPU driver, but torch finds no GPU", "a run computes on the CPU"
+        yield Finding("devices", "warning", text, leads_to, "run lockstep doctor gpu")
     else:
-        yield Finding("devices", "ok", "the CPU: there is no driver of a GPU")
+        yield Finding("devices", "ok", "the CPU: no GPU driver found")
 
 
 def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
     """Check the address of the host name, because gloo listens on it."""
     network, host = facts["network"], facts["host"]
-    known, chosen = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
-    text = f"{host} stands for {', '.join(known)}" if known else f"{host} stands for no address"
-    if chosen or (known and not all(map(is_loopback, known))):
+    addresses, gloo_interface = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
+    text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} does not resolve to an address"
+    if gloo_interface or (addresses and not all(map(is_loopback, addresses))):
         yield Finding("host name", "ok", text)
     elif not several_hosts:
-        yield Finding("host name", "ok", f"{text}: enough for one host; with several set GLOO_SOCKET_IFNAME")
+        yield Finding("host name", "ok", f"{text}: enough for one host; for several hosts, set GLOO_SOCKET_IFNAME")
     else:
-        others = [
-            each for each, found in network["interfaces"].items() if not all(map(is_loopback, found["addresses"]))
+        reachable = [
+            interface_name
+            for interface_name, details in network["interfaces"].items()
+            if not all(map(is_loopback, details["addresses"]))
         ]
-        leads_to = "gloo listens there, and ranks of other hosts cannot connect"
-        remedy = f"give {host} its address of the network in /etc/hosts (Debian has 127.0.1.1 there), or "
-        remedy += f"export GLOO_SOCKET_IFNAME={(others or ['INTERFACE'])[0]}"
-        yield Finding("host name", "problem", f"{text}, which no other host can reach", leads_to, remedy)
+        leads_to = "gloo listens there, so ranks on other hosts cannot connect"
+        remedy = f"set the network address of {host} in /etc/hosts (Debian sets it to 127.0.1.1), or "
+        remedy += f"export GLOO_SOCKET_IFNAME={(reachable or ['INTERFACE'])[0]}"
+        yield Finding("host name", "problem", f"{text}, so no other host can reach it", leads_to, remedy)
 
 
 def interface(facts: Facts, _: bool) -> Iterator[Finding]:
     """Yield the network interfaces, and any interface that a variable names but that isn't up."""
     network, variables = facts["network"], facts["variables"]
-    up = network["interfaces"]
+    interfaces = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = variables.get(variable, "")
+        value = variables.get(variable, "")
         # NCCL accepts prefixes, exact names after `=`, and names to exclude after `^`.
-        wanted = [each for each in asked.removeprefix("=").split(",") if each and not asked.startswith("^")]
-        if wanted and not any(each.startswith(tuple(wanted)) for each in up):
-            leads_to = "the ranks cannot connect: no process group can be made"
-            remedy = f"unset {variable}, or name one of {', '.join(up)}"
-            yield Finding("interfaces", "problem", f"{variable}={asked}: no such interface is up", leads_to, remedy)
-    listed = [f"{each} {found['addresses'][0]}{_speed(found['mbit_s'])}" for each, found in up.items()]
-    would = f"; gloo takes {network['gloo']} between hosts" if network["gloo"] else ""
-    yield Finding("interfaces", "ok", f"{', '.join(listed)}{would}")
+        prefixes = [prefix for prefix in value.removeprefix("=").split(",") if prefix and not value.startswith("^")]
+        if prefixes and not any(interface_name.startswith(tuple(prefixes)) for interface_name in interfaces):
+            leads_to = "the ranks cannot connect, so there is no process group"
+            remedy = f"unset {variable}, or set it to one of {', '.join(interfaces)}"
+            yield Finding("interfaces", "problem", f"{variable}={value}: no such interface is up", leads_to, remedy)
+    descriptions = [
+        f"{interface_name} {details['addresses'][0]}{_speed(details['mbit_s'])}"
+        for interface_name, details in interfaces.items()
+    ]
+    gloo_text = f"; gloo uses {network['gloo']} between hosts" if network["gloo"] else ""
+    yield Finding("interfaces", "ok", f"{', '.join(descriptions)}{gloo_text}")
 
 
 # The checks, each with the section of the facts that it needs. A section is missing if its query timed out.
-# OF_RANK checks run for each rank. OF_HOST checks run for one rank of each host.
-OF_RANK: Final[tuple[tuple[str, Check], ...]] = (
+# RANK_CHECKS checks run for each rank. HOST_CHECKS checks run for one rank of each host.
+RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", timeouts),
     ("versions", versions),
     ("cards", cards),
-    ("variables", lambda facts, _: of_variables(facts["variables"])),
+    ("variables", lambda facts, _: variable_findings(facts["variables"])),
 )
-OF_HOST: Final[tuple[tuple[str, Check], ...]] = (
+HOST_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("network", name),
     ("network", interface),
 )
 _HANGS: Final[Mapping[str, str]] = {
-    "network": "the resolver of host names does not answer: see /etc/resolv.conf, or put the hosts in /etc/hosts",
-    "host": "a driver hangs: look into dmesg",
+    "network": "the resolver of host names does not answer: check /etc/resolv.conf, or add the hosts to /etc/hosts",
+    "host": "a driver hangs: check dmesg",
 }
 
 
 def _counts(names: list[str]) -> str:
-    return ", ".join(f"{names.count(each)} x {each}" for each in dict.fromkeys(names))
+    return ", ".join(f"{names.count(item)} x {item}" for item in dict.fromkeys(names))
 
 
 def _speed(mbit_s: int) -> str:

@@ -17,24 +17,24 @@ from lockstep.launchers import Detection, detect, detect_all
 from lockstep.launchers.slurm import resolve_master
 
 
-def of_launch(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
+def launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
     """Return a finding for each launcher, in order of precedence, and findings about the rank.
 
     The second value is ready for JSON: the name of the launcher that decides, and the rank. Both are None if no
     launcher started this process.
     """
-    looks = detect_all(env)
-    decides = next((each for each in looks if each.info or each.problem), None)
-    findings = [_variables(each, env, each is decides) for each in looks]
+    detections = detect_all(env)
+    decides = next((detection for detection in detections if detection.info or detection.problem), None)
+    findings = [_variables(detection, env, detection is decides) for detection in detections]
     info = decides.info if decides else None
     facts = {"decides": decides.launcher.name if decides else None, "rank": asdict(info) if info else None}
     return [*findings, *_check_rank(env, rendezvous, device)], facts
 
 
-def _variables(each: Detection, env: Mapping[str, str], decides: bool) -> Finding:
-    shown = " ".join(f"{name}={env[name]}" for name in each.launcher.variables if name in env)
-    text = shown or "none of its variables is set"
-    return Finding(each.launcher.name, "ok", f"decides: {text}" if decides else text)
+def _variables(detection: Detection, env: Mapping[str, str], decides: bool) -> Finding:
+    assignments = " ".join(f"{name}={env[name]}" for name in detection.launcher.variables if name in env)
+    text = assignments or "none of its variables is set"
+    return Finding(detection.launcher.name, "ok", f"decides: {text}" if decides else text)
 
 
 def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
@@ -44,25 +44,25 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
     except UsageError as error:
         yield from _problems("launcher", error)
         return
-    yield Finding("rank", "ok", _place(info))
-    looked = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
-    for check, found in looked.items():
+    yield Finding("rank", "ok", _describe_rank(info))
+    checks = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
+    for check, describe in checks.items():
         try:
-            yield Finding(check, "ok", found(info or ALONE))
+            yield Finding(check, "ok", describe(info or ALONE))
         except UsageError as error:
             yield from _problems(check, error)
 
 
 def _problems(check: str, error: UsageError) -> Iterator[Finding]:
     for line in str(error).splitlines():
-        yield Finding(check, "problem", line, "lockstep train ends with exit code 2")
+        yield Finding(check, "problem", line, "lockstep train exits with code 2")
 
 
-def _place(info: RankInfo | None) -> str:
+def _describe_rank(info: RankInfo | None) -> str:
     if info is None:
         return "no launcher started this process: lockstep train would start its processes itself"
-    place = f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}"
-    return f"{place}, started by {info.launcher}"
+    text = f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}"
+    return f"{text}, started by {info.launcher}"
 
 
 def _meet(rendezvous: str, info: RankInfo) -> str:
@@ -70,7 +70,7 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
     from lockstep.device import ports
 
     if info.size == 1:
-        return "nowhere: one process"
+        return "not needed by one process"
     info = resolve_master(info, os.environ)
     address = rendezvous_address(info, rendezvous)
     if info.hosted and rendezvous == "env://":
@@ -87,12 +87,12 @@ def _meet(rendezvous: str, info: RankInfo) -> str:
 
 def _device(device: str, info: RankInfo) -> str:
     if device == "auto" and not has_gpu_driver():
-        return "cpu: there is no driver of a GPU here"
+        return "cpu: no GPU driver found"
     if device == "cpu":
-        return "cpu: asked for"
+        return "cpu: requested"
 
     from lockstep.comm.world import choose_device
 
-    chosen = choose_device(device, info)  # type: ignore[arg-type]
+    chosen_device = choose_device(device, info)  # type: ignore[arg-type]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"{chosen}{'' if visible is None else f' of CUDA_VISIBLE_DEVICES={visible}'}"
+    return f"{chosen_device}{'' if visible is None else f' of CUDA_VISIBLE_DEVICES={visible}'}"

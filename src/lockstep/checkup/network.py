@@ -19,58 +19,59 @@ _FEWEST: Final = 3  # links of a kind that are enough for a comparison
 _SHOWN: Final = 6
 
 
-def of_links(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
+def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield a finding for each host whose links are all slow, and for each other slow link.
 
     If all links of a kind are fast enough, yield one finding for the kind.
     """
     for kind, across in (("links within a host", False), ("links between hosts", True)):
-        own = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
-        if not own:
+        kind_links = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
+        if not kind_links:
             continue
-        usual, soon = _upper([link.mb_s for link in own]), -_upper([-link.latency_s for link in own])
-        slow = {link: reason for link in own if (reason := _slow(link, usual, soon, len(own), across))}
-        yield from _name_slow(kind, slow, own, hosts)
+        usual, soon = _upper([link.mb_s for link in kind_links]), -_upper([-link.latency_s for link in kind_links])
+        slow = {link: reason for link in kind_links if (reason := _slow(link, usual, soon, len(kind_links), across))}
+        yield from _name_slow(kind, slow, kind_links, hosts)
         if not slow:
-            least = min(link.mb_s for link in own)
-            text = f"{len(own)}: {soon * 1e6:,.0f} us, {usual:,.0f} MB/s; the slowest {least:,.0f} MB/s"
+            least = min(link.mb_s for link in kind_links)
+            text = f"{len(kind_links)}: {soon * 1e6:,.0f} us, {usual:,.0f} MB/s; the slowest {least:,.0f} MB/s"
             yield Finding(kind, "ok", text)
 
 
 def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
     """Return the reason why a link is slow, or "" if it isn't."""
     if count >= _FEWEST and link.mb_s * _SLOWER < usual:
-        return f"{link.mb_s:,.1f} MB/s, where others have {usual:,.0f}"
+        return f"{link.mb_s:,.1f} MB/s, while other links have {usual:,.0f}"
     if across and link.mb_s < _LEAST_MB_S:
-        return f"{link.mb_s:,.1f} MB/s, less than half of Ethernet of 1 Gbit/s"
+        return f"{link.mb_s:,.1f} MB/s, less than half of 1 Gbit/s Ethernet"
     if count >= _FEWEST and link.latency_s > _SLOWER * soon + _LATER_S:
-        return f"{link.latency_s * 1e3:,.1f} ms, where others have {soon * 1e3:,.2f}"
+        return f"{link.latency_s * 1e3:,.1f} ms, while other links have {soon * 1e3:,.2f}"
     return ""
 
 
 def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield the hosts whose links are all slow, if they are the exception, and then the remaining slow links."""
-    leads_to = "every step waits for its slowest exchange"
+    leads_to = "every step waits for the slowest link"
     to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
     for host in sorted(to_blame):
-        mine = [link for link in slow if host in (hosts[link.source], hosts[link.target])]
-        worst = min(mine, key=lambda link: link.mb_s)
-        text = f"all {len(mine)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
-        remedy = f"look at the network card, cable and switch port of {host}"
+        host_links = [link for link in slow if host in (hosts[link.source], hosts[link.target])]
+        worst = min(host_links, key=lambda link: link.mb_s)
+        text = f"all {len(host_links)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
+        remedy = f"check the network card, cable and switch port of {host}"
         yield Finding(kind, "warning", text, leads_to, remedy)
-    rest = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
-    rest.sort(key=lambda link: link.mb_s)
-    remedy = "look at what lies between them" if kind == "links between hosts" else "look at what else runs there"
-    for link in rest[:_SHOWN]:
+    remaining = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
+    remaining.sort(key=lambda link: link.mb_s)
+    between_hosts = kind == "links between hosts"
+    remedy = "check the network between them" if between_hosts else "check which other processes run there"
+    for link in remaining[:_SHOWN]:
         yield Finding(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
-    if len(rest) > _SHOWN:
-        yield Finding(kind, "warning", f"{len(rest) - _SHOWN:,} more are slow; see --json", leads_to, remedy)
+    if len(remaining) > _SHOWN:
+        yield Finding(kind, "warning", f"{len(remaining) - _SHOWN:,} more links are slow; see --json", leads_to, remedy)
 
 
 def _hosts_to_blame(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
     for host in dict.fromkeys(hosts):
-        own = [link for link in links if host in (hosts[link.source], hosts[link.target])]
-        if own and len(own) < len(links) and all(link in slow for link in own):
+        host_links = [link for link in links if host in (hosts[link.source], hosts[link.target])]
+        if host_links and len(host_links) < len(links) and all(link in slow for link in host_links):
             yield host
 
 
@@ -83,43 +84,52 @@ def _upper(values: Sequence[float]) -> float:
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
 
 
-def of_interfaces(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
     """Yield the ranks whose gloo uses a slower interface of the host than the fastest one."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
-    taken: dict[str, list[int]] = {}
-    for rank, each in enumerate(facts if len(set(hosts)) > 1 else ()):
-        found, own = each.get("network", {}).get("interfaces", {}), each.get("network", {}).get("gloo")
-        if own not in found or all(map(is_loopback, found[own]["addresses"])):  # reported by `connections`
+    ranks_by_interface: dict[str, list[int]] = {}
+    for rank, rank_facts in enumerate(facts if len(set(hosts)) > 1 else ()):
+        interfaces, interface = (
+            rank_facts.get("network", {}).get("interfaces", {}),
+            rank_facts.get("network", {}).get("gloo"),
+        )
+        if interface not in interfaces or all(
+            map(is_loopback, interfaces[interface]["addresses"])
+        ):  # reported by `connections`
             continue
-        taken.setdefault(own, []).append(rank)
-        best = max(found, key=lambda name: int(found[name]["mbit_s"]))
-        speed, better = found[own]["mbit_s"], found[best]["mbit_s"]
+        ranks_by_interface.setdefault(interface, []).append(rank)
+        best = max(interfaces, key=lambda name: int(interfaces[name]["mbit_s"]))
+        speed, better = interfaces[interface]["mbit_s"], interfaces[best]["mbit_s"]
         if 0 < speed < better:
-            slower.setdefault((own, best, speed, better), []).append(rank)
-    for (own, best, speed, better), ranks in slower.items():
-        text = f"{who(ranks, hosts)}: {own} with {speed / 1e3:g} Gbit/s, though {best} has {better / 1e3:g}"
-        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, where {best} reaches the other hosts"
-        yield Finding("interface", "warning", text, "exchanges between hosts take the slower network", remedy)
-    if taken and not slower:
-        text = "; ".join(f"{own} of {who(ranks, hosts)}" for own, ranks in taken.items())
-        yield Finding("interface", "ok", f"between hosts gloo takes {text}")
+            slower.setdefault((interface, best, speed, better), []).append(rank)
+    for (interface, best, speed, better), ranks in slower.items():
+        text = f"{who(ranks, hosts)}: {interface} with {speed / 1e3:g} Gbit/s, although {best} has {better / 1e3:g}"
+        remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, if {best} reaches the other hosts"
+        yield Finding("interface", "warning", text, "communication between hosts uses the slower network", remedy)
+    if ranks_by_interface and not slower:
+        text = "; ".join(f"{interface} on {who(ranks, hosts)}" for interface, ranks in ranks_by_interface.items())
+        yield Finding("interface", "ok", f"between hosts, gloo uses {text}")
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
     """Return the ranks whose gloo would listen on the loopback interface although there are several hosts."""
-    loops = [rank for rank, each in enumerate(facts) if each.get("network", {}).get("gloo") in ("lo", "lo0")]
-    return loops if len(set(hosts)) > 1 else []
+    loopback_ranks = [
+        rank for rank, rank_facts in enumerate(facts) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
+    ]
+    return loopback_ranks if len(set(hosts)) > 1 else []
 
 
-def of_connecting(failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
+def connection_findings(
+    failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]
+) -> Iterator[Finding]:
     """Yield the ranks that could not connect to the other ranks, or that can't be reached."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
-    loops = unreachable(facts, hosts)
-    leads_to = "no run of these ranks can start; nothing was measured between them"
-    if loops:
-        text = f"gloo would listen at loopback on {who(loops, hosts)}: not tried"
+    loopback_ranks = unreachable(facts, hosts)
+    leads_to = "a run on these ranks cannot start; nothing was measured between them"
+    if loopback_ranks:
+        text = f"gloo would listen on the loopback interface on {who(loopback_ranks, hosts)}: not tried"
         yield Finding("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
     elif ranks:
         text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
-        remedy = "let the hosts reach each other at all ports, or name the network they share in GLOO_SOCKET_IFNAME"
+        remedy = "allow connections between the hosts on all ports, or set GLOO_SOCKET_IFNAME to their common network"
         yield Finding("connections", "problem", text, leads_to, remedy)

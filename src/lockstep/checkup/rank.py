@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 import torch
 
 from lockstep.checkup import network
-from lockstep.checkup.agreement import of_ranks
+from lockstep.checkup.agreement import rank_findings
 from lockstep.checkup.finding import Finding, merge_ranks
-from lockstep.checkup.host import OF_HOST, OF_RANK, judge
+from lockstep.checkup.host import HOST_CHECKS, RANK_CHECKS, judge
 from lockstep.checkup.report import CheckupReport
 from lockstep.comm.links import Link, links, rounds
 from lockstep.comm.world import World, choose_device, open_world
@@ -44,7 +44,7 @@ class CheckupRequest:
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
     """Run the check-up. Returns the report on rank 0 and None on all other ranks. All ranks must call it."""
-    began = time.monotonic()
+    start = time.monotonic()
     steps = [0]
     rendezvous.status = lambda: RankStatus("checking", steps[0])
 
@@ -54,16 +54,16 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
     with _stall_detector(rendezvous):
         facts = rendezvous.gather(_facts())
         step()
-    found, world = _connect(request, rendezvous, facts)
+    measurements, world = _connect(request, rendezvous, facts)
     with _stall_detector(rendezvous):
         if world is not None:
-            found["links"] = [asdict(each) for each in links(world, rounds(rendezvous.hosts), step)]
+            measurements["links"] = [asdict(link) for link in links(world, rounds(rendezvous.hosts), step)]
             world.close()
-        measured = rendezvous.gather(found)
+        all_measurements = rendezvous.gather(measurements)
     if rendezvous.info.rank > 0:
         return None
-    findings, found_links = _all_findings(rendezvous, facts, measured)
-    seconds = time.monotonic() - began
+    findings, found_links = _all_findings(rendezvous, facts, all_measurements)
+    seconds = time.monotonic() - start
     return CheckupReport(rendezvous.hosts, seconds, tuple(findings), found_links, tuple(facts))
 
 
@@ -79,18 +79,18 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 def _facts() -> dict[str, Any]:
     """Return the facts about the host of this rank."""
-    found: dict[str, Any] = {"timed_out": {}}
+    facts: dict[str, Any] = {"timed_out": {}}
 
-    def look(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
+    def query(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
         answer = at_most(seconds, work)
         if answer is None:
-            found["timed_out"][name] = seconds
+            facts["timed_out"][name] = seconds
         else:
-            found.update(answer)
+            facts.update(answer)
 
-    look("host", _HOST_S, host.facts)
-    look("network", _NETWORK_S, lambda: {"network": interfaces.network()})
-    return found
+    query("host", _HOST_S, host.facts)
+    query("network", _NETWORK_S, lambda: {"network": interfaces.network()})
+    return facts
 
 
 def _connect(
@@ -101,51 +101,51 @@ def _connect(
     Rank 0 has the `facts` of all ranks. If they show that a host can't be reached, no rank tries to connect.
     """
     # The reasons why it doesn't have the requested device and couldn't connect, and the measured links.
-    found: dict[str, Any] = {"device": "", "failed": "", "links": []}
+    measurements: dict[str, Any] = {"device": "", "failed": "", "links": []}
     try:
         device = choose_device(request.device, rendezvous.info)
     except LockstepError as error:
-        device, found["device"] = torch.device("cpu"), str(error)
+        device, measurements["device"] = torch.device("cpu"), str(error)
     if rendezvous.store is None:
-        return found, None
+        return measurements, None
     unreachable = network.unreachable(facts, rendezvous.hosts)
-    others = _all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
-    if others[0]["unreachable"]:
-        found["failed"] = "not tried"
-        return found, None
-    device = device if all(each["cuda"] for each in others) else torch.device("cpu")
+    replies = _gather_on_all(rendezvous, {"cuda": device.type == "cuda", "unreachable": unreachable})
+    if replies[0]["unreachable"]:
+        measurements["failed"] = "not tried"
+        return measurements, None
+    device = device if all(reply["cuda"] for reply in replies) else torch.device("cpu")
     world = None
     try:
         # The timeout for connecting and for each collective is shorter than in a run.
         world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
-        found["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
-    if any(each["failed"] for each in _all(rendezvous, {"failed": found["failed"]})):
-        return found, None
-    return found, world
+        measurements["failed"] = (str(error).splitlines() or [type(error).__name__])[0]
+    if any(reply["failed"] for reply in _gather_on_all(rendezvous, {"failed": measurements["failed"]})):
+        return measurements, None
+    return measurements, world
 
 
-def _all(rendezvous: Rendezvous, own: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the value of each rank, on every rank."""
-    return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(own)))))
+    return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(value)))))
 
 
 def _all_findings(
-    rendezvous: Rendezvous, facts: list[dict[str, Any]], measured: list[dict[str, Any]]
+    rendezvous: Rendezvous, facts: list[dict[str, Any]], measurements: list[dict[str, Any]]
 ) -> tuple[list[Finding], tuple[Link, ...]]:
     hosts = rendezvous.hosts
-    for rank, each in enumerate(measured):
-        if each["device"] and "cards" in facts[rank]:
-            facts[rank]["cards"]["problem"] = each["device"]
-    several = len(set(hosts)) > 1
-    findings = merge_ranks({rank: judge(OF_RANK, facts[rank], several) for rank in range(len(hosts))})
+    for rank, measurement in enumerate(measurements):
+        if measurement["device"] and "cards" in facts[rank]:
+            facts[rank]["cards"]["problem"] = measurement["device"]
+    several_hosts = len(set(hosts)) > 1
+    findings = merge_ranks({rank: judge(RANK_CHECKS, facts[rank], several_hosts) for rank in range(len(hosts))})
     findings += merge_ranks(
-        {rank: judge(OF_HOST, facts[rank], several) for rank in map(hosts.index, dict.fromkeys(hosts))}
+        {rank: judge(HOST_CHECKS, facts[rank], several_hosts) for rank in map(hosts.index, dict.fromkeys(hosts))}
     )
-    found_links = tuple(Link(**link) for each in measured for link in each["links"])
-    findings += of_ranks(facts, hosts)
-    findings += network.of_connecting([each["failed"] for each in measured], facts, hosts)
-    findings += network.of_interfaces(facts, hosts)
-    findings += network.of_links(found_links, hosts)
+    found_links = tuple(Link(**link) for measurement in measurements for link in measurement["links"])
+    findings += rank_findings(facts, hosts)
+    findings += network.connection_findings([measurement["failed"] for measurement in measurements], facts, hosts)
+    findings += network.interface_findings(facts, hosts)
+    findings += network.link_findings(found_links, hosts)
     return findings, found_links

@@ -49,15 +49,15 @@ class CheckupReport:
 def tables(report: CheckupReport) -> Iterator[RenderableType]:
     """Yield everything to print. Problems come first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
-    where = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
-    yield Text(f"{report.title} of {where}, {report.seconds:.0f} s")
+    extent = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
+    yield Text(f"{report.title} of {extent}, {report.seconds:.0f} s")
     yield _findings(report)
     if report.links:
-        yield Text("\nbetween ranks: 10^6 bytes a second from the rank of the row to that of the column")
+        yield Text("\nbetween ranks: 10^6 bytes per second from the rank in the row to the rank in the column")
         yield _matrix(report) if ranks <= _MATRIX else _slowest(report)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
-    ended = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
-    yield Text(f"\n{', '.join(ended) or 'no problem found'}", _STYLE[report.level])
+    summary = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
+    yield Text(f"\n{', '.join(summary) or 'no problem found'}", _STYLE[report.level])
 
 
 def _findings(report: CheckupReport) -> Table:
@@ -77,24 +77,24 @@ def _findings(report: CheckupReport) -> Table:
 def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
     """Yield the findings, most serious first. Of several ok findings of the same check, only some are shown."""
     for level in ORDER:
-        own = [finding for finding in findings if finding.level == level]
-        for check in dict.fromkeys(finding.check for finding in own):
-            alike = [finding for finding in own if finding.check == check]
-            many = level == "ok" and len(alike) > _ALIKE
-            yield from alike[:_ALIKE] if many else alike
-            if many:
+        level_findings = [finding for finding in findings if finding.level == level]
+        for check in dict.fromkeys(finding.check for finding in level_findings):
+            alike = [finding for finding in level_findings if finding.check == check]
+            is_abridged = level == "ok" and len(alike) > _ALIKE
+            yield from alike[:_ALIKE] if is_abridged else alike
+            if is_abridged:
                 yield Finding(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
 
 
 def _matrix(report: CheckupReport) -> Table:
-    numbers = [*map(str, range(len(report.hosts))), "latency from it"]
+    numbers = [*map(str, range(len(report.hosts))), "latency"]
     columns = [Column(heading, justify="right", no_wrap=True) for heading in numbers]
     table = Table(Column("rank", no_wrap=True), *columns, box=None, pad_edge=False)
     rates = {(link.source, link.target): link.mb_s for link in report.links}
     for rank, host in enumerate(report.hosts):
-        row = [_rate(rates.get((rank, other))) for other in range(len(report.hosts))]
-        late = [1e6 * link.latency_s for link in report.links if link.source == rank]
-        spread = f"{min(late):,.0f} to {max(late):,.0f} us" if late else "-"
+        row = [_rate(rates.get((rank, target))) for target in range(len(report.hosts))]
+        latencies = [1e6 * link.latency_s for link in report.links if link.source == rank]
+        spread = f"{min(latencies):,.0f} to {max(latencies):,.0f} us" if latencies else "-"
         table.add_row(printable_line(f"{rank} {host}"), *row, spread)
     return table
 
@@ -104,8 +104,8 @@ def _rate(mb_s: float | None) -> str:
 
 
 def _slowest(report: CheckupReport) -> Table:
-    table = Table("the slowest of", f"{len(report.links):,} links", "MB/s", "us", box=None, pad_edge=False)
-    for link in sorted(report.links, key=lambda each: each.mb_s)[:_MATRIX]:
+    table = Table("slowest links", f"of {len(report.links):,}", "MB/s", "us", box=None, pad_edge=False)
+    for link in sorted(report.links, key=lambda link: link.mb_s)[:_MATRIX]:
         ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]
         table.add_row(*ends, _rate(link.mb_s), f"{1e6 * link.latency_s:,.0f}")
     return table

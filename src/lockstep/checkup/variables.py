@@ -6,9 +6,9 @@ from typing import Final
 
 from lockstep.checkup.finding import Finding, Level
 
-_REFUSED: Final = "numbers of float32 on CUDA are not those of the recipe: lockstep train refuses it"
-_KERNELS: Final = "kernels are chosen by it: the bits are those of other hosts only where they have the same"
-_SLOW: Final = "exchanges take a slower way"
+_REFUSED: Final = "float32 numbers on CUDA differ from those of the recipe, so lockstep train rejects it"
+_KERNELS: Final = "it selects kernels, so other hosts only give the same bits if they have the same value"
+_SLOW: Final = "communication is slower"
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,21 @@ class Rule:
     remedy: str = ""
 
 
-def of_variables(found: Mapping[str, str]) -> Iterator[Finding]:
+def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
     """Yield a finding for each harmful variable, and one that lists the other variables."""
-    harms = [rule for rule in RULES if rule.name in found and rule.harmful(found[rule.name])]
+    harms = [rule for rule in RULES if rule.name in variables and rule.harmful(variables[rule.name])]
     for rule in harms:
-        text = f"{rule.name}={found[rule.name]}"
+        text = f"{rule.name}={variables[rule.name]}"
         yield Finding("variables", rule.level, text, rule.leads_to, rule.remedy or f"unset {rule.name}")
-    rest = [f"{name}={value}" for name, value in found.items() if name not in {rule.name for rule in harms}]
-    yield Finding("variables", "ok", " ".join(rest) or "none is set that changes numbers, or how ranks exchange")
+    harmless = [f"{name}={value}" for name, value in variables.items() if name not in {rule.name for rule in harms}]
+    yield Finding("variables", "ok", " ".join(harmless) or "none is set that changes numbers or communication")
 
 
-def _any(_: str) -> bool:
+def _is_set(_: str) -> bool:
     return True
 
 
-def _on(value: str) -> bool:
+def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
@@ -45,38 +45,40 @@ def _no_number(value: str) -> bool:
 
 
 RULES: Final = (
-    Rule("OMP_NUM_THREADS", _no_number, "warning", "threads as many as cores until the recipe's number is set"),
-    Rule("NVIDIA_TF32_OVERRIDE", _on, "problem", _REFUSED),
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on, "problem", _REFUSED),
+    Rule("OMP_NUM_THREADS", _no_number, "warning", "one thread per core until the recipe sets the number"),
+    Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REFUSED),
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REFUSED),
     Rule(
         "PYTORCH_TUNABLEOP_ENABLED",
-        _on,
+        _is_on,
         "problem",
-        "kernels are chosen by their time: lockstep train refuses it on CUDA",
+        "it selects kernels by their measured time, so lockstep train rejects it on CUDA",
     ),
-    Rule("ATEN_CPU_CAPABILITY", _any, "warning", _KERNELS),
-    Rule("MKL_CBWR", _any, "warning", _KERNELS),
-    Rule("MKL_ENABLE_INSTRUCTIONS", _any, "warning", _KERNELS),
-    Rule("ONEDNN_MAX_CPU_ISA", _any, "warning", _KERNELS),
-    Rule("DNNL_MAX_CPU_ISA", _any, "warning", _KERNELS),
-    Rule("CUDA_LAUNCH_BLOCKING", _on, "warning", "the CPU waits for each kernel: a debugger's setting, and slow"),
-    Rule("TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "warning", "each exchange is made twice"),
-    Rule("TORCH_NCCL_BLOCKING_WAIT", _on, "warning", "the CPU waits for each exchange"),
-    Rule("NCCL_BLOCKING_WAIT", _on, "warning", "the CPU waits for each exchange"),
+    Rule("ATEN_CPU_CAPABILITY", _is_set, "warning", _KERNELS),
+    Rule("MKL_CBWR", _is_set, "warning", _KERNELS),
+    Rule("MKL_ENABLE_INSTRUCTIONS", _is_set, "warning", _KERNELS),
+    Rule("ONEDNN_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
+    Rule("DNNL_MAX_CPU_ISA", _is_set, "warning", _KERNELS),
+    Rule(
+        "CUDA_LAUNCH_BLOCKING", _is_on, "warning", "the CPU waits for each kernel, which is slow and only for debugging"
+    ),
+    Rule("TORCH_DISTRIBUTED_DEBUG", lambda value: value.upper() == "DETAIL", "warning", "each collective runs twice"),
+    Rule("TORCH_NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
+    Rule("NCCL_BLOCKING_WAIT", _is_on, "warning", "the CPU waits for each collective"),
     Rule(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-        lambda value: not _on(value),
+        lambda value: not _is_on(value),
         "problem",
-        "a rank that loses another waits for ever in NCCL's exchange",
+        "if a rank is lost, the other ranks wait forever in NCCL collectives",
     ),
-    Rule("NCCL_P2P_DISABLE", _on, "warning", f"{_SLOW}: GPUs of one host do not reach each other's memory"),
-    Rule("NCCL_SHM_DISABLE", _on, "warning", f"{_SLOW}: ranks of one host go over the network"),
-    Rule("NCCL_IB_DISABLE", _on, "warning", f"{_SLOW}: InfiniBand is not used"),
+    Rule("NCCL_P2P_DISABLE", _is_on, "warning", f"{_SLOW}: GPUs of a host cannot access each other's memory"),
+    Rule("NCCL_SHM_DISABLE", _is_on, "warning", f"{_SLOW}: ranks of a host communicate over the network"),
+    Rule("NCCL_IB_DISABLE", _is_on, "warning", f"{_SLOW}: InfiniBand is not used"),
     Rule(
         "NCCL_DEBUG",
         lambda value: value.upper() in ("INFO", "TRACE"),
         "warning",
-        "each rank prints pages, from which its messages must be picked out",
-        "NCCL_DEBUG=WARN",
+        "each rank prints pages of output, which hide its messages",
+        "set NCCL_DEBUG=WARN",
     ),
 )

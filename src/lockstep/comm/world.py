@@ -250,7 +250,9 @@ class World:
                 agreement.compared_where,
             )
 
-    def compare(self, facts: dict[str, Any], advice: str = "start all ranks with the same", where: str = "") -> None:
+    def compare(
+        self, facts: dict[str, Any], advice: str = "start all ranks with the same value", where: str = ""
+    ) -> None:
         """Raise UsageError with the ranks whose `facts` differ from those of rank 0. All ranks call it."""
         if self.size == 1:
             return

@@ -1,1 +1,1 @@
-"""The commands: one file each; the only readers of config and the only printers."""
+"""The commands, with one file for each. Only commands read the configuration and print."""

@@ -1,6 +1,6 @@
-"""What a shell offers to complete: recipes, keys of the configuration and their values. Quick: no torch.
+"""Shell completion for recipes, configuration keys and their values. It is fast because it doesn't import torch.
 
-bash gives `key=value` as three words, zsh and fish as one.
+bash passes `key=value` as three words, zsh and fish as one.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Final, get_args
 import click
 from click.shell_completion import CompletionItem
 
-# Common names of things that have more than can be listed without importing them.
+# Common values of keys whose full list of values would require imports.
 _NAMES: Final = {
     "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
     "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
@@ -20,7 +20,7 @@ _PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
 def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer files and folders, and after the first of them keys and values."""
+    """Complete files and folders in the first word, and keys and values after it."""
     if ctx.params.get(param.name or ""):
         return overrides(ctx, param, incomplete)
     return click.Path().shell_complete(ctx, param, incomplete)
@@ -28,45 +28,45 @@ def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 
 def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete [RECIPE] [KEY=VALUE]..."""
-    found = overrides(ctx, param, incomplete)
+    items = overrides(ctx, param, incomplete)
     if ctx.params.get(param.name or "") or "=" in incomplete:
-        return found
+        return items
     from lockstep.config.shipped import list_shipped_recipes
 
-    # The shell adds its files to what it is given; it must hear of them first.
+    # The shell adds file names to these completions. The file type must come first.
     recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
-    return [CompletionItem(incomplete, type="file"), *recipes, *(found if incomplete else ())]
+    return [CompletionItem(incomplete, type="file"), *recipes, *(items if incomplete else ())]
 
 
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete KEY=VALUE."""
-    given = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
+    typed = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
     key, equals, start = incomplete.partition("=")
     if equals:
         return [CompletionItem(f"{key}={value}") for value in _values(key, start)]
     keys = list(_keys())
-    if given[1:] and given[-1] == "=":
-        return [CompletionItem(value) for value in _values(given[-2], incomplete)]
-    if given and given[-1] in keys and not incomplete:  # the cursor is right behind its =
-        return [CompletionItem(value) for value in _values(given[-1], "")]
-    return [CompletionItem(f"{each}=") for each in keys if each.startswith(incomplete)]
+    if typed[1:] and typed[-1] == "=":
+        return [CompletionItem(value) for value in _values(typed[-2], incomplete)]
+    if typed and typed[-1] in keys and not incomplete:  # the cursor is right behind its =
+        return [CompletionItem(value) for value in _values(typed[-1], "")]
+    return [CompletionItem(f"{name}=") for name in keys if name.startswith(incomplete)]
 
 
 def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the keys that hold a value, and the sections for which a name may stand."""
+    """Yield the keys that have a value, and the sections that you can replace by a name."""
     from lockstep.config.overrides import SHORTHAND
     from lockstep.config.wording import section_at
 
     section = section_at(path)
     for name in section.model_fields if section else ():
-        here = (*path, name)
-        if section_at(here) is None or here in SHORTHAND:
-            yield ".".join(here)
-        yield from _keys(here)
+        subpath = (*path, name)
+        if section_at(subpath) is None or subpath in SHORTHAND:
+            yield ".".join(subpath)
+        yield from _keys(subpath)
 
 
 def _values(key: str, start: str) -> list[str]:
-    """Return the values of a key that begin with `start`, as far as they can be listed."""
+    """Return the values of a key that begin with `start`, if they can be listed."""
     if key in _PLACES:
         return list(_files(start))
     return [value for value in _choices(key.removesuffix(".name")) if value.startswith(start)]
@@ -90,8 +90,8 @@ def _choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # the names of ours, or an import path
-    return [each for one in kinds for each in get_args(one) if isinstance(each, str)]
+    kinds = (kind, *get_args(kind))  # built-in names, or an import path
+    return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 
 def _files(start: str) -> Iterator[str]:

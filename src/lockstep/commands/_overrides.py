@@ -1,4 +1,4 @@
-"""Distinguish files and overrides among the words of a command line."""
+"""Tells overrides and files apart in the words of a command line."""
 
 import re
 from collections.abc import Sequence
@@ -12,18 +12,21 @@ _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
 def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the overrides, such as `placement.device=cpu`, and the other words, each in their order."""
-    overrides = tuple(each for each in words if _OVERRIDE.match(each))
-    return overrides, [each for each in words if each not in overrides]
+    """Return the overrides, such as `placement.device=cpu`, and all other words, both in their original order."""
+    overrides = tuple(word for word in words if _OVERRIDE.match(word))
+    return overrides, [word for word in words if word not in overrides]
 
 
 def as_override(error: click.NoSuchOption) -> click.UsageError:
-    """Return the error for an option that is an override with dashes, or the name of a key; else the same."""
+    """Return a clearer error if an unknown option is an override with dashes or the name of a key.
+
+    Otherwise returns `error`.
+    """
     command = error.ctx.command if error.ctx is not None else None
-    if command is None or not any("KEY=VALUE" in (each.metavar or "") for each in command.params):
+    if command is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in command.params):
         return error
     name = error.option_name.lstrip("-")
     key = name if "." in name else key_named(name.replace("-", "_"))
     if not key:
         return error
-    return click.UsageError(f"no option '{error.option_name}'; write it as {key}=VALUE", error.ctx)
+    return click.UsageError(f"no option '{error.option_name}'; use {key}=VALUE", error.ctx)

@@ -1,4 +1,4 @@
-"""The configuration that the words of a command name, and what there is to say of it. Quick: it imports when called."""
+"""Loads the configuration that the words of a command name, and prints notes about it. Imports are delayed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
-    """Return what `[RECIPE] [KEY=VALUE]...` say, or with `cfg` a configuration of another framework and overrides."""
+    """Return the configuration of `[RECIPE] [KEY=VALUE]...`, or of `cfg`, a file of another framework."""
     if cfg is None:
         from lockstep.config.load import load, split
 
@@ -26,18 +26,18 @@ def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_si
 
 
 def tell_notes(loaded: Loaded) -> None:
-    """Say what an override removed in addition to what it set."""
+    """Print what an override removed in addition to the value that it set."""
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
 
 
 def tell_tenth(done: int, total: int, text: str) -> None:
-    """Say with each tenth of a long work how far it is."""
+    """Print the text after each tenth of a long job."""
     if done * 10 // total > (done - 1) * 10 // total:
         click.echo(text, err=True)
 
 
 def tell_measuring(text: str) -> None:
-    """Say on a terminal what is measured now."""
+    """Print on a terminal what is being measured."""
     if sys.stderr.isatty():
         click.echo(f"... {text}", err=True)

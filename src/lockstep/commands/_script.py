@@ -1,4 +1,4 @@
-"""A command whose words may begin with a script: the words after the script are the script's own."""
+"""A command whose words can begin with a script. The words after the script are passed to the script."""
 
 from collections.abc import Sequence
 from typing import final
@@ -12,13 +12,13 @@ _INTERPRETERS = ("python", "python3")
 class ScriptCommand(click.Command):
     """A command that takes options, and then a script with its arguments.
 
-    Options of Lockstep's come before the script: `lockstep verify --steps 6 train.py --epochs 1`. With another first
-    word, such as the name of a recipe, options may come anywhere.
+    Options of Lockstep come before the script: `lockstep verify --steps 6 train.py --epochs 1`. If the first word isn't
+    a script but, for example, the name of a recipe, options can come anywhere.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Leave what follows a script alone; a `--` before the script, or right behind it, is dropped."""
-        words = self._words(ctx, args)
+        """Parse the options before a script only. Drops a `--` directly before or after the script."""
+        words = self._script_words(ctx, args)
         if not words or not starts_script(words):
             return super().parse_args(ctx, args)
         options = args[: len(args) - len(words)]
@@ -29,26 +29,26 @@ class ScriptCommand(click.Command):
             del arguments[0]
         return super().parse_args(ctx, [*options, "--", script, *arguments])
 
-    def _words(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
-        """Return the arguments from the first one on that is neither an option nor its value."""
+    def _script_words(self, ctx: click.Context, args: list[str]) -> Sequence[str]:
+        """Return the arguments, starting at the first that is neither an option nor the value of an option."""
         parser = self.make_parser(ctx)
         parser.allow_interspersed_args = False
         try:
             parsed, _, _ = parser.parse_args(args=[*args])
         except click.UsageError:  # the command itself reports it
             return ()
-        [argument] = [each for each in self.params if isinstance(each, click.Argument)]
+        [argument] = [parameter for parameter in self.params if isinstance(parameter, click.Argument)]
         words = parsed.get(argument.name or "")
-        return words if isinstance(words, tuple) else ()  # click has a sentinel for none
+        return words if isinstance(words, tuple) else ()  # click uses a sentinel if there are no words
 
 
 def starts_script(words: Sequence[str]) -> bool:
-    """Return whether a command line begins with a Python script, or with Python."""
+    """Return whether a command line begins with a Python script or with Python."""
     first = words[0].rpartition("/")[2]
     return first.endswith(".py") or first in _INTERPRETERS
 
 
 def misplaced_options(command: click.Command, arguments: Sequence[str]) -> list[str]:
     """Return the arguments of a script that are spelled like options of the command."""
-    known = {name for each in command.params if isinstance(each, click.Option) for name in each.opts}
-    return [each for each in arguments if each.partition("=")[0] in known]
+    options = {name for option in command.params if isinstance(option, click.Option) for name in option.opts}
+    return [argument for argument in arguments if argument.partition("=")[0] in options]

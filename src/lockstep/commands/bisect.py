@@ -1,4 +1,4 @@
-"""Name the first tensor of a step in which two machines differ."""
+"""Find the first tensor of a step that differs between two machines."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("now", type=click.Path(path_type=Path))
 def command(before: Path, now: Path) -> None:
-    """Compare two traces of one step, as two hosts, installs, thread counts or commits wrote them.
+    """Compare two traces of the same step, for example from two hosts, installations, thread counts or commits.
 
-    Each was written by `lockstep replay RUN --step N --trace FILE`. The first tensor whose bits differ is named, by
-    micro-batch, module and operation. Exit code 0 where all agree, 3 where not.
+    Write each trace with `lockstep replay RUN --step N --trace FILE`. The output names the first tensor with different
+    bits, with its micro-batch, module and operation. Exits with code 0 if all tensors agree, and with code 3 otherwise.
     """
     from lockstep.replay import trace
 

@@ -1,6 +1,7 @@
-"""Train one recipe under several placements, and compare time, memory and bits.
+"""Train a recipe under several placements, and compare time, memory and bits.
 
-Exit code 0 if all ran and those that promise the same bits have them, 1 if one failed, 3 if one broke its promise.
+Exits with code 0 if all runs succeed, with code 1 if a run fails, and with code 3 if the weights of a run are not those
+of one process although its strategy promises the same bits.
 """
 
 import shlex
@@ -19,11 +20,13 @@ from lockstep.launchers import check_alone
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
-@click.option("--also", multiple=True, metavar="KEY=VALUE", help="The recipe with this override too; may be repeated.")
+@click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
 @click.option("--usual", is_flag=True, hidden=True, help="A benchmark now.")
-@click.option("--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Where the runs and pages go.")
-@click.option("--no-page", is_flag=True, help="Write no page.")
-@click.option("--png", is_flag=True, help="Write each chart as a PNG file, too, which needs Chromium.")
+@click.option(
+    "--dir", "folder", type=click.Path(file_okay=False, path_type=Path), help="Folder for the runs and the page."
+)
+@click.option("--no-page", is_flag=True, help="Don't write a page.")
+@click.option("--png", is_flag=True, help="Also write each chart as a PNG file. Requires Chromium.")
 def command(
     words: tuple[str, ...],
     placements: str,
@@ -34,13 +37,14 @@ def command(
     no_page: bool,
     png: bool,
 ) -> None:
-    """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out), under each placement.
+    """Train RECIPE under each placement. RECIPE is a YAML file or the name of a shipped recipe, and defaults to digits.
 
-    First on one process, with which the others are compared. In --dir lie the runs, comparison.json and
-    comparison.html; started again with the same --dir, finished runs are not run again, and others resume.
+    The recipe runs on one process first, and all other runs are compared with that run. The folder --dir contains the
+    runs, comparison.json and comparison.html. If you start again with the same --dir, finished runs are skipped and
+    unfinished runs resume.
 
-    A sweep of learning rates, a row each: lockstep compare my.yaml --processes 1 --also recipe.optimizer.lr=0.05 --also
-    recipe.optimizer.lr=0.2
+    To sweep learning rates, with a row for each: lockstep compare my.yaml --processes 1 --also
+    recipe.optimizer.lr=0.05 --also recipe.optimizer.lr=0.2
     """
     from lockstep.comparison.drive import run_all
     from lockstep.comparison.output import Display, write
@@ -62,20 +66,23 @@ def command(
         raise UsageError(f"--usual: {USUAL_MOVED}")
     source, overrides = split(words)
     if source not in list_shipped_recipes() and Path(source).is_dir():
-        folders = shlex.join(each for each in words if Path(each).is_dir())
-        raise UsageError(f"{source}: a folder; to compare runs, use lockstep report {folders}; else give a YAML file")
+        folders = shlex.join(word for word in words if Path(word).is_dir())
+        raise UsageError(
+            f"{source}: expected a YAML file or the name of a recipe, got a folder; to compare runs, use lockstep "
+            f"report {folders}"
+        )
     folder = folder or folder_for(source)
     strategies, counts = placements_in(placements), processes_in(processes)
     request = ComparisonRequest(source, tuple(overrides), strategies, counts, also, folder)
     if png:
         check_png()
     plans = plan_runs(request)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is saved, no process is left
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: the run is saved and all processes end
     try:
         with Display(sys.stderr) as display:
             comparison = run_all(plans, display.show)
     except KeyboardInterrupt:
-        click.echo(printable(f"start again with --dir {folder} to resume"), err=True)
+        click.echo(printable(f"to resume, start again with --dir {folder}"), err=True)
         raise
     for path in write(comparison, folder, sys.stdout, with_page=not no_page, with_png=png):
         click.echo(printable(f"written {path}"))

@@ -1,4 +1,4 @@
-"""Check up the ranks and the links between them; or report the launcher or the cards."""
+"""Check the ranks and the links between them, or report the launcher or the GPUs."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
 
-_WIDTH = 120  # of what is printed where that is no terminal
+_WIDTH = 120  # of the output if it isn't a terminal
 
 
 @click.group("doctor", invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
-    "--processes", type=click.IntRange(1), help="Start so many on this host; a launcher starts them elsewhere."
+    "--processes", type=click.IntRange(1), help="Number of processes to start on this host, without a launcher."
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
-@click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Same as placement.device.")
+@click.option("--rendezvous", default="env://", show_default=True, help="Same as placement.rendezvous.")
 @click.option(
-    "--timeout", type=click.IntRange(1), default=30, show_default=True, help="Seconds to wait for another rank."
+    "--timeout", type=click.IntRange(1), default=30, show_default=True, help="Seconds to wait for the other ranks."
 )
 @click.pass_context
 def command(
@@ -47,18 +47,21 @@ def command(
     rendezvous: str,
     timeout: int,
 ) -> None:
-    """Check versions, devices and variables and, under a launcher, the ranks and the links between them.
+    """Check versions, devices and environment variables and, with several ranks, the links between them.
 
-    Each finding is ok, a warning or a problem: what was found, what it leads to, what to do. Ends with exit code 4
-    where there is a problem.
+    Each finding is ok, a warning or a problem, with its consequence and the fix. Exits with code 4 if there is a
+    problem.
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- doctor
     """
     if context.invoked_subcommand is not None:
-        given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        if given:
-            what = context.invoked_subcommand
-            raise UsageError(f"doctor: options of the check-up before {what}; write them after {what}, if it has them")
+        options = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        if options:
+            subcommand = context.invoked_subcommand
+            raise UsageError(
+                f"doctor: options before {subcommand} belong to the check-up; pass options of {subcommand} after "
+                f"{subcommand}"
+            )
         return
     from lockstep.checkup.rank import CheckupRequest
 
@@ -73,9 +76,9 @@ def _check_up(
     rendezvous: str,
     timeout_s: float,
 ) -> int:
-    """Check up and return the exit code: 4 where there is a problem. Rank 0 gives the report to `show`.
+    """Run the check-up and return the exit code, which is 4 if there is a problem. Rank 0 passes the report to `show`.
 
-    `processes` are started here, where no launcher did; a rank of a launcher waits at `rendezvous` for the others.
+    Without a launcher, starts `processes` here. A rank of a launcher waits at `rendezvous` for the other ranks.
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
@@ -83,7 +86,7 @@ def _check_up(
     from lockstep.run.start import Work, as_launched, on_ranks
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
-        raise UsageError(f"--rendezvous: {rendezvous}: expected {RENDEZVOUS_ADDRESSES}")
+        raise UsageError(f"--rendezvous: expected {RENDEZVOUS_ADDRESSES}, got {rendezvous}")
     info = detect_rank()
     placement = Placement(
         device=request.device, rendezvous=rendezvous, timeout_s=timeout_s, lost_after_s=min(LOST_AFTER_S, timeout_s)
@@ -95,20 +98,20 @@ def _check_up(
     def check_and_work() -> tuple[Placement, Work]:
         if processes not in (None, info.size):
             raise UsageError(
-                f"--processes: {processes} asked for, but {info.launcher} started {info.size}; leave it out"
+                f"--processes: got {processes}, but {info.launcher} started {info.size}; remove --processes"
             )
         return placement, partial(_work, request, show, None)
 
     return as_launched(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
 
 
-def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _ready: None, rendezvous: Rendezvous) -> int:
+def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous) -> int:
     from lockstep.checkup.rank import part
 
     report = part(request, rendezvous)
     if report is not None:
         show(report)
-    # The same on all ranks: a launcher returns that of whichever it likes.
+    # The same exit code on all ranks, because a launcher can return the exit code of any rank.
     problem = report is not None and report.level == "problem"
     return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
 
@@ -124,18 +127,19 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
-        for each in tables(report):
-            console.print(each)
-    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))  # at once: ranks share the terminal
+        for table in tables(report):
+            console.print(table)
+    # In one call, because the ranks share the terminal.
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _show_here(
-    title: str, as_json: bool, began: float, findings: Sequence[Finding], facts: dict[str, Any]
+    title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
-    """Show what was found of this process alone since `began`, and return it."""
+    """Show and return the report on this process only. `start` is the time at which the check-up began."""
     from lockstep.checkup.report import CheckupReport
 
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     report = CheckupReport((socket.gethostname(),), seconds, tuple(findings), facts=(facts,), title=title)
     _show(as_json, report)
     return report
@@ -143,17 +147,17 @@ def _show_here(
 
 @command.command("launch")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--rendezvous", default="env://", show_default=True, help="As placement.rendezvous would say.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="As placement.device.")
+@click.option("--rendezvous", default="env://", show_default=True, help="Same as placement.rendezvous.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Same as placement.device.")
 def launch(as_json: bool, rendezvous: str, device: str) -> None:
-    """Report which launcher started this process, and why: its rank, its device, and where rank 0 would listen.
+    """Report which launcher started this process and how it was detected, the rank, the device and rank 0's address.
 
-    Run it as you would run `lockstep train`: srun -N2 -n4 lockstep doctor launch
+    Start it like `lockstep train`: srun -N2 -n4 lockstep doctor launch
     """
-    from lockstep.checkup.launch import of_launch
+    from lockstep.checkup.launch import launch_findings
 
-    began = time.monotonic()
-    report = _show_here("launch", as_json, began, *of_launch(os.environ, rendezvous, device))
+    start = time.monotonic()
+    report = _show_here("launch", as_json, start, *launch_findings(os.environ, rendezvous, device))
     raise SystemExit(EXIT_USAGE if report.level == "problem" else EXIT_DONE)
 
 
@@ -161,19 +165,19 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
 def gpu(as_json: bool, words: tuple[str, ...]) -> None:
-    """Report which cards and libraries are here, what is wrong with them, and which variables make kernels inexact.
+    """Report the GPUs and libraries of this host, their faults, and environment variables that make kernels inexact.
 
-    With RECIPE it also lists what of its model and loss has no exact kernel on CUDA, and ends with exit code 2 where
-    that is anything; it needs no card for that. Where no card can be used it explains why, and ends with exit code 4.
+    With RECIPE, it also lists the parts of the model and the loss that have no exact kernel on CUDA, and exits with
+    code 2 if there are any. This doesn't require a GPU. If no GPU can be used, it explains why and exits with code 4.
     """
-    from lockstep.checkup.cards import look_at_cards, of_gpus
+    from lockstep.checkup.cards import gpu_findings, look_at_cards
     from lockstep.config.load import load, split
     from lockstep.setup.build import setup
     from lockstep.setup.checks import cuda_refusals
 
     recipe = load(*split(words)).config.recipe if words else None
-    refused = None if recipe is None else [str(each) for each in cuda_refusals(setup(recipe))]
+    refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
-    began, found = time.monotonic(), look_at_cards()
-    report = _show_here("cards", as_json, began, of_gpus(found, precision, refused), asdict(found))
-    raise SystemExit(EXIT_USAGE if refused else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)
+    start, evidence = time.monotonic(), look_at_cards()
+    report = _show_here("GPUs", as_json, start, gpu_findings(evidence, precision, refusals), asdict(evidence))
+    raise SystemExit(EXIT_USAGE if refusals else EXIT_PREFLIGHT if report.level == "problem" else EXIT_DONE)

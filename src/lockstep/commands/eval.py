@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 @click.command("eval")
 @click.argument("words", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first)
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
-@click.option("--cfg", metavar="FILE", help="A configuration of another framework that names weights; no CHECKPOINT.")
+@click.option("--cfg", metavar="FILE", help="Instead of CHECKPOINT: a configuration of another framework with weights.")
 def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
-    The recipe is the one it was trained by. With RECIPE, a .yaml file or a shipped one, the weights that it begins
-    from: recipe.model.weights=FILE, or recipe.model.pretrained=true.
+    A checkpoint is evaluated with the recipe that it was trained with. If you pass RECIPE instead, a YAML file or the
+    name of a shipped recipe, its initial weights are evaluated: recipe.model.weights=FILE, or
+    recipe.model.pretrained=true.
 
     Overrides are dotted: placement.processes=4 recipe.data.root=/data. Code that a checkpoint's recipe names, such as
-    recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
+    recipe.model.name: my.nets:net, only runs if an override also names it, or with --trust.
     """
     info = detect_rank()  # before the imports below, which take seconds
 
@@ -40,10 +41,10 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         if info is None:
             raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
         raise SystemExit(as_launched(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
-    asked = evaluation.EvalRequest(words[0], words[1:], trust)
+    request = evaluation.EvalRequest(words[0], words[1:], trust)
     if info is None:
-        raise SystemExit(evaluation.evaluate_here(asked, _tell))
-    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(asked, info, _tell)))
+        raise SystemExit(evaluation.evaluate_here(request, _tell))
+    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell)))
 
 
 def _is_recipe(word: str) -> bool:
@@ -52,10 +53,10 @@ def _is_recipe(word: str) -> bool:
     return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
 
 
-def _tell(found: EvalResult) -> None:
+def _tell(result: EvalResult) -> None:
     from lockstep.reporting import wording
 
-    after = f", after step {found.event.step}" if found.event.step else ""
-    click.echo(f"{printable_line(str(found.path))}{after}")
-    click.echo(wording.evaluation_line(found.event))
-    click.echo(wording.hash_line(found.weights_sha256))
+    after = f", after step {result.event.step}" if result.event.step else ""
+    click.echo(f"{printable_line(str(result.path))}{after}")
+    click.echo(wording.evaluation_line(result.event))
+    click.echo(wording.hash_line(result.weights_sha256))

@@ -1,4 +1,4 @@
-"""Export a saved run to safetensors, torch, onnx, transformers or timm, and check what was written."""
+"""Export a saved run to safetensors, torch, onnx, transformers or timm, and check the export."""
 
 from pathlib import Path
 
@@ -13,23 +13,23 @@ _FORMATS = ("safetensors", "torch", "onnx", "transformers", "timm")
 @click.command("export")
 @click.argument("run", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
-@click.option("--to", required=True, type=click.Choice(_FORMATS), help="What reads it.")
-@click.option("--out", type=click.Path(path_type=Path), help="Default: in the run's folder exports.")
-@click.option("--best", is_flag=True, help="Of a run folder, use the best checkpoint instead of the newest.")
+@click.option("--to", required=True, type=click.Choice(_FORMATS), help="Format of the export.")
+@click.option("--out", type=click.Path(path_type=Path), help="Defaults to a name in the folder exports of the run.")
+@click.option("--best", is_flag=True, help="Use the best checkpoint of a run folder instead of the newest.")
 @click.option(
-    "--weights", type=click.Choice(["model", "ema"]), help="Default: averaged ones (ema) if the run has them."
+    "--weights", type=click.Choice(["model", "ema"]), help="Defaults to averaged weights (ema) if the run has them."
 )
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
 def command(
     run: str, overrides: tuple[str, ...], to: str, out: Path | None, best: bool, weights: str | None, trust: bool
 ) -> None:
-    """Export RUN, a run folder or a checkpoint: its weights, class names, normalisation and tokenizer.
+    """Export the weights, class names, normalization and tokenizer of RUN, a run folder or a checkpoint.
 
-    What was written is loaded back in another process, without Lockstep, and both models are run on the same input. It
-    gets its name only where the outputs agree.
+    The export is loaded back in a separate process, without Lockstep, and both models run on the same input. The export
+    only gets its final name if the outputs agree.
 
-    Overrides are dotted. Code that the recipe names, such as recipe.model.name: my.nets:net, runs only if an override
-    names it too, or with --trust.
+    Overrides are dotted. Code that the recipe names, such as recipe.model.name: my.nets:net, only runs if an override
+    also names it, or with --trust.
     """
     from lockstep.exports.export import export_saved
     from lockstep.inference.saved import open_saved
@@ -39,6 +39,6 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     click.echo(printable_line(saved.words))
-    found = export_saved(saved, to, out)
-    click.echo(f"checked {found.check}")
-    click.echo(printable_line(f"{found.path}{f', {found.sizes}' if found.sizes else ''}"))
+    result = export_saved(saved, to, out)
+    click.echo(f"checked {result.check}")
+    click.echo(printable_line(f"{result.path}{f', {result.sizes}' if result.sizes else ''}"))

@@ -1,4 +1,4 @@
-"""Show how runs are doing: state, progress, speed and time left, from their event logs and Slurm's queue."""
+"""Show the state, progress, speed and time left of runs, from their event logs and Slurm's queue."""
 
 import json
 import sys
@@ -17,16 +17,16 @@ _RUNS: Final = "runs"
 @click.argument("folders", nargs=-1, metavar="[FOLDER]...", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list with an object for each run.")
 def command(folders: tuple[str, ...], as_json: bool) -> None:
-    """Show the runs in each FOLDER (runs/, if left out), those that something happened to last first.
+    """Show the runs in each FOLDER, most recently active first. FOLDER defaults to runs/.
 
-    A FOLDER is a run folder, or holds some, in folders of its own too. Where recipes differ, the table has the keys in
-    which they do; below it stands why a run failed.
+    A FOLDER is a run folder or contains run folders, also in subfolders. If the recipes of the runs differ, the table
+    shows the keys that differ. The reasons of failed runs are below the table.
     """
     from lockstep.jobs.reader import read_runs
     from lockstep.reporting.jobs_table import for_json, overview
 
     if not folders and not Path(_RUNS).exists():
-        click.echo("[]" if as_json else f"no runs yet: there is no folder {_RUNS}, where they go; name another, if so")
+        click.echo("[]" if as_json else f"no runs yet: folder {_RUNS} does not exist; pass the folder of your runs")
         return
     runs, warnings = read_runs(map(Path, folders or (_RUNS,)))
     if as_json:

@@ -1,4 +1,4 @@
-"""Start a run by a launcher: prints or runs the right line for torchrun, srun, mpirun or ssh."""
+"""Start a run with a launcher: print or run the command line for torchrun, srun, mpirun or ssh."""
 
 import os
 import sys
@@ -14,17 +14,17 @@ from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
-# Launchers of which `--on` has no need, each with the way it is used.
+# Names that `--on` doesn't accept, each with what to use instead.
 _ELSEWHERE: Final = {
-    "ray": "Ray starts its own workers: call lockstep.ray.train, or lockstep.join in train_loop_per_worker",
-    "kubernetes": "use lockstep submit --on kubernetes; or --on node, if the platform starts a pod for each node",
+    "ray": "Ray starts its own workers; call lockstep.ray.train, or lockstep.join in train_loop_per_worker",
+    "kubernetes": "use lockstep submit --on kubernetes, or --on node if the platform starts a pod for each node",
     "mpirun": "use --on openmpi",
     "srun": "use --on slurm",
 }
 
 
 def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
-    """Return the name of a launcher; refuse any other with those there are, or with the way that it is used."""
+    """Return the name of a launcher. Raises an error with the valid names, or with what to use instead."""
     if name not in starters():
         raise click.BadParameter(_ELSEWHERE.get(name) or f"no launcher {name!r}{choices(name, list(starters()))}")
     return name
@@ -42,38 +42,41 @@ def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> s
 @click.option(
     "--nodes",
     metavar="NUMBER | MIN:MAX",
-    help="Number of hosts; left out, 1 or as many as --hosts names. MIN:MAX: hosts may go and come (torchrun, ssh).",
+    help="Number of hosts. Defaults to the number of --hosts, or to 1. With MIN:MAX, hosts can leave and join "
+    "(torchrun, ssh).",
 )
 @click.option(
     "--processes-per-node",
     type=click.IntRange(1),
-    help="On each host; left out, one for each of --gpus-per-node, or 1.",
+    help="Processes on each host. Defaults to --gpus-per-node, or to 1.",
 )
-@click.option("--hosts", type=click.Path(path_type=Path), help="A file with the name of one host on each line.")
-@click.option("--node-rank", type=click.IntRange(0), help="Number of this host, for torchrun on several.")
+@click.option("--hosts", type=click.Path(path_type=Path), help="A file with one host name per line.")
+@click.option("--node-rank", type=click.IntRange(0), help="Index of this host, for torchrun on several hosts.")
 @click.option(
-    "--port", type=click.IntRange(1, 65535), help=f"Where rank 0 listens on the first of --hosts; left out, {PORT}."
+    "--port", type=click.IntRange(1, 65535), help=f"Port of rank 0 on the first of --hosts. Defaults to {PORT}."
 )
 @click.option(
     "--restarts",
     type=click.IntRange(0),
-    help=f"How often all start again, from the last checkpoint, after one failed (torchrun, ssh); left out, 0, or "
-    f"{RESTARTS} where hosts may go and come, which can use up one each time.",
+    help=f"Number of restarts from the last checkpoint after a rank failed (torchrun, ssh). Defaults to 0, or to "
+    f"{RESTARTS} with --nodes MIN:MAX, because a host that leaves or joins can use up a restart.",
 )
 @click.option(
     "--rendezvous",
     type=click.Choice(["static", "c10d", "etcd-v2"]),
-    help="Rendezvous of torchrun's agents; left out, static, or c10d where hosts may go and come.",
+    help="Rendezvous of torchrun's agents. Defaults to static, or to c10d with --nodes MIN:MAX.",
 )
-@click.option("--endpoint", default="", metavar="HOST:PORT", help="Where they meet; left out, the first host's --port.")
+@click.option(
+    "--endpoint", default="", metavar="HOST:PORT", help="Rendezvous address. Defaults to --port on the first host."
+)
 @click.option("--id", "name", default="", help="Rendezvous id (random for ssh).")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host (slurm).")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process (slurm).")
 @click.option("--partition", default="", help="The partition to run in (slurm).")
-@click.option("--account", default="", help="The account that it counts for (slurm).")
-@click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to the launcher as it is; repeatable.")
-@click.option("--python", default=sys.executable, help="The Python on the hosts; left out, the path of this one.")
-@click.option("--dry-run", is_flag=True, help="Print the line and do nothing.")
+@click.option("--account", default="", help="The account to charge (slurm).")
+@click.option("--option", "options", multiple=True, metavar="WORD", help="Passed to the launcher. Can be repeated.")
+@click.option("--python", default=sys.executable, help="Python on the hosts. Defaults to the path of this Python.")
+@click.option("--dry-run", is_flag=True, help="Print the command line and do nothing.")
 @click.argument("words", nargs=-1, metavar="-- COMMAND [ARGUMENT]...")
 def command(
     on: str,
@@ -95,19 +98,19 @@ def command(
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Start `lockstep COMMAND`, such as train RECIPE, or a SCRIPT.py, by a launcher, in the foreground.
+    """Start `lockstep COMMAND`, such as train RECIPE, or a SCRIPT.py with a launcher, in the foreground.
 
     lockstep launch --on slurm --nodes 2 --processes-per-node 4 -- train imagenet-resnet50 run.dir=runs/a
     """
-    named = read_hosts(hosts) if hosts else ()
-    fewest, count = number_of_hosts(nodes) if nodes else (None, len(named) or 1)
+    host_names = read_hosts(hosts) if hosts else ()
+    fewest, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
         with_python(words),
         python,
         count,
         resources.processes_per_node(processes_per_node),
-        named,
+        host_names,
         port or PORT,
         options,
         host=node_rank or 0,
@@ -120,9 +123,12 @@ def command(
         folder=str(Path.cwd()),
     )
     if on == node.LAUNCHER.name:
-        told = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank}
-        if given := [option for option, value in told.items() if value is not None]:
-            raise UsageError(f"{', '.join(given)}: not with --on node, which reads the platform's variables; leave out")
+        unsupported = {"--nodes": nodes, "--hosts": hosts, "--node-rank": node_rank}
+        if rejected := [option for option, value in unsupported.items() if value is not None]:
+            names = ", ".join(rejected)
+            raise UsageError(
+                f"{names}: not supported with --on node, which reads the variables of the platform; remove {names}"
+            )
         job = node.node_job(job, os.environ, processes_per_node)
         on, port, node_rank = (on, port, job.host) if job.nodes > 1 else ("local", None, None)
     raise SystemExit(start(on, job, port, node_rank, dry_run))

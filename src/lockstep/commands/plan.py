@@ -1,4 +1,4 @@
-"""Measure what each placement of a recipe would take, before any of them runs."""
+"""Measure the memory, time and traffic of each placement of a recipe before you run it."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from lockstep.common.text import printable, step_time
 from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # characters of a line that is not for a terminal
+_WIDEST: Final = 200  # characters of a line if the output isn't a terminal
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb])")
@@ -24,50 +24,50 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def quantity(text: str, option: str, example: str) -> int | None:
-    """Return a number of bytes: `80GB`, `24GiB`, or of bits, `400Gb`, an eighth; None where there is no text."""
+    """Return the number of bytes in `80GB`, `24GiB` or `400Gb` (bits), or None for an empty text."""
     if not text:
         return None
-    found = _QUANTITY.fullmatch(text)
-    if not found or not float(found[1]):
-        raise UsageError(f"{option}: expected a number and its unit, such as {example}, got {text}")
-    number, prefix, binary, unit = found.groups()
+    match = _QUANTITY.fullmatch(text)
+    if not match or not float(match[1]):
+        raise UsageError(f"{option}: expected a number with a unit, such as {example}, got {text}")
+    number, prefix, binary, unit = match.groups()
     bytes_or_bits: int = (1024 if binary else 1000) ** _POWERS[prefix]
     return math.ceil(float(number) * bytes_or_bits / (8 if unit == "b" else 1))
 
 
 def duration(text: str, option: str, example: str) -> float | None:
-    """Return seconds: `90s`, `15m`, `3h`, `2d`; None where there is no text."""
+    """Return the number of seconds in `90s`, `15m`, `3h` or `2d`, or None for an empty text."""
     if not text:
         return None
-    found = _DURATION.fullmatch(text)
-    if not found or not float(found[1]):
-        raise UsageError(f"{option}: expected a number and its unit, s, m, h or d, such as {example}, got {text}")
-    return float(found[1]) * _SECONDS[found[2]]
+    match = _DURATION.fullmatch(text)
+    if not match or not float(match[1]):
+        raise UsageError(f"{option}: expected a number with a unit (s, m, h or d), such as {example}, got {text}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def check_writable(source: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError where the best placement of what is measured could not be put into a file."""
+    """Raise UsageError if the best placement can't be written to the recipe."""
     from lockstep.config.shipped import list_shipped_recipes
 
     if source in list_shipped_recipes():
         raise UsageError(
-            f"--write: {source} is a recipe that comes with Lockstep, and no file of yours; "
-            f"lockstep show {source} > mine.yaml makes one"
+            f"--write: {source} is a shipped recipe, not a file; run lockstep show {source} > mine.yaml, and pass "
+            f"mine.yaml"
         )
     if overrides:
-        raise UsageError(f"--write: the file is measured as it stands; put {' '.join(overrides)} into it first")
+        raise UsageError(f"--write: not supported with overrides; put {' '.join(overrides)} into {source} first")
     if Path(source).exists() and not os.access(source, os.W_OK):
-        raise UsageError(f"--write: {source} cannot be written to")
+        raise UsageError(f"--write: cannot write to {source}; change its permissions, or pass a copy")
 
 
 def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
-    """Put a placement into a file, which stays whole, with its mode and whatever else stands in it."""
+    """Write a placement into a file atomically. The mode and all other contents of the file don't change."""
     from lockstep.config.edit import with_values
     from lockstep.training.checkpoint import durable
 
-    file = file.resolve()  # a link stays one
+    file = file.resolve()  # so that a symbolic link isn't replaced
     mode = file.stat().st_mode
-    with os_error_as(UsageError, f"--write: {file} cannot be written to"):
+    with os_error_as(UsageError, f"--write: cannot write to {file}"):
         text = with_values(
             file.read_bytes().decode(),
             str(file),
@@ -83,16 +83,21 @@ def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
 
 @click.command("plan")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
-@click.option("--placements", default="", help="Strategies, such as ddp,zero3; left out, all that promise the bits.")
+@click.option("--placements", default="", help="Strategies, such as ddp,zero3. Defaults to all with identical bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
-@click.option("--memory", default="", metavar="SIZE", help="Of a device, such as 80GB: which placements fit.")
-@click.option("--link", default="", metavar="SPEED", help="Elsewhere: what a rank can send, such as 400Gb/s.")
-@click.option("--price", type=float, help="Of a device and hour: what an epoch and the run cost.")
-@click.option("--mtbf", default="", metavar="TIME", help="Between failures of the run, such as 3h: how often to save.")
-@click.option("--save", default="", metavar="TIME", help="With --mtbf: what a save takes; left out, it is measured.")
-@click.option("--write", "writes", is_flag=True, help="Put the best into the file RECIPE, whose comments stay.")
+@click.option("--memory", default="", metavar="SIZE", help="Memory of a device, such as 80GB, to show what fits.")
+@click.option("--link", default="", metavar="SPEED", help="For another machine: its speed per rank, such as 400Gb/s.")
+@click.option("--price", type=float, help="Price of a device per hour, to show the cost of an epoch and of the run.")
 @click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."
+    "--mtbf",
+    default="",
+    metavar="TIME",
+    help="Mean time between failures of the run, such as 3h, to show how often to save.",
+)
+@click.option("--save", default="", metavar="TIME", help="With --mtbf: the time of a save. Measured by default.")
+@click.option("--write", "writes", is_flag=True, help="Write the best placement into the file RECIPE.")
+@click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all results to this file as JSON."
 )
 def command(
     words: tuple[str, ...],
@@ -106,12 +111,13 @@ def command(
     file: Path | None,
     writes: bool,
 ) -> None:
-    """Measure memory, time and traffic of a rank of RECIPE under each placement, and name the best.
+    """Measure the memory, time and traffic of a rank of RECIPE under each placement, and name the best placement.
 
-    A rank does a few steps on this machine, with the recipe's model, data and engine, and the other ranks are
-    pretended: so 64 of them want no more than one. Without --link the placements are for this machine, and all ranks
-    are run, up to 8 and if they have room. RECIPE is a YAML file or the name of a shipped recipe (digits, if left
-    out).
+    A single rank takes a few steps on this machine, with the model, data and engine of the recipe, against simulated
+    peers. Planning for 64 ranks therefore takes no more resources than planning for one. Without --link, the placements
+    are for this machine, and all ranks run if there are few and they fit into memory: up to one per GPU, or up to 8 on
+    a CPU (one per core if there are more cores). RECIPE is a YAML file or the name of a shipped recipe, and defaults to
+    digits.
     """
     from rich.console import Console
 
@@ -125,45 +131,50 @@ def command(
     from lockstep.planning.survey import Machine, as_predicted, made_ready, save_seconds, survey
     from lockstep.planning.table import best, draw, in_order, refused, to_json
 
-    check_alone("plan starts what it measures")
+    check_alone("plan starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
-        raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
+        raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
     speed = quantity(link.removesuffix("/s") or link, "--link", "400Gb/s")
     machine = Machine(quantity(memory, "--memory", "80GB"), speed)
     if save and not mtbf:
-        raise UsageError("--save: it goes with --mtbf, for which it is measured otherwise")
+        raise UsageError("--save: requires --mtbf; add --mtbf, or remove --save")
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
     terms = Terms(price, duration(mtbf, "--mtbf", "3h"), duration(save, "--save", "20s") or 0.0)
     counts, (source, overrides) = processes_in(processes), split(words)
     if writes:
         check_writable(source, overrides)
-    listed = [f"placement.strategy={flow(each)}" for each in (placements_in(placements) if placements else ())]
-    strategies = [load(source, [*overrides, each]).config.placement.strategy for each in listed]
+    strategy_overrides = [
+        f"placement.strategy={flow(strategy)}" for strategy in (placements_in(placements) if placements else ())
+    ]
+    strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
     with with_places(loaded):
-        ready = made_ready(loaded)
-        rows = survey(loaded, ready, strategies, counts, machine, _recipe.tell_measuring)
+        setup = made_ready(loaded)
+        rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
         if mtbf and not save:
-            terms = replace(terms, save_s=save_seconds(loaded, ready))
+            terms = replace(terms, save_s=save_seconds(loaded, setup))
     rows = [
-        row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, ready.steps, terms))
+        row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, setup.steps, terms))
         for row in in_order(rows, machine)
     ]
     Console(width=None if sys.stdout.isatty() else _WIDEST).print(draw(rows, machine))
     if mtbf:
-        click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', as one process does it'}")
+        click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', measured on one process'}")
     for line in refused(rows):
         click.echo(line)
     if file is not None:
         file.write_text(to_json(rows, machine), encoding="utf-8")
     if all(row.figures is None for row in rows):
-        raise UsageError("nothing could be measured, for the reasons above")
-    if (chosen := best(rows, machine)) is None:
-        click.echo("none fits; more processes, zero3, offload or recompute take less of each")
+        raise UsageError("no placement could be measured; see the reasons above")
+    if (best_row := best(rows, machine)) is None:
+        click.echo(
+            "no placement fits; use more processes, strategy zero3, placement.recompute or "
+            "placement.offload_activations"
+        )
         raise SystemExit(EXIT_FAILED)
-    click.echo(printable(f"best: {chosen.words}"))
+    click.echo(printable(f"best: {best_row.words}"))
     if writes:
-        write_back(Path(source), parse(chosen.strategy, source).values, values(as_predicted(chosen)))
+        write_back(Path(source), parse(best_row.strategy, source).values, values(as_predicted(best_row)))
         click.echo(printable(f"written to {source}"))

@@ -1,4 +1,4 @@
-"""Predict with a saved run: classes of pictures, masks, a column of a table, or what follows a prompt."""
+"""Predict with a saved run: classes of images, masks, a column of a table, or the text after a prompt."""
 
 import json
 from collections.abc import Iterator
@@ -11,25 +11,25 @@ from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import EXIT_FAILED, UsageError
 
-_FIRST = 5  # rows of a table that is written to a file
+_FIRST = 5  # rows that are shown of a table that is written to a file
 
 
 @click.command("predict")
 @click.argument("run", type=click.Path())
 @click.argument("inputs", nargs=-1, metavar="[INPUT]... [KEY=VALUE]...", type=click.Path())
-@click.option("--best", is_flag=True, help="Of a run folder, use the best checkpoint instead of the newest.")
+@click.option("--best", is_flag=True, help="Use the best checkpoint of a run folder instead of the newest.")
 @click.option(
-    "--weights", type=click.Choice(["model", "ema"]), help="Default: averaged ones (ema) if the run has them."
+    "--weights", type=click.Choice(["model", "ema"]), help="Defaults to averaged weights (ema) if the run has them."
 )
-@click.option("--top", type=click.IntRange(1), metavar="K", help="Classes for each picture [5].")
+@click.option("--top", type=click.IntRange(1), metavar="K", help="Number of classes for each image [5].")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="The folder for masks; a file for a table and its columns."
+    "--out", type=click.Path(path_type=Path), help="Folder for masks, or file for a table with its predictions."
 )
 @click.option("--prompt", metavar="TEXT", help="The text that a language model continues.")
 @click.option("--tokens", type=click.IntRange(1), metavar="N", help="Tokens to add [100].")
-@click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token [0].")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Of what is drawn [0].")
-@click.option("--tokenizer", metavar="FILE", help="For a run that keeps none, or whose file has moved.")
+@click.option("--temperature", type=float, metavar="T", help="Sampling temperature. 0 picks the likeliest token [0].")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Seed for sampling [0].")
+@click.option("--tokenizer", metavar="FILE", help="If the run has no tokenizer, or its file was moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each input.")
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
 def command(
@@ -47,14 +47,14 @@ def command(
     as_json: bool,
     trust: bool,
 ) -> None:
-    """Predict with RUN, a run folder or a checkpoint, by what it was trained on.
+    """Predict with RUN, a run folder or a checkpoint.
 
-    An INPUT is a picture or a folder of them, or a table (.csv, .parquet); a language model takes --prompt instead. The
-    checkpoint is enough: the data that it was trained on is not needed. A picture that cannot be read is named and left
-    out; the exit code is 1 then, or 0 where the run's recipe.data.on_error is skip.
+    An INPUT is an image, a folder of images, or a table (.csv, .parquet). For a language model, pass --prompt instead.
+    The data that the run was trained on is not needed. Images that can't be read are skipped with a warning. The exit
+    code is then 1, or 0 if recipe.data.on_error of the run is skip.
 
     Overrides are dotted (placement.device=cpu). Code that the recipe names, such as recipe.model.name: my.nets:net,
-    runs only if an override names it too, or with --trust.
+    only runs if an override also names it, or with --trust.
     """
     from rich.console import Console
 
@@ -67,21 +67,21 @@ def command(
     for line in saved.remarks:
         click.echo(printable(line), err=True)
     options = Options(top, out, prompt, tokens, temperature, seed, tokenizer)
-    found = predictions_of(saved, files, options)
+    predictions = predictions_of(saved, files, options)
     click.echo(printable_line(saved.words), err=True)
     skipped: list[str] = []
-    found = _without_skipped(found, skipped)
+    predictions = _without_skipped(predictions, skipped)
     if as_json:
-        for row in found:
+        for row in predictions:
             click.echo(json.dumps(row))
     elif prompt is not None:
-        for row in found:
+        for row in predictions:
             click.echo(printable(row["prompt"] + row["text"]))
     else:
-        rows = list(found)
-        shown = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has them all
-        Console(highlight=False, markup=False, emoji=False).print(table_of(shown))
-        click.echo(f"... {len(rows) - len(shown):,} more rows\n" if len(shown) < len(rows) else "", nl=False)
+        rows = list(predictions)
+        shown_rows = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has all rows
+        Console(highlight=False, markup=False, emoji=False).print(table_of(shown_rows))
+        click.echo(f"... {len(rows) - len(shown_rows):,} more rows\n" if len(shown_rows) < len(rows) else "", nl=False)
     if out is not None:
         click.echo(printable_line(f"written {out}"), err=as_json)
     if skipped and saved.recipe.data.on_error == "raise":
@@ -89,14 +89,17 @@ def command(
 
 
 def _without_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of what could be read; name the rest, and add it to `skipped`. UsageError where that is all."""
-    left = False
+    """Yield the rows of readable inputs. Warn about all other inputs, and add them to `skipped`.
+
+    Raises UsageError if no input could be read.
+    """
+    any_read = False
     for row in rows:
         if "skipped" in row:
             skipped.append(row["input"])
             click.echo(f"warning: skipped: {printable_line(row['skipped'])}", err=True)
         else:
-            left = True
+            any_read = True
             yield row
-    if skipped and not left:
-        raise UsageError(f"none of {len(skipped)} pictures can be read; give some that can")
+    if skipped and not any_read:
+        raise UsageError(f"predict: no image left after skipping {len(skipped)}; pass images that can be read")

@@ -1,4 +1,4 @@
-"""Decode the pictures of a recipe's data once, so that training need not."""
+"""Decode the images of a recipe's dataset once, so that training doesn't have to."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ if TYPE_CHECKING:
 @click.command("prepare")
 @click.argument("recipe", shell_complete=_completion.words)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...", shell_complete=_completion.overrides)
-@click.option("--to", required=True, type=click.Path(path_type=Path), help="A folder that is not there yet.")
+@click.option("--to", required=True, type=click.Path(path_type=Path), help="A folder that doesn't exist yet.")
 @click.option(
-    "--short-side", type=click.IntRange(1), help="Shrink larger pictures to so many pixels: this gives other weights."
+    "--short-side", type=click.IntRange(1), help="Shrink larger images to this size. Changes the resulting weights."
 )
 def command(recipe: str, overrides: tuple[str, ...], to: Path, short_side: int | None) -> None:
-    """Write the pixels of all pictures of RECIPE's data, and a recipe that reads them and gives the same weights.
+    """Write the pixels of all images of RECIPE's dataset, and a recipe that reads them and gives the same weights.
 
-    The pixels are in tar archives as WebDataset writes them, about ten times as large as JPEGs. The recipe is
-    recipe.yaml beside them.
+    The pixels are stored in tar archives in WebDataset format, about ten times as large as JPEGs. The recipe is
+    recipe.yaml next to them.
     """
     from lockstep.config.load import load
     from lockstep.setup.build import open_recipe_data
 
     loaded = load(recipe, overrides)
     if os.path.lexists(to):
-        raise UsageError(f"{to}: is there already; remove it, or choose another folder with --to")
+        raise UsageError(f"--to {to}: already exists; remove it, or use a different folder")
     data = open_recipe_data(loaded.config.recipe)
     temporary = to.with_name(f".{to.name}.{os.getpid()}.new")
     try:
-        with os_error_as(UsageError, f"{to}: cannot be written", "; choose another folder with --to"):
+        with os_error_as(UsageError, f"--to {to}: cannot write", "; use a different folder"):
             temporary.mkdir(parents=True)
             for part, split in {"train": data.train, "val": data.validation}.items():
                 if split is not None:
                     _write(split, temporary, part, short_side)
             (temporary / "recipe.yaml").write_text(_recipe_of(loaded, data, to.absolute()), encoding="utf-8")
-            written = sum(each.stat().st_size for each in temporary.iterdir())
+            total_bytes = sum(file.stat().st_size for file in temporary.iterdir())
             temporary.rename(to)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    click.echo(printable_line(f"{size(written)} in {to}"))
+    click.echo(printable_line(f"{size(total_bytes)} in {to}"))
     click.echo(printable_line(f"next        lockstep train {to / 'recipe.yaml'}"))
 
 
@@ -59,20 +59,20 @@ def _write(split: object, folder: Path, part: str, short_side: int | None) -> No
     from lockstep.data.images.prepare import write_archives
 
     if not isinstance(split, PictureSplit):
-        raise UsageError("recipe.data.name: its samples are no pictures in files, so there is nothing to decode")
-    for done in write_archives(split, folder, part, short_side):
-        _recipe.tell_tenth(done, len(split), f"{part}: {done:,} of {len(split):,} pictures")
+        raise UsageError("recipe.data.name: samples are not image files; lockstep prepare requires a dataset of images")
+    for count in write_archives(split, folder, part, short_side):
+        _recipe.tell_tenth(count, len(split), f"{part}: {count:,} of {len(split):,} images")
 
 
 def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
-    """Return a configuration that differs from the one loaded in where its data is."""
+    """Return the loaded configuration with the path of the new data."""
     from lockstep.config.base import values
     from lockstep.config.document import format_key
     from lockstep.config.write import block, leaves
 
     options = {"classes": data.facts["classes"], **({} if data.validation else {"validation": 0.0})}
-    place = {"name": "webdataset", "root": str(root), "options": options}
+    data_config = {"name": "webdataset", "root": str(root), "options": options}
     config = values(loaded.config)
-    config["recipe"]["data"] |= place
-    new = {format_key(path): "lockstep prepare" for path, _ in leaves(place, ("recipe", "data"))}
-    return "\n".join(block(config, {**loaded.origins, **new})) + "\n"
+    config["recipe"]["data"] |= data_config
+    origins = {format_key(path): "lockstep prepare" for path, _ in leaves(data_config, ("recipe", "data"))}
+    return "\n".join(block(config, {**loaded.origins, **origins})) + "\n"

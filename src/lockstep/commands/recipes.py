@@ -10,11 +10,11 @@ import click
 if TYPE_CHECKING:
     from lockstep.config.shipped import ShippedRecipe
 
-_NARROW: Final = 110  # columns of a terminal, below which a table would fold the descriptions
+_NARROW: Final = 110  # on a terminal with fewer columns, a table would fold the descriptions
 
 
 class RecipeRow(NamedTuple):
-    """One recipe, as the list shows it."""
+    """A row of the list."""
 
     name: str
     model: str
@@ -26,10 +26,10 @@ class RecipeRow(NamedTuple):
 
 @click.command("recipes")
 def command() -> None:
-    """List the shipped recipes: `lockstep show NAME` prints one, `lockstep train NAME` trains it."""
+    """List the shipped recipes. `lockstep show NAME` prints a recipe, and `lockstep train NAME` trains it."""
     from lockstep.config.shipped import list_shipped_recipes
 
-    rows = [row(each) for each in list_shipped_recipes().values()]
+    rows = [row(shipped) for shipped in list_shipped_recipes().values()]
     if sys.stdout.isatty():
         draw(rows)
     else:

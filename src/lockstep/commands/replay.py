@@ -1,4 +1,4 @@
-"""Do steps of a run again, anywhere, and compare them with what the run has kept of them."""
+"""Replay steps of a run on any machine, and compare them with the digests that the run recorded."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ from lockstep.errors import UsageError
 
 @click.command("replay")
 @click.argument("words", nargs=-1, required=True, metavar="RUN [KEY=VALUE]... [-- COMMAND]", type=click.Path())
-@click.option("--step", type=click.IntRange(1), metavar="N", help="Do step N again, and find out what happened in it.")
-@click.option("--steps", metavar="A:B", help="Do these steps again, the last one included.")
-@click.option("--check", type=click.IntRange(1), metavar="K", help="Do K steps again that are drawn at random.")
-@click.option("--samples", is_flag=True, help="With --step: list its samples and compute nothing.")
-@click.option("--change", multiple=True, metavar="KEY=VALUE", help="Give the recipe another value from there on.")
+@click.option("--step", type=click.IntRange(1), metavar="N", help="Replay step N and examine it.")
+@click.option("--steps", metavar="A:B", help="Replay steps A to B, including B.")
+@click.option("--check", type=click.IntRange(1), metavar="K", help="Replay K randomly chosen steps.")
+@click.option("--samples", is_flag=True, help="With --step: list the samples of the step and compute nothing.")
+@click.option("--change", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe from there on.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="The page to write [replay-STEP.html].")
-@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: a file for bisect.")
+@click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: write a trace for bisect.")
 @click.option("--trust", is_flag=True, help="Run the code that the run's recipe names.")
 def command(
     words: tuple[str, ...],
@@ -30,24 +30,25 @@ def command(
     trace: Path | None,
     trust: bool,
 ) -> None:
-    """Do steps of RUN, a run folder, again from the nearest checkpoint before them, and compare their bits.
+    """Replay steps of RUN, a run folder, from the nearest checkpoint before them, and compare their bits.
 
-    A step is a function of recipe, data, number and weights, so it is the same on one process as it was on many.
-    Overrides say where it is computed: placement.strategy=zero3 placement.processes=2, recipe.data.root=/data. Nothing
-    is written into RUN.
+    A step only depends on the recipe, the data, the step number and the weights, so one process computes the same bits
+    as many processes. Overrides set where it is computed: placement.strategy=zero3 placement.processes=2,
+    recipe.data.root=/data. Nothing is written to RUN.
 
-    Of a loop of your own, COMMAND runs its script, unchanged: -- python train.py --size 3.
+    For a custom training loop, pass the command that runs its script, which doesn't need any change: -- python train.py
+    --size 3.
 
-    Of --step also a page: the samples with the loss of each, the norms of gradients and updates, the largest
-    activations, and where the first value that is not finite arose; --trace writes the digest of each tensor of the
-    step, for `lockstep bisect`. Exit code 0 where all bits agree, 3 where not.
+    With --step, the page also shows the loss of each sample, the norms of gradients and updates, the largest
+    activations, and the origin of the first value that isn't finite. --trace writes the digest of each tensor of the
+    step for `lockstep bisect`. Exits with code 0 if all bits agree, and with code 3 otherwise.
     """
     from lockstep.replay.drive import Options, replay
 
     overrides, places = _overrides.split_overrides(words)
     if not places:
-        raise UsageError("give a run folder")
+        raise UsageError("replay: no run folder; pass the folder of a run")
     script = words[words.index(places[1]) :] if len(places) > 1 else ()
-    overrides = overrides[: len(words) - len(script) - 1]  # what follows belongs to the script
+    overrides = overrides[: len(words) - len(script) - 1]  # the words after it belong to the script
     options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -1,6 +1,6 @@
-"""Draw the curves of runs in a page, with what differs, restarts and checkpoints, and what their models do.
+"""Draw a page about runs: curves, differences, restarts, checkpoints, and examples of what the models do.
 
-The page is one file, which needs no network.
+The page is a single file and doesn't need a network connection.
 """
 
 from pathlib import Path
@@ -18,34 +18,35 @@ from lockstep.common.text import printable, printable_line
     type=click.Path(dir_okay=False, path_type=Path),
     default="report.html",
     show_default=True,
-    help="The page to write; one that is there is replaced.",
+    help="The page to write. An existing file is replaced.",
 )
 @click.option(
-    "--png", is_flag=True, help="Write each chart as a PNG file, too, in a folder beside it, which needs Chromium."
+    "--png", is_flag=True, help="Also write each chart as a PNG file, in a folder next to the page. Requires Chromium."
 )
 @click.option("--examples", is_flag=True, help="Evaluate a checkpoint of each run, and show what its model does.")
-@click.option("--samples", type=click.IntRange(1), metavar="N", help="At most so many validation samples [10000].")
-@click.option("--best", is_flag=True, help="Look at the best checkpoint of each run instead of the newest.")
+@click.option("--samples", type=click.IntRange(1), metavar="N", help="Maximum number of validation samples [10000].")
+@click.option("--best", is_flag=True, help="Use the best checkpoint of each run instead of the newest.")
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoints' recipes name.")
 def command(
     folders: tuple[str, ...], out: Path, png: bool, examples: bool, samples: int | None, best: bool, trust: bool
 ) -> None:
-    """Draw the runs in each RUN, a run folder or a folder of some (runs/, if left out), beside each other.
+    """Draw the runs in each RUN next to each other. RUN is a run folder or a folder of runs, and defaults to runs/.
 
-    Curves over samples and over time, throughput and memory; the keys in which recipes and placements differ; restarts
-    and checkpoints.
+    The page shows curves over samples and time, throughput, memory, the keys that differ between recipes and
+    placements, restarts and checkpoints.
 
-    With --examples also, of a checkpoint on its validation data: of classifiers the confusions and the worst mistakes,
-    of language models samples of text and the loss by position, predicted against true of regressions, confusions of
-    the pixels of segmentations. Overrides are dotted (placement.device=cpu). Code that a recipe names, such as
-    recipe.model.name: my.nets:net, runs only if an override names it too, or with --trust.
+    With --examples, a checkpoint of each run is evaluated on its validation data. The page then also shows the
+    confusion matrix and the worst mistakes of a classifier, text samples and the loss by position of a language model,
+    predicted and true values of a regression, and the confusion matrix over the pixels of a segmentation. Overrides are
+    dotted (placement.device=cpu). Code that a recipe names, such as recipe.model.name: my.nets:net, only runs if an
+    override also names it, or with --trust.
     """
     from lockstep.inference.report import Options, write_report
 
     overrides, places = _overrides.split_overrides(folders)
     options = Options(places or ["runs"], out, png, examples, samples, best, overrides, trust)
-    done = write_report(options, lambda line: click.echo(printable_line(line), err=True))
-    for line in done.warnings:
+    report = write_report(options, lambda line: click.echo(printable_line(line), err=True))
+    for line in report.warnings:
         click.echo(printable_line(f"warning: {line}"), err=True)
-    for path in (done.page, *done.charts):
+    for path in (report.page, *report.charts):
         click.echo(printable(f"written {path}"))

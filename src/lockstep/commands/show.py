@@ -1,4 +1,4 @@
-"""Print a recipe as it will run, and what follows from it."""
+"""Print a recipe as it will run, and the numbers that follow from it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from lockstep.setup.schedule import find_rate
 def command(recipe: str, overrides: tuple[str, ...]) -> None:
     """Print the configuration of RECIPE, each value with its origin, and the numbers that follow from it.
 
-    With strategy deepspeed, what DeepSpeed is given too.
+    With strategy deepspeed, it also prints DeepSpeed's configuration.
 
     RECIPE is a YAML file or the name of a shipped recipe. Overrides are dotted: recipe.optimizer.lr=0.1
     """
     from lockstep.config.load import load, to_yaml
     from lockstep.config.placement import FOREIGN
     from lockstep.config.shipped import list_shipped_recipes
-    from lockstep.core.devices import in_words as exchange_in_words
+    from lockstep.core.devices import in_words as backend_in_words
 
     loaded = load(recipe, overrides)
-    names = (loaded.origins[f"recipe.{each}.name"] for each in ("model", "optimizer"))
+    names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
     if recipe not in list_shipped_recipes() or "override" in names:
         from lockstep.config.blame import with_places
         from lockstep.models.find import origin_of  # it imports torch
@@ -47,7 +47,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     for name, text in following:
         click.echo(f"{name:<15}{text}")
     placement = loaded.config.placement
-    click.echo(f"{'exchange':<15}{exchange_in_words(placement.backend, placement.device)}")
+    click.echo(f"{'communication':<15}{backend_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
         from lockstep.setup.resolved import resolve  # it imports torch
 
@@ -56,13 +56,13 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
 
 
 def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield what follows from a recipe, as (name, text)."""
+    """Yield the numbers that follow from a recipe, as (name, text)."""
     yield "global batch", f"{recipe.batch} samples"
     yield "micro-batches", _sizes(cut(recipe.batch, recipe.microbatches))
     yield "learning rate", rule(recipe)
     samples = training_samples(recipe.data.name, recipe.data.root, recipe.data.options)
     if samples is None:
-        yield "samples", "known only once the data is there; so are steps and the rates of the schedule"
+        yield "samples", "unknown until the data is available, as are the steps and the learning rates"
     else:
         run = steps(recipe, samples)
         length = in_words(run.total_samples / run.samples_per_epoch)
@@ -82,12 +82,12 @@ def _sizes(parts: list[range]) -> str:
 
 
 def _rates(recipe: Recipe, run: Steps) -> str:
-    """Return the rate of the first update, of the first one after warm-up, and of the last."""
-    at = find_rate(recipe, run).at
+    """Return the learning rates of the first update, the first update after warm-up, and the last update."""
+    rate_at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
     warm = run[warm_up_steps(recipe, run)].samples_seen
     marks = {"at the start": 0, "after warm-up": warm, "at the last step": last}
     if not 0 < warm < last:
         del marks["after warm-up"]
-    rates = ", ".join(f"{at(seen):.6g} {when}" for when, seen in marks.items())
+    rates = ", ".join(f"{rate_at(samples):.6g} {when}" for when, samples in marks.items())
     return rates if warm <= last else f"{rates}, which is still in warm-up"

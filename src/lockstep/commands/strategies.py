@@ -1,4 +1,4 @@
-"""List the strategies: what each cuts, what it needs and what it sends."""
+"""List the strategies, with what each of them splits, requires and communicates."""
 
 import sys
 from typing import NamedTuple
@@ -20,8 +20,8 @@ class StrategyRow(NamedTuple):
 def command() -> None:
     """List the strategies of `placement.strategy`.
 
-    Exactness `bits` promises the bits of one process; `close` a difference within a computed tolerance,
-    `none` neither.
+    Exactness `bits` promises the same bits as one process, `close` promises a difference within a computed tolerance,
+    and `none` promises neither.
     """
     from lockstep.strategies import names
 
@@ -29,11 +29,11 @@ def command() -> None:
     if sys.stdout.isatty():
         draw(rows)
     else:
-        click.echo("\n\n".join(_plain(each) for each in rows))
+        click.echo("\n\n".join(_plain(strategy) for strategy in rows))
 
 
 def row(name: str) -> StrategyRow:
-    """Return what a strategy says of itself."""
+    """Return the row of a strategy."""
     from importlib import import_module
 
     traits = import_module(f"lockstep.strategies.{name}").Strategy().traits

@@ -1,4 +1,4 @@
-"""Give a run to Slurm's queue or to Kubernetes, as a job that saves when it is stopped and goes on by itself."""
+"""Submit a run to Slurm or Kubernetes, as a job that saves when it is stopped and resumes by itself."""
 
 import sys
 
@@ -11,33 +11,40 @@ from lockstep.launchers.kubernetes import KINDS, Cluster
 
 
 @click.command("submit", cls=ScriptCommand)
-@click.option("--on", type=click.Choice(["slurm", "kubernetes"]), default="slurm", show_default=True, help="Where to.")
+@click.option("--on", type=click.Choice(["slurm", "kubernetes"]), default="slurm", show_default=True, help="Cluster.")
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of hosts.")
 @click.option(
     "--processes-per-node",
     type=click.IntRange(1),
-    help="On each host; left out, one for each of --gpus-per-node, or 1.",
+    help="Processes on each host. Defaults to --gpus-per-node, or to 1.",
 )
 @click.option(
-    "--time", "limit", default="", help="Such as 04:00:00, or 1-12 (days-hours); left out, the partition's (slurm)."
+    "--time",
+    "limit",
+    default="",
+    help="Time limit, such as 04:00:00 or 1-12 (days-hours). Defaults to the limit of the partition (slurm).",
 )
 @click.option(
-    "--warn-before", type=int, default=120, show_default=True, help="Seconds to save in before a job or node is ended."
+    "--warn-before", type=int, default=120, show_default=True, help="Seconds to save before a job or node is stopped."
 )
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]NUMBER", help="GPUs of each host.")
 @click.option("--cpus-per-task", type=click.IntRange(1), help="Cores of each process.")
-@click.option("--partition", default="", help="The partition to run in; left out, the site's (slurm).")
-@click.option("--account", default="", help="The account that it counts for; left out, your own (slurm).")
-@click.option("--name", help="Of the job; left out, the recipe's or script's.")
-@click.option("--option", "options", multiple=True, metavar="WORD", help="Goes to sbatch as it is; repeatable (slurm).")
-@click.option("--python", help="The Python on the hosts; left out, the path of this one (slurm), or python3.")
-@click.option("--kind", type=click.Choice(KINDS), help="What trains; left out, a jobset (kubernetes).")
-@click.option("--image", default="", help="A container image that has Lockstep (kubernetes).")
-@click.option("--claim", default="", metavar="NAME:/PATH", help="The claim of the nodes' shared files (kubernetes).")
-@click.option("--queue", default="", help="A queue of Kueue's (kubernetes).")
-@click.option("--namespace", default="", help="Left out, kubectl's own (kubernetes).")
-@click.option("--restarts", type=click.IntRange(0), help=f"After failures; left out, {RESTARTS} (kubernetes).")
-@click.option("--dry-run", is_flag=True, help="Print the script or the manifest, and do nothing.")
+@click.option("--partition", default="", help="The partition to run in. Defaults to the default of the site (slurm).")
+@click.option("--account", default="", help="The account to charge. Defaults to your own (slurm).")
+@click.option("--name", help="Name of the job. Defaults to the name of the recipe or script.")
+@click.option("--option", "options", multiple=True, metavar="WORD", help="Passed to sbatch. Can be repeated (slurm).")
+@click.option(
+    "--python", help="Python on the hosts. Defaults to the path of this Python (slurm), or to python3 (kubernetes)."
+)
+@click.option("--kind", type=click.Choice(KINDS), help=f"Kind of the object. Defaults to {KINDS[0]} (kubernetes).")
+@click.option("--image", default="", help="A container image with Lockstep (kubernetes).")
+@click.option("--claim", default="", metavar="NAME:/PATH", help="Volume claim for shared files (kubernetes).")
+@click.option("--queue", default="", help="A Kueue queue (kubernetes).")
+@click.option("--namespace", default="", help="Defaults to the namespace of kubectl (kubernetes).")
+@click.option(
+    "--restarts", type=click.IntRange(0), help=f"Restarts after failures. Defaults to {RESTARTS} (kubernetes)."
+)
+@click.option("--dry-run", is_flag=True, help="Print the script or the manifest and do nothing.")
 @click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]... | SCRIPT.py")
 def command(
     on: str,
@@ -61,7 +68,7 @@ def command(
     dry_run: bool,
     words: tuple[str, ...],
 ) -> None:
-    """Submit `lockstep train`, or to Kubernetes a SCRIPT.py, as a job that goes on by itself until the run is done.
+    """Submit `lockstep train`, or on Kubernetes a SCRIPT.py, as a job that resumes by itself until the run is done.
 
     lockstep submit --nodes 2 --processes-per-node 4 --time 04:00:00 -- train imagenet-resnet50 recipe.epochs=90
 
@@ -70,16 +77,22 @@ def command(
     from lockstep.jobs.submit import batch_script, create, manifest, submit
     from lockstep.runs.runs import JOB_SCRIPT
 
-    others: dict[str, object] = {"--time": limit, "--partition": partition, "--account": account, "--option": options}
+    unsupported: dict[str, object] = {
+        "--time": limit,
+        "--partition": partition,
+        "--account": account,
+        "--option": options,
+    }
     if on == "slurm":
-        others = {"--kind": kind, "--image": image, "--claim": claim, "--queue": queue, "--namespace": namespace}
-        others["--restarts"] = restarts
-    if given := [option for option, value in others.items() if value not in (None, "", ())]:
-        raise UsageError(f"{', '.join(given)}: not with --on {on}; leave out")
+        unsupported = {"--kind": kind, "--image": image, "--claim": claim, "--queue": queue, "--namespace": namespace}
+        unsupported["--restarts"] = restarts
+    if rejected := [option for option, value in unsupported.items() if value not in (None, "", ())]:
+        names = ", ".join(rejected)
+        raise UsageError(f"{names}: not supported with --on {on}; remove {names}")
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
-    each = resources.processes_per_node(processes_per_node)
+    per_node = resources.processes_per_node(processes_per_node)
     python = python or (sys.executable if on == "slurm" else "python3")
-    job = Job(with_python(words), python, nodes, each, options=options, resources=resources)
+    job = Job(with_python(words), python, nodes, per_node, options=options, resources=resources)
     if on == "kubernetes":
         volume, _, mount = claim.partition(":")
         cluster = Cluster(
@@ -94,8 +107,8 @@ def command(
             namespace=namespace,
         )
         objects = manifest(job, cluster)
-        said = objects if dry_run else "".join(f"created {each}\n" for each in create(objects, namespace))
-        click.echo(said, nl=False)
+        output = objects if dry_run else "".join(f"created {created}\n" for created in create(objects, namespace))
+        click.echo(output, nl=False)
         return
     run, script = batch_script(job, name, limit, warn_before)
     if dry_run:
@@ -103,4 +116,4 @@ def command(
         return
     number = submit(run, script)
     click.echo(f"job {number} submitted: {run / JOB_SCRIPT}")
-    click.echo(f"logs: {run}/logs, from Slurm slurm-{number}.log\nhow it is: lockstep jobs {run}")
+    click.echo(f"logs: {run}/logs, from Slurm slurm-{number}.log\nstatus: lockstep jobs {run}")

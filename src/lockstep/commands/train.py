@@ -1,6 +1,6 @@
 """Train a recipe on any number of processes.
 
-The numbers are the recipe's; how many processes share the work, and who started them, changes only the time.
+The recipe determines the numbers. The number of processes and the launcher only change the time.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ if TYPE_CHECKING:
 @click.command("train")
 @click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option(
-    "--cfg", metavar="FILE", help="A configuration of another framework, in place of RECIPE; see lockstep import."
+    "--cfg", metavar="FILE", help="Instead of RECIPE: a configuration of another framework. See lockstep import."
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="With --cfg: how many GPUs a batch for each is meant for.")
+@click.option("--gpus", type=click.IntRange(min=1), help="With --cfg: number of GPUs for the per-GPU batch size.")
 def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
-    """Train RECIPE, a YAML file or the name of a shipped recipe (digits, if left out).
+    """Train RECIPE, a YAML file or the name of a shipped recipe. RECIPE defaults to digits.
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
     """
     if gpus is not None and cfg is None:
-        raise click.UsageError("--gpus goes with --cfg; a recipe has the batch of all")
+        raise click.UsageError("--gpus: requires --cfg; for a recipe, set the global batch size in recipe.batch")
     info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
-    read = partial(_recipe.load_words, words, cfg, gpus, size)
+    load = partial(_recipe.load_words, words, cfg, gpus, size)
     with outliving_terminal():
-        raise SystemExit(_alone(read) if info is None else _there(info, words, read))
+        raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, words, load))
 
 
-def _alone(read: Callable[[], Loaded]) -> int:
-    """Train where no other launcher started anything, unless all is done already."""
+def _train_here(load: Callable[[], Loaded]) -> int:
+    """Train without a launcher. Does nothing if the run is already done."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import completion_notice
 
-    loaded = read()
+    loaded = load()
     _recipe.tell_notes(loaded)
     if warning := slurm.warning(os.environ, loaded.config.placement.processes):
         click.echo(warning, err=True)
-    if done := completion_notice(loaded):
-        click.echo(printable(done))
+    if notice := completion_notice(loaded):
+        click.echo(printable(notice))
         return EXIT_DONE
     from lockstep.run.training import train_here  # only now: torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
         from lockstep.planning.fastest import with_fastest
 
-        loaded, words = with_fastest(loaded, _recipe.tell_measuring)
-        click.echo(words, err=True)
+        loaded, message = with_fastest(loaded, _recipe.tell_measuring)
+        click.echo(message, err=True)
     return train_here(loaded)
 
 
-def _there(info: RankInfo, words: tuple[str, ...], read: Callable[[], Loaded]) -> int:
+def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Loaded]) -> int:
     from lockstep.run.start import as_launched
     from lockstep.run.training import training_as_rank
 
     def check_and_work() -> tuple[Placement, Work]:
-        loaded = read()
+        loaded = load()
         if info.rank == 0:
             _recipe.tell_notes(loaded)
         return training_as_rank(loaded, info)

@@ -1,6 +1,6 @@
 """Prove on your own recipe that placements give the same numbers.
 
-Exit code 0 only if all agree, 3 if not.
+Exits with code 0 if all placements agree, and with code 3 otherwise.
 """
 
 import sys
@@ -17,21 +17,23 @@ from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # characters of a line that is not for a terminal
+_WIDEST: Final = 200  # characters of a line if the output isn't a terminal
 
 
 @click.command("verify", cls=ScriptCommand)
 @click.argument(
     "words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
 )
-@click.option("--processes", type=click.IntRange(1), multiple=True, help="How many for SCRIPT; repeatable.")
-@click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="One for SCRIPT; repeatable.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Draws the step after which SCRIPT is resumed.")
-@click.option("--no-resume", is_flag=True, help="Do not stop and resume SCRIPT.")
-@click.option("--all", "everything", is_flag=True, help="Every exact strategy, on 1 to 4 processes if there may be.")
-@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Steps to compare.")
 @click.option(
-    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all that was found to this file."
+    "--processes", type=click.IntRange(1), multiple=True, help="Number of processes for SCRIPT. Can be repeated."
+)
+@click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="For SCRIPT. Can be repeated.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Chooses the step after which SCRIPT is stopped.")
+@click.option("--no-resume", is_flag=True, help="Don't stop and resume SCRIPT.")
+@click.option("--all", "everything", is_flag=True, help="Every exact strategy on 1 to 4 processes, if possible.")
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="Number of steps to compare.")
+@click.option(
+    "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all results to this file as JSON."
 )
 def command(
     words: tuple[str, ...],
@@ -43,23 +45,27 @@ def command(
     steps: int,
     file: Path | None,
 ) -> None:
-    """Compare placements of RECIPE with one process: each step's loss, gradients, weights, optimizer state, buffers.
+    """Compare placements of RECIPE with one process, step by step.
 
-    Then the evaluation, and a run that is resumed half way on another placement. RECIPE is a YAML file or the name of a
-    shipped recipe (digits, if left out). Overrides are dotted: placement.processes=3 placement.strategy=ddp
+    Compares the loss, gradients, weights, optimizer state and buffers of each step, then the evaluation, and a run that
+    is resumed halfway on a different placement. RECIPE is a YAML file or the name of a shipped recipe, and defaults to
+    digits. Overrides are dotted: placement.processes=3 placement.strategy=ddp
 
-    Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and what
-    follows it are its own arguments: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and 2
-    processes (--all: 1 to 4) with ddp, zero1, zero2 and zero3. One of them is stopped after a step that --seed draws,
-    and resumed on another.
+    Or compare placements of SCRIPT.py, which calls lockstep.join. Options of verify come before the script, and the
+    words after it are passed to the script: lockstep verify --steps 6 train.py --epochs 1. Placements default to 1 and
+    2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the placements is stopped after a step that
+    --seed chooses, and resumed on another placement.
     """
     if words and words[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
         raise SystemExit(_script(Path(words[0]), words[1:], counts, strategies, steps, None if no_resume else seed))
     if processes or strategies:
-        raise UsageError("--processes and --strategy are for a script; write placement.processes=N for a recipe")
+        raise UsageError(
+            "--processes, --strategy: only supported with a script; for a recipe, use placement.processes=N and "
+            "placement.strategy=NAME"
+        )
     if no_resume or seed:
-        raise UsageError("--seed and --no-resume are for a script; a recipe is resumed half way on each placement")
+        raise UsageError("--seed, --no-resume: only supported with a script; a recipe is always resumed halfway")
     from lockstep.config.blame import with_places
     from lockstep.config.load import load, split
 
@@ -73,45 +79,47 @@ def command(
 
     check_alone("verify starts the processes of each placement")
     if file is not None and not file.parent.is_dir():
-        raise UsageError(f"--json {file}: there is no folder {file.parent}; make it, or choose another")
-    shown = sys.stderr.isatty()
+        raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
+    on_terminal = sys.stderr.isatty()
     with with_places(loaded):
-        found = verify(loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if shown else None)
+        verification = verify(
+            loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if on_terminal else None
+        )
     if file is not None:
-        file.write_text(to_json(found), encoding="utf-8")
-    draw(found, Console(width=None if sys.stdout.isatty() else _WIDEST))
-    raise SystemExit(EXIT_DONE if found.agree else EXIT_VERIFICATION)
+        file.write_text(to_json(verification), encoding="utf-8")
+    draw(verification, Console(width=None if sys.stdout.isatty() else _WIDEST))
+    raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 
 def _script(
     path: Path,
     arguments: tuple[str, ...],
     counts: tuple[int, ...],
-    chosen: tuple[str, ...],
+    strategies: tuple[str, ...],
     steps: int,
     seed: int | None,
 ) -> int:
-    """Compare a loop of the user's own, and return the exit code."""
+    """Compare placements of a custom training loop, and return the exit code."""
     from lockstep.strategies import names
     from lockstep.verification.own_loop import STRATEGIES, check_compared, check_placements, script
 
     if not path.is_file():
-        raise UsageError(f"{path}: no such file; name a script that calls lockstep.join, or a recipe")
+        raise UsageError(f"{path}: not found; pass a script that calls lockstep.join, or a recipe")
     if overrides := split_overrides(arguments)[0]:
         raise UsageError(
-            f"{overrides[0]}: no key of a script; choose placements by --processes N and --strategy NAME, and set the "
-            f"rest in its lockstep.join"
+            f"{overrides[0]}: overrides are not supported with a script; set placements with --processes N and "
+            f"--strategy NAME, and everything else in its lockstep.join"
         )
     if misplaced := misplaced_options(command, arguments):
         click.echo(f"{misplaced[0]} is passed to {path}; options of verify come before the script", err=True)
-    for each in chosen:
-        if each not in names() and ":" not in each:
-            raise UsageError(f"--strategy {each}: no such strategy{choices(each, names())}")
+    for strategy in strategies:
+        if strategy not in names() and ":" not in strategy:
+            raise UsageError(f"--strategy {strategy}: no such strategy{choices(strategy, names())}")
     rows = []
-    for row in check_placements(script(path, arguments), counts, chosen or STRATEGIES, steps, seed=seed):
+    for row in check_placements(script(path, arguments), counts, strategies or STRATEGIES, steps, seed=seed):
         click.echo(printable(row.line))
         rows.append(row)
     check_compared(rows)
     if 1 not in counts:
-        click.echo("tried with one seed of Python's hashes; --processes 1 tries another", err=True)
+        click.echo("tested with one hash seed of Python; add --processes 1 to test another hash seed", err=True)
     return EXIT_DONE if all(row.good for row in rows) else EXIT_VERIFICATION

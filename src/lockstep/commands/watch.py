@@ -10,21 +10,22 @@ import click
 
 from lockstep.common.text import printable, printable_line
 
-_EVERY_S: Final = 1.0  # between two looks at the runs
+_EVERY_S: Final = 1.0  # between two refreshes
 
 
 @click.command("watch")
 @click.argument("folders", nargs=-1, metavar="[RUN]...", type=click.Path())
 @click.option(
-    "--wait", is_flag=True, help="Wait for a run that is not there yet, and for one that ended early to resume."
+    "--wait", is_flag=True, help="Wait for runs that don't exist yet, and for runs that ended early to resume."
 )
-@click.option("--port", type=click.IntRange(0, 65_535), help="Serve a page with charts, too; 0 takes any free port.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address at which --port is served.")
+@click.option("--port", type=click.IntRange(0, 65_535), help="Also serve a page with charts. 0 picks a free port.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address that --port listens on.")
 def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -> None:
-    """Follow each RUN, a run folder or the runs that are going on in a folder of some (runs/, if left out).
+    """Follow each RUN, a run folder or a folder whose runs in progress are followed. RUN defaults to runs/.
 
-    State, progress, time left, figures, the curve of the loss, evaluations, checkpoints, warnings and restarts. It only
-    reads, and ends with the runs: with exit code 0 if all are done, 75 if the others were saved to be resumed, else 1.
+    Shows the state, progress, time left, figures, loss curve, evaluations, checkpoints, warnings and restarts. It only
+    reads files, and ends when the runs end. Exits with code 0 if all runs are done, with code 75 if all other runs were
+    saved and can be resumed, and with code 1 otherwise.
     """
     from lockstep.errors import UsageError
     from lockstep.jobs.reader import Watch
@@ -33,9 +34,9 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
     from lockstep.reporting.run_view import ending, exit_code, is_over
 
     if port is None and host != "127.0.0.1":
-        raise UsageError(f"--host {host}: nothing is served without --port; add --port 0, or another")
-    watch = Watch([Path(each) for each in folders or ("runs",)], wait)
-    found = watch.refresh()
+        raise UsageError(f"--host {host}: requires --port; add --port 0, or the port to use")
+    watch = Watch([Path(folder) for folder in folders or ("runs",)], wait)
+    runs = watch.refresh()
     if watch.warning:
         click.echo(printable_line(f"warning: {watch.warning}"), err=True)
     with ExitStack() as stack:
@@ -45,15 +46,15 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
         view = LiveView(sys.stdout)
         stack.callback(view.close)
         while True:
-            over = bool(found) and all(is_over(each, wait) for each in found)
-            view.show(found, time.time())
+            is_done = bool(runs) and all(is_over(run, wait) for run in runs)
+            view.show(runs, time.time())
             if server is not None:
-                server.publish(found, over)
-            if over:
+                server.publish(runs, is_done)
+            if is_done:
                 break
-            if all(each.is_whole for each in found):
+            if all(run.is_whole for run in runs):
                 time.sleep(_EVERY_S)
-            found = watch.refresh()
-    for each in found:
-        click.echo(printable(ending(each)))
-    sys.exit(exit_code([each.state for each in found]))
+            runs = watch.refresh()
+    for run in runs:
+        click.echo(printable(ending(run)))
+    sys.exit(exit_code([run.state for run in runs]))

@@ -14,7 +14,7 @@ _SHOWN: Final = 5  # number of differences
 def differences(
     facts: Mapping[int, Mapping[str, Any]],
     hosts: Sequence[str],
-    advice: str = "start all ranks with the same",
+    advice: str = "start all ranks with the same value",
     where: str = "",
 ) -> list[str]:
     """Return a line for each fact in which ranks differ from rank 0, with these ranks and the value of the first.
@@ -22,15 +22,15 @@ def differences(
     `hosts` are by rank, or empty if they don't matter. `where` is the line of user code if the facts are about one.
     """
     lines = []
-    for name in dict.fromkeys(name for each in facts.values() for name in each):
-        own = facts[0].get(name)
-        others = [rank for rank in facts if not _is_like(facts[rank].get(name), own)]
-        if others:
-            what = "; ".join(_unlike(own, facts[others[0]].get(name)))
-            verb = "differs" if len(others) == 1 else "differ"
-            who, first = ranks_in_words(others, hosts), ranks_in_words([0], hosts)
-            at = f" ({where})" if where else ""
-            lines.append(f"{name}: {who} {verb} from {first}: {what}{at}; {advice}")
+    for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
+        expected = facts[0].get(name)
+        different_ranks = [rank for rank in facts if not _is_like(facts[rank].get(name), expected)]
+        if different_ranks:
+            details = "; ".join(_unlike(expected, facts[different_ranks[0]].get(name)))
+            verb = "differs" if len(different_ranks) == 1 else "differ"
+            ranks, first = ranks_in_words(different_ranks, hosts), ranks_in_words([0], hosts)
+            location = f" ({where})" if where else ""
+            lines.append(f"{name}: {ranks} {verb} from {first}: {details}{location}; {advice}")
     return lines
 
 
@@ -38,12 +38,12 @@ def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
     """Return the differences of two values, key by key, as `name: OTHER, not FIRST`."""
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
-    found = []
+    lines = []
     for key in sorted({*first, *other}):
         if not _is_like(first.get(key), other.get(key)):
-            shown = printable_line(str(key))
-            found += _unlike(first.get(key), other.get(key), f"{name}.{shown}" if name else shown)
-    return found if len(found) <= _SHOWN else [*found[:_SHOWN], f"{len(found) - _SHOWN} more"]
+            label = printable_line(str(key))
+            lines += _unlike(first.get(key), other.get(key), f"{name}.{label}" if name else label)
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"{len(lines) - _SHOWN} more"]
 
 
 def _is_like(value: Any, other: Any) -> bool:
@@ -51,5 +51,5 @@ def _is_like(value: Any, other: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    shown = printable_line(value if isinstance(value, str) else json.dumps(value))
-    return shown if len(shown) <= _VALUE_LENGTH else f"{shown[: _VALUE_LENGTH - 3]}..."
+    text = printable_line(value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= _VALUE_LENGTH else f"{text[: _VALUE_LENGTH - 3]}..."

@@ -35,7 +35,7 @@ from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
 KNOWS: Final = "--knows"  # a host name that must resolve on the host of the command
-GIVE_ADDRESS: Final = "give an address of it in --endpoint ADDRESS:PORT"
+GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
 STOP_S: Final = 60.0  # time for a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
@@ -51,11 +51,11 @@ _FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # a process started by hand
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
     """Run a command until it exits or the file descriptor `stdin` closes. Returns its exit code as in a shell."""
     process: subprocess.Popen[bytes] | None = None
-    asked = False  # whether a signal arrived, maybe before the command was started
+    signaled = False  # whether a signal arrived, maybe before the command was started
 
     def end(*_: object) -> None:
-        nonlocal asked
-        asked = True
+        nonlocal signaled
+        signaled = True
         if process:
             with suppress(ProcessLookupError):
                 process.terminate()
@@ -64,7 +64,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
         if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits an ignored signal, e.g. from nohup
             signal.signal(number, end)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
-    if asked:
+    if signaled:
         end()
 
     def watch() -> None:
@@ -110,7 +110,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
             pass
         except OSError as error:
             if env.get("SLURM_PROCID") == "0":
-                sys.stderr.write(f"srun at {host}:{port}: {error}; should it be killed, end its tasks by scancel\n")
+                sys.stderr.write(f"cannot watch srun at {host}:{port}: {error}; if it is killed, use scancel\n")
             return
         signal.pthread_kill(main_thread, signal.SIGTERM)
         time.sleep(stop_s)
@@ -126,17 +126,16 @@ def _kill_group(group: int) -> None:
 
 def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
     """Return the problem of a host name that doesn't resolve on this host within `stop_s` seconds, or ""."""
-    until = time.monotonic() + stop_s
+    deadline = time.monotonic() + stop_s
     while True:
         try:
             socket.getaddrinfo(host, None)
         except socket.gaierror as error:
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 continue
             return (
-                f"{socket.gethostname()} does not know the host {host}, where the processes of the job are to meet "
-                f"({error.strerror})"
+                f"{socket.gethostname()} cannot resolve host {host}, the rendezvous host of the job ({error.strerror})"
             )
         return ""
 
@@ -148,7 +147,7 @@ def _take_secret(stdin: int) -> None:
         byte = os.read(stdin, 1)
         if not byte or len(line) > _LONGEST:
             sys.exit(
-                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it by lockstep launch"
+                f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it with lockstep launch"
             )
         line += byte
     os.environb[SECRET.encode()] = line[:-1]
@@ -159,8 +158,10 @@ def die_with_parent() -> None:
 
     On systems other than Linux, a thread ends this process soon after its parent.
     """
-    known = multiprocessing.parent_process()  # known from before the fork, if multiprocessing started this process
-    parent = known.pid if known else os.getppid()
+    parent_process = (
+        multiprocessing.parent_process()
+    )  # known from before the fork, if multiprocessing started this process
+    parent = parent_process.pid if parent_process else os.getppid()
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:  # not Linux
@@ -224,14 +225,14 @@ def _nobody_reads(descriptor: int) -> bool:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if words[:1] == [READS_SECRET]:
+    arguments = sys.argv[1:]
+    if arguments[:1] == [READS_SECRET]:
         _take_secret(sys.stdin.fileno())
-        words = words[1:]
-    if words[:1] == [KNOWS]:
-        if problem := host_problem(words[1]):
+        arguments = arguments[1:]
+    if arguments[:1] == [KNOWS]:
+        if problem := host_problem(arguments[1]):
             sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)
-        words = words[2:]
+        arguments = arguments[2:]
     os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't pass the environment on
-    sys.exit(run_until_stdin_closes(words, sys.stdin.fileno()))
+    sys.exit(run_until_stdin_closes(arguments, sys.stdin.fileno()))

@@ -18,8 +18,8 @@ _AT_START: Final = "/proc/self/environ"
 
 def fix_hash_seed() -> None:
     """Restart this command with a fixed hash seed unless it has one. Takes about 20 ms. Call it before all imports."""
-    chosen = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
-    if chosen or os.name != "posix":  # on other systems, exec starts a second process
+    has_seed = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
+    if has_seed or os.name != "posix":  # on other systems, exec starts a second process
         return
     os.environ[VARIABLE] = FIXED
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
@@ -37,8 +37,8 @@ def hash_seed() -> str:
     try:
         with open(_AT_START, "rb") as file:
             pairs = (pair.partition(b"=") for pair in file.read().split(b"\0"))
-            given = {name: value for name, _, value in pairs}.get(VARIABLE.encode(), b"")
-        return given.decode(errors="replace") or RANDOM
+            initial = {name: value for name, _, value in pairs}.get(VARIABLE.encode(), b"")
+        return initial.decode(errors="replace") or RANDOM
     except OSError:
         return os.environ.get(VARIABLE) or RANDOM
 
@@ -56,9 +56,9 @@ def seed_warning(probes: Collection[str]) -> str:
     if len(set(probes)) < 2:
         return ""
     return (
-        f"the ranks have different hash seeds, so each iterates over a set of strings in an order of its own: a model, "
-        f"data set or loop that does computes other numbers on each rank; go through sorted(...), or start the ranks "
-        f"with {VARIABLE}={FIXED}, as lockstep launch does"
+        f"the ranks have different hash seeds, so each rank iterates over a set of strings in a different order: a "
+        f"model, dataset or loop that does so computes different numbers on each rank; iterate over sorted(...), or "
+        f"start the ranks with {VARIABLE}={FIXED}, as lockstep launch does"
     )
 
 

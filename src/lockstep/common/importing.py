@@ -12,8 +12,8 @@ from lockstep.common.own_code import OwnCode, describe_error
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 
-def import_object(path: str, what: str) -> Any:
-    """Import `package.module:function`. `what` is the purpose in errors, e.g. model, dataset or loss.
+def import_object(path: str, purpose: str) -> Any:
+    """Import `package.module:function`. `purpose` is the purpose in errors, e.g. model, dataset or loss.
 
     The current directory is searched first, as with `python -m`, because console scripts don't include it. Raises
     UsageError if the path is malformed, or if the module or the name doesn't exist. Raises OwnCodeError if the code of
@@ -21,25 +21,25 @@ def import_object(path: str, what: str) -> Any:
     """
     name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
-        raise UsageError(f"{what} {path}: not an import path; write package.module:function")
-    module = _import(name, f"{what} {path}")
-    with OwnCode(f"{what} {path}"):  # a module can define __getattr__ or replace itself
+        raise UsageError(f"{purpose} {path}: not an import path; use the form package.module:function")
+    module = _import(name, f"{purpose} {path}")
+    with OwnCode(f"{purpose} {path}"):  # a module can define __getattr__ or replace itself
         try:
             return getattr(module, attribute)
         except AttributeError:
             pass
-    names = [str(each) for each in getattr(module, "__dict__", ())]
-    public = [each for each in names if not each.startswith("_")]
+    names = [str(key) for key in getattr(module, "__dict__", ())]
+    public = [key for key in names if not key.startswith("_")]
     file = getattr(module, "__file__", None) or "a folder without __init__.py"
-    raise UsageError(f"{what} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
+    raise UsageError(f"{purpose} {path}: module {name} ({file}) has no '{attribute}'{suggestion(attribute, public)}")
 
 
-def import_callable(path: str, what: str, wanted: str) -> Any:
-    """Import a callable like `import_object`. Raises UsageError with `wanted` if the object isn't callable."""
-    found = import_object(path, what)
-    if not callable(found):
-        raise UsageError(f"{what} {path}: it is of type {type(found).__name__}; name {wanted}")
-    return found
+def import_callable(path: str, purpose: str, expected: str) -> Any:
+    """Import a callable like `import_object`. Raises UsageError with `expected` if the object isn't callable."""
+    value = import_object(path, purpose)
+    if not callable(value):
+        raise UsageError(f"{purpose} {path}: expected {expected}, got an object of type {type(value).__name__}")
+    return value
 
 
 def import_extra(package: str, extra: str, label: str) -> Any:
@@ -62,9 +62,9 @@ def version_of(package: str) -> str | None:
 
 
 def _import(name: str, label: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    cwd = os.getcwd()
+    if cwd not in sys.path and "" not in sys.path:
+        sys.path.insert(0, cwd)
     try:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
@@ -73,8 +73,8 @@ def _import(name: str, label: str) -> ModuleType:
         # The missing module is the requested one, or a package above it.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"{label}: there is no module {error.name}, neither in {os.getcwd()} nor among what is installed; "
-                f"start from the folder that holds it, or set PYTHONPATH"
+                f"{label}: module {error.name} not found, neither in {os.getcwd()} nor among the installed packages; "
+                f"start Lockstep in the folder of the module, or set PYTHONPATH"
             ) from None
-        message = describe_error(error, f'see it with: python -c "import {name}"')
+        message = describe_error(error, f'to see it, run python -c "import {name}"')
         raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error

@@ -16,10 +16,10 @@ _DIED: Final = re.compile(
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
 _ADVICE: Final = {
-    "SIGKILL": "probably out of memory: set fewer placement.workers, or a smaller batch",
-    "SIGBUS": "probably no room in /dev/shm: make some (docker run --shm-size), or set fewer placement.workers",
+    "SIGKILL": "probably out of memory: reduce placement.workers or the batch size",
+    "SIGBUS": "/dev/shm is probably full: enlarge it (docker run --shm-size), or reduce placement.workers",
 }
-_CRASHED: Final = "code of the data set, or a library that it uses, ended it: placement.workers=0 shows where"
+_CRASHED: Final = "the code of the dataset or a library ended it: set placement.workers=0 to see where"
 
 
 @final
@@ -29,16 +29,16 @@ class LoaderDiedError(HostError):
 
 def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
     """Return the error to report if `error` was caused by a loader process that died, or None."""
-    told: LoaderDiedError | None = None
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, LoaderDiedError):
-            return each
-        if told is None and isinstance(each, RuntimeError) and (found := _DIED.search(str(each))):
-            code = -_signal_number(found["signal"]) if found["signal"] else int(found["code"] or 0)
-            told = died(found["pid"], code)
-        each = each.__cause__ or each.__context__
-    return told
+    result: LoaderDiedError | None = None
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, LoaderDiedError):
+            return cause
+        if result is None and isinstance(cause, RuntimeError) and (match := _DIED.search(str(cause))):
+            code = -_signal_number(match["signal"]) if match["signal"] else int(match["code"] or 0)
+            result = died(match["pid"], code)
+        cause = cause.__cause__ or cause.__context__
+    return result
 
 
 def died(name: str, code: int) -> LoaderDiedError:
@@ -47,10 +47,10 @@ def died(name: str, code: int) -> LoaderDiedError:
     how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
     advice = _ADVICE.get(kind, _CRASHED)
     return LoaderDiedError(
-        f"loader process {name} {how}; {advice}. A run with a folder resumes from its last checkpoint"
+        f"loader process {name} {how}; {advice}. A run with a run folder resumes from its last checkpoint"
     )
 
 
-def _signal_number(words: str) -> int:
+def _signal_number(description: str) -> int:
     """Return the number of a signal by its C library description, such as `Killed`, or 0 if it's unknown."""
-    return next((int(each) for each in signal.Signals if signal.strsignal(each) == words.strip()), 0)
+    return next((int(number) for number in signal.Signals if signal.strsignal(number) == description.strip()), 0)

@@ -22,18 +22,18 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     The file is never removed, because a waiting process and a new process could then hold two locks with one name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    opened = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
+    descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
-            fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            held = True
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            acquired = True
         except OSError:  # held by another process, or a file system without locks
             if wait:
                 raise
-            held = False
-        yield held
+            acquired = False
+        yield acquired
     finally:
-        os.close(opened)
+        os.close(descriptor)
 
 
 def private_folder() -> Path:
@@ -45,10 +45,10 @@ def private_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise UsageError(
-            f"{folder}: must be a folder that only you can use (mode 0700), for locks between your processes; "
-            f"remove it, or set TMPDIR to a folder of your own"
+            f"{folder}: must be a folder that only you can access (mode 0700), because it contains locks; remove it, "
+            f"or set TMPDIR to a different folder"
         )
     return folder

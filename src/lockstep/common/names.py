@@ -12,16 +12,16 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the `names` that are similar to `name`, most similar first."""
     if len(name) > _LONGEST:
         return []
-    spelled = {each.lower(): each for each in names}
-    return [spelled[close] for close in difflib.get_close_matches(name.lower(), spelled, n=count)]
+    spelled = {candidate.lower(): candidate for candidate in names}
+    return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=count)]
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'x' or 'y'?`, or "" if no name is similar."""
-    near = [f"'{each}'" for each in nearest(name, names)]
-    if not near:
+    quoted = [f"'{candidate}'" for candidate in nearest(name, names)]
+    if not quoted:
         return ""
-    one_of = near[0] if len(near) == 1 else f"{', '.join(near[:-1])} or {near[-1]}"
+    one_of = quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
     return f"; did you mean {one_of}?"
 
 
@@ -31,8 +31,8 @@ def choices(name: str, names: Iterable[str]) -> str:
     With a suggestion, the valid names are left out if there are many.
     """
     valid = list(names)
-    near = suggestion(name, valid)
-    return f"{near}{list_names(valid)}" if near else f"; valid: {', '.join(valid)}"
+    hint = suggestion(name, valid)
+    return f"{hint}{list_names(valid)}" if hint else f"; valid: {', '.join(valid)}"
 
 
 def list_names(valid: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ _LONGEST: Final = 1_000  # characters of a message
 _MOST_LINES: Final = 8
 
 _NO_GROUP: Final = "Default process group has not been initialized"
-_LEFT_OVER: Final = "remove what is left of DDP, as its wrapper or sampler: run.place and run.steps share the work out"
+_LEFT_OVER: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
 
 _KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
 Place = tuple[str, int]  # file and line
@@ -66,19 +66,19 @@ def own_error(error: BaseException) -> OwnCodeError | None:
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
-    """Describe an error of user code, as `ValueError: its message (nets.py:12); mend it there`, or with `advice`."""
-    where = place(error)
-    mend = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "mend it there"
-    advice = advice or (mend if where else "")
-    return _words(error) + (f" ({where})" if where else "") + (f"; {advice}" if advice else "")
+    """Describe an error of user code, as `ValueError: its message (nets.py:12); fix it there`, or with `advice`."""
+    line = place(error)
+    fix = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "fix it there"
+    advice = advice or (fix if line else "")
+    return _message(error) + (f" ({line})" if line else "") + (f"; {advice}" if advice else "")
 
 
 def place(error: BaseException) -> str:
     """Return the file and line of the innermost frame of user code, as `nets.py:12`, or ""."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
         return location(error.filename, error.lineno)
-    found = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
-    return location(*found[-1]) if found else ""
+    frames = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
+    return location(*frames[-1]) if frames else ""
 
 
 def calling() -> str:
@@ -121,10 +121,10 @@ def with_its_line() -> Iterator[None]:
     except OwnCodeError:
         raise
     except UsageError as error:
-        said = _KEY.sub("", str(error))
-        text, _, advice = said.partition("; ")
-        unplaced = advice and (where := calling()) and where not in text
-        raise (refusal(text, advice) if unplaced else UsageError(said)) from None
+        message = _KEY.sub("", str(error))
+        text, _, advice = message.partition("; ")
+        unplaced = advice and (line := calling()) and line not in text
+        raise (refusal(text, advice) if unplaced else UsageError(message)) from None
 
 
 def location(path: str, line: int | None) -> str:
@@ -142,7 +142,7 @@ def is_own(path: str) -> bool:
         return False
     files = [os.__file__, *(getattr(sys.modules.get(name), "__file__", None) for name in _LIBRARIES)]
     places = [*(os.path.dirname(file) for file in files if file), _package()]
-    return not any(path.startswith(place + os.sep) for place in places)
+    return not any(path.startswith(folder + os.sep) for folder in places)
 
 
 def _package() -> str:
@@ -176,7 +176,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
         trace = trace.tb_next
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Return the type and message of an error. The message can have any length and content, or raise when formatted."""
     try:
         plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else the place is repeated
@@ -192,7 +192,7 @@ def _words(error: BaseException) -> str:
 
 def _short(path: str) -> str:
     try:
-        here = os.getcwd() + os.sep
+        cwd = os.getcwd() + os.sep
     except OSError:  # the folder is gone
         return path
-    return path.removeprefix(here)
+    return path.removeprefix(cwd)

@@ -19,14 +19,14 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
     """Return the `names` that match a pattern. Raises UsageError, prefixed with `key`, if a pattern matches none."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = suggestion(pattern, names)
+            hint = suggestion(pattern, names)
             raise UsageError(
-                f"{key}: {pattern!r} matches no {what}{near}" + ("" if near else f"; there are {list_some(names)}")
+                f"{key}: {pattern!r} matches no {what}{hint}" + ("" if hint else f"; names: {list_some(names)}")
             )
     return {name for name in names if matches(name, patterns)}
 
 
-def list_some(names: Sequence[str], most: int = _SHOWN) -> str:
-    """List at most `most` names for a message."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def list_some(names: Sequence[str], limit: int = _SHOWN) -> str:
+    """List at most `limit` names for a message."""
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix

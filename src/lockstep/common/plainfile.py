@@ -20,15 +20,15 @@ def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links
     """
     try:
         follow = 0 if links else os.O_NOFOLLOW
-        opened = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        file_descriptor = os.open(path, flags | follow | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP and not links:
-            raise OSError(errno.ELOOP, "it is a symbolic link, where a file is expected", str(path)) from None
+            raise OSError(errno.ELOOP, "it is a symbolic link, expected a regular file", str(path)) from None
         raise
-    if not stat.S_ISREG(os.fstat(opened).st_mode):
-        os.close(opened)
+    if not stat.S_ISREG(os.fstat(file_descriptor).st_mode):
+        os.close(file_descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return opened
+    return file_descriptor
 
 
 def reader(path: Path, *, links: bool = False) -> BufferedReader:
@@ -58,8 +58,8 @@ def check_folder(folder: Path) -> None:
 
     Use this function before a library opens the files of a folder, because it would wait for a pipe.
     """
-    for above, _, names in os.walk(folder):
-        for path in (Path(above, name) for name in names):
+    for folder_path, _, names in os.walk(folder):
+        for path in (Path(folder_path, name) for name in names):
             if path.exists() and not path.is_file():
                 raise OSError(errno.EINVAL, f"{path} is not a regular file")
 
@@ -72,7 +72,7 @@ def check_safetensors(path: Path) -> None:
     with reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
     if length > LARGEST_HEADER:
-        raise OSError(errno.EFBIG, f"its header says it has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
+        raise OSError(errno.EFBIG, f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}", str(path))
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

@@ -7,11 +7,11 @@ from lockstep.common.control_groups import quota_cores
 from lockstep.errors import UsageError
 
 
-def need_posix(what: str) -> None:
+def need_posix(feature: str) -> None:
     """Raise UsageError on systems without POSIX file locks, user ids and signals, such as Windows."""
     if find_spec("fcntl") is None:
         raise UsageError(
-            f"{what} needs Linux or macOS: it locks run folders and ends processes as POSIX does; on Windows use WSL"
+            f"{feature} requires Linux or macOS, because it uses POSIX file locks and signals; on Windows, use WSL"
         )
 
 

@@ -44,13 +44,14 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):
-        raise UsageError(f"rendezvous {address}: expected {RENDEZVOUS_ADDRESSES}; ports go from 1 to 65535")
+        raise UsageError(f"rendezvous {address}: expected {RENDEZVOUS_ADDRESSES}, with a port from 1 to 65535")
     if address != "env://":
         return address
     if not (info.master and info.port):
         raise UsageError(
             "rendezvous env://: MASTER_ADDR and MASTER_PORT are not both set; set them"
-            f"{f' ({info.advice})' if info.advice else ''}, or placement.rendezvous to tcp://HOST:PORT or file:///PATH"
+            f"{f' ({info.advice})' if info.advice else ''}, or set placement.rendezvous to tcp://HOST:PORT or "
+            f"file:///PATH"
         )
     return f"tcp://[{info.master}]:{info.port}" if ":" in info.master else f"tcp://{info.master}:{info.port}"
 

@@ -7,8 +7,8 @@ from lockstep.errors import UsageError
 SCHEMA: Final = 2
 
 
-def check(schema: object, place: object) -> None:
-    """Raise UsageError if the file at `place` has a newer schema than this version of Lockstep supports."""
+def check(schema: object, path: object) -> None:
+    """Raise UsageError if the file at `path` has a newer schema than this version of Lockstep supports."""
     if isinstance(schema, int) and schema > SCHEMA:
-        newer = f"schema {schema}, and this version of Lockstep reads {SCHEMA}"
-        raise UsageError(f"{place}: written by a newer version: {newer}; use the one that wrote it")
+        newer = f"schema {schema}, this version supports schema {SCHEMA}"
+        raise UsageError(f"{path}: written by a newer version of Lockstep ({newer}); use the version that wrote it")

@@ -26,11 +26,11 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
 
     Files are named relative to the folder from which they are imported, so that the folder can change.
     """
-    found: dict[str, str] = {}
-    waiting = [name for path in paths for name in _with_packages(path.partition(":")[0])]
+    digests: dict[str, str] = {}
+    queue = [name for path in paths for name in _with_packages(path.partition(":")[0])]
     met: set[str] = set()
-    while waiting:
-        name = waiting.pop()
+    while queue:
+        name = queue.pop()
         if name in met:
             continue
         met.add(name)
@@ -42,9 +42,9 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
             content = Path(file).read_bytes()
         except OSError:  # removed since it was imported, or in an archive
             continue
-        found[_below_root(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_DIGITS]
-        waiting += [each for each in _imports(content, spec) if _may_be_own(each)]
-    return dict(sorted(found.items()))
+        digests[_below_root(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_DIGITS]
+        queue += [imported for imported in _imports(content, spec) if _may_be_own(imported)]
+    return dict(sorted(digests.items()))
 
 
 def script_digests() -> dict[str, str]:
@@ -60,11 +60,12 @@ def script_digests() -> dict[str, str]:
     return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
 
 
-def source_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Return the files that differ, as `nets.py, blocks.py (new), old.py (gone)`, or ""."""
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     changed = [
-        f"{name}{'' if name in before and name in now else ' (new)' if name in now else ' (gone)'}" for name in names
+        f"{name}{'' if name in before and name in after else ' (new)' if name in after else ' (gone)'}"
+        for name in names
     ]
     return list_some(changed, _NAMED)
 
@@ -100,7 +101,7 @@ def _may_be_own(name: str) -> bool:
     if spec is None:
         return False
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else ())]
-    return any(is_own(f"{place}/") for place in places)
+    return any(is_own(f"{folder}/") for folder in places)
 
 
 def _spec(name: str) -> ModuleSpec | None:
@@ -114,10 +115,10 @@ def _spec(name: str) -> ModuleSpec | None:
             return importlib.util.find_spec(name)
         except (ValueError, ImportError):  # the entry in sys.modules isn't a regular module
             return None
-    above = _spec(parent)
-    if above is None or above.submodule_search_locations is None:
+    parent_spec = _spec(parent)
+    if parent_spec is None or parent_spec.submodule_search_locations is None:
         return None
-    return PathFinder.find_spec(name, list(above.submodule_search_locations))
+    return PathFinder.find_spec(name, list(parent_spec.submodule_search_locations))
 
 
 def _below_root(name: str, spec: ModuleSpec, file: str) -> str:

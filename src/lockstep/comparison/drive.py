@@ -45,14 +45,17 @@ def compare(
 
     If a run fails, its row contains the reason. If a placement can't run, UsageError is raised before any run starts.
     """
-    strategies = tuple({"name": each} if isinstance(each, str) else each for each in placements)
+    strategies = tuple({"name": placement} if isinstance(placement, str) else placement for placement in placements)
     counts = processes_in(",".join(map(str, processes)))
     folder = folder_for(str(recipe)) if dir is None else Path(dir)
     each_also = [also] if isinstance(also, Mapping) else also or ()
-    words, variants = tuple(as_words(overrides)), tuple(word for each in each_also for word in as_words(each))
+    override_words, variants = (
+        tuple(as_words(overrides)),
+        tuple(word for override in each_also for word in as_words(override)),
+    )
     threads = torch.get_num_threads()
     try:
-        request = ComparisonRequest(str(recipe), words, strategies, counts, variants, folder)
+        request = ComparisonRequest(str(recipe), override_words, strategies, counts, variants, folder)
         return run_all(plan_runs(request), lambda _: None)
     finally:
         torch.set_num_threads(threads)
@@ -88,27 +91,27 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
     """Train a placement. `show` is called with its row after each event."""
     row = replace(plan.row, state="running")
     show(row)
-    began, first = time.time(), 0
+    start, first = time.time(), 0
     reason = "it ended without a result"
     try:
         # If the user interrupts the comparison, the processes end at once.
         with closing(train_in_background(plan.loaded, plan.body)) as events:
             for event in events:
                 if isinstance(event, Started):
-                    began, first = time.time(), event.step
+                    start, first = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
                 if isinstance(event, Stepped) and event.step > first:  # the remaining time at the speed so far
-                    passed = time.time() - began
-                    left = passed / (event.step - first) * (row.steps - event.step)
-                    row = replace(row, step=event.step, left_s=left, history=History(seconds=passed))
+                    passed = time.time() - start
+                    left_s = passed / (event.step - first) * (row.steps - event.step)
+                    row = replace(row, step=event.step, left_s=left_s, history=History(seconds=passed))
                 show(row)
     except LockstepError as error:
         reason = str(error).partition("\n")[0][:_LONGEST_REASON]
-    done = _history(plan.row)
-    if done.weights_sha256:
-        return replace(row, state="done", left_s=None, history=done)
-    return replace(row, state="failed", left_s=None, reason=reason, history=done)
+    final_history = _history(plan.row)
+    if final_history.weights_sha256:
+        return replace(row, state="done", left_s=None, history=final_history)
+    return replace(row, state="failed", left_s=None, reason=reason, history=final_history)
 
 
 def _history(row: ResultRow) -> History:

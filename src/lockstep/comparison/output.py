@@ -46,16 +46,20 @@ class Display:
         """Update the display with the current state of the comparison."""
         states = [row.state for row in comparison.rows]
         changed, self._states = states != self._states, states
-        now = time.monotonic()
+        time_s = time.monotonic()
         if self._live is None:
             if changed:
-                row = [each for each in comparison.rows if each.state != "waiting"][-1]
+                row = [candidate for candidate in comparison.rows if candidate.state != "waiting"][-1]
                 self._console.print(Text(printable(_line(row))), soft_wrap=True)
-        elif changed or now - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
-            self._drawn = now
-            left = comparison.left_s
-            rest = "" if left is None else f"{wording.duration(left)} left for all, if those to come take as long"
-            self._live.update(Group(drawing(comparison, self._console), Text(rest)), refresh=True)
+        elif changed or time_s - self._drawn >= _SECONDS_BETWEEN_DRAWINGS:
+            self._drawn = time_s
+            left_s = comparison.left_s
+            remaining = (
+                ""
+                if left_s is None
+                else f"{wording.duration(left_s)} left in total, if the remaining runs take as long"
+            )
+            self._live.update(Group(drawing(comparison, self._console), Text(remaining)), refresh=True)
 
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
@@ -66,12 +70,12 @@ def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bo
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]
     paths[0].write_text(to_json(comparison), encoding="utf-8")
-    shown = sections(comparison)
+    page_sections = sections(comparison)
     if with_page:
         paths.append(folder / PAGE)
-        paths[1].write_text(page(title(comparison), shown), encoding="utf-8")
+        paths[1].write_text(page(title(comparison), page_sections), encoding="utf-8")
     if with_png:
-        paths += write_png(shown, folder)
+        paths += write_png(page_sections, folder)
     return paths
 
 

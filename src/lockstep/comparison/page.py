@@ -11,35 +11,40 @@ from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_page import chart
 
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
-_THROUGHPUT: Final = "Samples by seconds of training: setting up, evaluating and saving are left out."
+_THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
-    "Mean of the ranks, of the last start, by what the main thread of a rank does. Computing: on a core. Data: until "
-    "samples are there, what a rank does to them itself included. Waiting: for other ranks and what they send, and for "
-    "threads of its own. Waiting for a core: while others run on all that there are. On CUDA all of these are training."
+    "Mean over the ranks in the last start, by the activity of the main thread. Computing: on a core. Data: until the "
+    "samples are ready, including the work that a rank does on them itself. Waiting: for other ranks and their "
+    "messages, and for other threads of the rank. Waiting for a core: while all cores are busy. On CUDA, all of this "
+    "is training."
 )
-_MEMORY: Final = "Of a GPU what was allocated there, else what was resident, libraries and shared pages included."
+_MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory, including libraries and shared pages."
 
 
 def title(comparison: Comparison) -> str:
     """Return a short title with the number of variants, placements, or both."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
-    of = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
-    return f"{of} under {len(placements)} placements" if len(placements) > 1 else f"{of}, {placements.pop()}"
+    subject = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
+    return f"{subject} under {len(placements)} placements" if len(placements) > 1 else f"{subject}, {placements.pop()}"
 
 
 def sections(comparison: Comparison) -> list[Section]:
     """Return the sections of the page: the table, charts over the number of processes, and the curves."""
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
-    shown = columns(comparison)
-    below = "Speed-up, efficiency and bits are beside one process of the same recipe." if "same bits" in shown else ""
-    found: list[Section] = [
+    cells = columns(comparison)
+    note = (
+        "Speed-up, efficiency and bits are relative to one process with the same recipe."
+        if "same bits" in cells
+        else ""
+    )
+    page_sections: list[Section] = [
         Words("", [*machine, *conclusion(comparison)]),
-        Table("Runs", [*shown], [*zip(*shown.values(), strict=True)], below),
+        Table("Runs", [*cells], [*zip(*cells.values(), strict=True)], note),
         *_scaling_charts(comparison),
         *_inside(comparison.done),
         *_curves(comparison.done),
     ]
-    return [each for each in found if not isinstance(each, Words) or each.paragraphs]
+    return [section for section in page_sections if not isinstance(section, Words) or section.paragraphs]
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
@@ -61,39 +66,39 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
 
 def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
     """Return a line for each strategy and recipe, starting at their common run on a single process."""
-    done = comparison.done
-    found: dict[str, list[tuple[float, float]]] = {}
-    for row in done:
+    rows = comparison.done
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
         name = f"{row.strategy}, {row.variant}" if row.variant else row.strategy
         reference = comparison.reference(row)
-        several = any(each.strategy != "single" and each.variant == row.variant for each in done)
-        if row is reference and several:
+        has_strategies = any(candidate.strategy != "single" and candidate.variant == row.variant for candidate in rows)
+        if row is reference and has_strategies:
             continue
         first = [] if reference is None or row is reference or row.processes == 1 else [reference]
-        for each in [*(first if name not in found else []), row]:
-            if (number := value(each)) is not None:
-                found.setdefault(name, []).append((float(each.processes), number))
-    return {name: sorted(points) for name, points in found.items()}
+        for point_row in [*(first if name not in series else []), row]:
+            if (number := value(point_row)) is not None:
+                series.setdefault(name, []).append((float(point_row.processes), number))
+    return {name: sorted(points) for name, points in series.items()}
 
 
-def _inside(done: Sequence[ResultRow]) -> Iterator[Chart]:
+def _inside(rows: Sequence[ResultRow]) -> Iterator[Chart]:
     """Yield charts of the time and memory of each placement."""
-    spent = [row for row in done if row.spent]
-    parts = [each for each in _SPENT if any(each in row.spent for row in spent)]
+    spent = [row for row in rows if row.spent]
+    parts = [part for part in _SPENT if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield bars("Where each second goes", "seconds", means, [row.label for row in spent], note=_SECONDS)
-    with_peak = [row for row in done if row.peak_bytes]
+    with_peak = [row for row in rows if row.peak_bytes]
     if with_peak:
-        by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
-        peaks = {f"rank {rank}": [each / MIB for each in held] for rank, held in by_rank}
-        of = [row.label for row in with_peak]
-        yield bars("Peak memory of each rank", "MiB", peaks, of, stacked=False, note=_MEMORY)
+        peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
+        peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
+        labels = [row.label for row in with_peak]
+        yield bars("Peak memory of each rank", "MiB", peaks, labels, stacked=False, note=_MEMORY)
 
 
-def _curves(done: Sequence[ResultRow]) -> Iterator[Chart]:
+def _curves(rows: Sequence[ResultRow]) -> Iterator[Chart]:
     """Yield charts of the loss and of the task's figures, with the curves of all placements."""
-    histories = {row.label: row.history for row in done}
-    for figure in dict.fromkeys(("loss", *(each.monitor for each in histories.values()))):
-        if (found := chart(figure, histories)).figure["data"]:
-            yield found
+    histories = {row.label: row.history for row in rows}
+    for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
+        if (figure_chart := chart(figure, histories)).figure["data"]:
+            yield figure_chart

@@ -31,7 +31,7 @@ from lockstep.setup.resume import check_recipe
 _SINGLE: Final = "single"
 _OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that a comparison sets
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
-USUAL_MOVED: Final = "the usual script is a benchmark now: python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
+USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
 _LONGEST: Final = 80  # characters of a slug
 
 Strategy = Mapping[str, Any]  # `name` and options
@@ -63,21 +63,25 @@ class PlannedRun:
 
 def placements_in(text: str) -> tuple[Strategy, ...]:
     """Return the strategies in a list such as `ddp,zero3,{name: hsdp, replicate: 2}`."""
-    read = parse(f"[{text}]", "--placements")
-    listed = read.values if isinstance(read.values, list) and not read.problems else []
-    found = [{"name": each} if isinstance(each, str) else each for each in listed]
-    if not found or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in found):
-        raise UsageError(f"--placements {text}: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}")
-    if any(each["name"] in _USUAL for each in found):
+    document = parse(f"[{text}]", "--placements")
+    items = document.values if isinstance(document.values, list) and not document.problems else []
+    strategies = [{"name": item} if isinstance(item, str) else item for item in items]
+    if not strategies or not all(
+        isinstance(strategy, dict) and isinstance(strategy.get("name"), str) for strategy in strategies
+    ):
+        raise UsageError(
+            f"--placements: expected strategies, such as ddp,zero3,{{name: hsdp, replicate: 2}}, got {text}"
+        )
+    if any(strategy["name"] in _USUAL for strategy in strategies):
         raise UsageError(f"--placements {text}: {USUAL_MOVED}")
-    return tuple(found)
+    return tuple(strategies)
 
 
 def processes_in(text: str) -> tuple[int, ...]:
     """Return the numbers of processes in a list such as `1,2,4`."""
     numbers = text.split(",")
     if not all(number.strip().isdecimal() and int(number) for number in numbers):
-        raise UsageError(f"--processes {text}: expected whole numbers from 1, such as 1,2,4")
+        raise UsageError(f"--processes: expected integers of at least 1, such as 1,2,4, got {text}")
     return tuple(map(int, numbers))
 
 
@@ -94,23 +98,26 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
-    single: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
-    pairs = [single, *((each, count) for each in request.placements for count in request.processes if count > 1)]
+    reference: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
+    pairs = [
+        reference,
+        *((strategy, count) for strategy in request.placements for count in request.processes if count > 1),
+    ]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
     problems: list[str] = []
-    keys = dict.fromkeys(each.partition("=")[0].strip() for each in request.variants)
-    for variant, loaded in _variants(request, _placement_overrides(*single)):
-        ready = _ready(loaded)
-        called = variant or ", ".join(_given(loaded, key) for key in keys)
-        of = f", {called}" if called else ""
+    keys = dict.fromkeys(variant.partition("=")[0].strip() for variant in request.variants)
+    for variant, loaded in _variants(request, _placement_overrides(*reference)):
+        setup = _open_setup(loaded)
+        label = variant or ", ".join(_format_value(loaded, key) for key in keys)
+        suffix = f", {label}" if label else ""
         for strategy, count in unique:
             name = _strategy_label(strategy)
             try:
-                plan = _plan(request, variant, name, strategy, count, ready)
-                plans.append(replace(plan, row=replace(plan.row, variant=called)))
+                plan = _plan(request, variant, name, strategy, count, setup)
+                plans.append(replace(plan, row=replace(plan.row, variant=label)))
             except UsageError as error:
-                problems.append(f"{name} on {count}{of}: {error}")
+                problems.append(f"{name} on {count}{suffix}: {error}")
     if problems:
         raise UsageError("\n".join(["these placements cannot run, so none was started:", *dict.fromkeys(problems)]))
     return plans
@@ -118,30 +125,30 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
     """Return the variants with their configurations, starting with the original recipe. Duplicates are dropped."""
-    found: list[tuple[str, Loaded]] = []
+    variants: list[tuple[str, Loaded]] = []
     for variant in ("", *request.variants):
         loaded = load(request.source, [*_overrides(request, variant), *placement])
-        if all(loaded.config != other.config for _, other in found):
-            found.append((variant, loaded))
-    return found
+        if all(loaded.config != variant_loaded.config for _, variant_loaded in variants):
+            variants.append((variant, loaded))
+    return variants
 
 
-def _given(loaded: Loaded, key: str) -> str:
+def _format_value(loaded: Loaded, key: str) -> str:
     """Return the value of a key in a recipe, in the form of an override.
 
     If a section has a shorthand, its value is that word.
     """
     path = tuple(key.split("."))
-    found = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
-    named = found.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(found, dict) else found
-    return f"{key}={flow(named)}"
+    value = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
+    shown_value = value.get(SHORTHAND[path]) if path in SHORTHAND and isinstance(value, dict) else value
+    return f"{key}={flow(shown_value)}"
 
 
 def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
     return (*request.overrides, *([variant] if variant else []))
 
 
-def _ready(loaded: Loaded) -> Setup:
+def _open_setup(loaded: Loaded) -> Setup:
     """Run the checks that all placements of a recipe share, and return the opened recipe."""
     with with_places(loaded):
         check_sinks(loaded.config.run)
@@ -149,19 +156,21 @@ def _ready(loaded: Loaded) -> Setup:
 
 
 def _plan(
-    request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, ready: Setup
+    request: ComparisonRequest, variant: str, name: str, strategy: Strategy, count: int, setup: Setup
 ) -> PlannedRun:
     """Return the plan of a placement.
 
     Raises UsageError if it can't run, or if its folder contains a run of a different recipe.
     """
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
-    kept = (f"run.dir={flow(str(folder))}", "run.resume=auto")
-    loaded = load(request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *kept])
+    run_overrides = (f"run.dir={flow(str(folder))}", "run.resume=auto")
+    loaded = load(
+        request.source, [*_overrides(request, variant), *_placement_overrides(strategy, count), *run_overrides]
+    )
     if (folder / CONFIG).exists():
         check_recipe(folder, read_run_recipe(folder / CONFIG), loaded.config.recipe)
     resolved = check(loaded)
-    check_cut(resolved, ready)
+    check_cut(resolved, setup)
     return PlannedRun(loaded, ResultRow(name, count, variant, str(folder), resolved.strategy.traits.exactness))
 
 
@@ -175,14 +184,14 @@ def _strategy_label(strategy: Strategy) -> str:
     return f"{strategy['name']} ({options})" if options else str(strategy["name"])
 
 
-def _check_overrides(words: Sequence[str]) -> None:
+def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UsageError for overrides of keys that a comparison sets itself."""
-    for word in words:
+    for word in overrides:
         key = word.partition("=")[0].strip()
-        if any(key == each or key.startswith(f"{each}.") for each in _OURS):
+        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _OURS):
             raise UsageError(
-                f"{word}: lockstep compare sets {key} for each run; give strategies in --placements, numbers in "
-                f"--processes, and the folder in --dir"
+                f"{word}: lockstep compare sets {key} for each run; use --placements for strategies, --processes for "
+                f"numbers of processes, and --dir for the folder"
             )
 
 

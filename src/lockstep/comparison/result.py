@@ -79,7 +79,7 @@ class ResultRow:
 
         Setup, evaluations and saves are excluded.
         """
-        seconds = sum(self.spent[what][0] for what in _TRAINING if what in self.spent)
+        seconds = sum(self.spent[part][0] for part in _TRAINING if part in self.spent)
         end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
         if self.state != "done" or not seconds or end is None or begin is None or end <= begin:
             return None
@@ -87,8 +87,8 @@ class ResultRow:
 
     def part(self, name: str) -> float | None:
         """Return the fraction of the training time of all ranks spent on this part, or None if it isn't known."""
-        whole = sum(sum(self.spent.get(each, ())) for each in PARTS)
-        return sum(self.spent.get(name, ())) / whole if whole else None
+        total = sum(sum(self.spent.get(part_name, ())) for part_name in PARTS)
+        return sum(self.spent.get(name, ())) / total if total else None
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,16 @@ class Comparison:
 
         Returns None if that run isn't done.
         """
-        found = [each for each in self.rows if each.variant == row.variant and each.strategy == "single"]
-        return found[0] if found and found[0].state == "done" else None
+        references = [
+            candidate for candidate in self.rows if candidate.variant == row.variant and candidate.strategy == "single"
+        ]
+        return references[0] if references and references[0].state == "done" else None
 
     def speed_up(self, row: ResultRow) -> float | None:
         """Return the throughput relative to a single process, or None if either of them isn't known."""
         reference = self.reference(row)
-        ours, theirs = row.samples_per_s, reference.samples_per_s if reference else None
-        return ours / theirs if ours and theirs else None
+        throughput, reference_throughput = row.samples_per_s, reference.samples_per_s if reference else None
+        return throughput / reference_throughput if throughput and reference_throughput else None
 
     def efficiency(self, row: ResultRow) -> float | None:
         """Return the speed-up divided by the number of processes, or None if it isn't known."""
@@ -126,8 +128,8 @@ class Comparison:
 
         Returns None if either of the hashes is missing.
         """
-        reference, own = self.reference(row), row.history.weights_sha256
-        return own == reference.history.weights_sha256 if reference and own else None
+        reference, weights_sha256 = self.reference(row), row.history.weights_sha256
+        return weights_sha256 == reference.history.weights_sha256 if reference and weights_sha256 else None
 
     @property
     def broken(self) -> list[ResultRow]:
@@ -156,16 +158,16 @@ class Comparison:
         The estimate is the remaining time of the current run. For each waiting run, it adds the average time of the
         runs that are finished or in progress.
         """
-        taken = [row.seconds for row in self.rows if row.seconds is not None]
+        durations = [row.seconds for row in self.rows if row.seconds is not None]
         running = [row for row in self.rows if row.state == "running"]
         if any(row.left_s is None for row in running):
             return None
-        now = [row.history.seconds + (row.left_s or 0) for row in running]
-        waiting = sum(row.state == "waiting" for row in self.rows)
-        if waiting and not taken + now:
+        running_totals = [row.history.seconds + (row.left_s or 0) for row in running]
+        waiting_count = sum(row.state == "waiting" for row in self.rows)
+        if waiting_count and not durations + running_totals:
             return None
-        mean = sum(taken + now) / len(taken + now) if waiting else 0.0
-        return sum(row.left_s or 0 for row in running) + waiting * mean
+        mean = sum(durations + running_totals) / len(durations + running_totals) if waiting_count else 0.0
+        return sum(row.left_s or 0 for row in running) + waiting_count * mean
 
 
 _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a function that returns the cell of a row
@@ -179,10 +181,10 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
     names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
     figures: list[_Column] = [(name, partial(_figure, name)) for name in names]
-    asked = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
-    found = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in asked]
-    found.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
-    return {heading: words for heading, words in found if len({*words} - {""}) > 1 or {*words} - _NOTHING}
+    all_columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
+    cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
+    cells.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
+    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _NOTHING}
 
 
 def drawing(comparison: Comparison, console: Console) -> RenderableType:
@@ -195,8 +197,8 @@ def conclusion(comparison: Comparison) -> list[str]:
     """Return the lines below the table: failures, and broken promises."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
-        f"{row.label} has other weights than one process, and strategy {row.strategy} promises the same bits; "
-        f"lockstep verify finds the first difference"
+        f"{row.label} has different weights than one process, although strategy {row.strategy} promises the same bits; "
+        f"find the first difference with lockstep verify"
         for row in comparison.broken
     ]
 
@@ -235,11 +237,11 @@ def state(comparison: Comparison, row: ResultRow) -> str:
     """Return the state or progress of a row in words."""
     if row.state != "running":
         return row.state
-    left = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"
-    return f"step {row.step:,}/{row.steps:,}{left}" if row.steps else "starting"
+    left_text = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"
+    return f"step {row.step:,}/{row.steps:,}{left_text}" if row.steps else "starting"
 
 
-def _same(comparison: Comparison, row: ResultRow) -> str:
+def _bits_text(comparison: Comparison, row: ResultRow) -> str:
     same = comparison.same_bits(row)
     if same is None or row is comparison.reference(row):
         return ""
@@ -267,10 +269,10 @@ _COLUMNS: Final[tuple[_Column, ...]] = (
     ("loss", lambda _, row: loss(row.history)),
     ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
-    ("same bits", _same),
+    ("same bits", _bits_text),
     ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
-    ("speed-up", lambda all_, row: _number(all_.speed_up(row), "{:.2f}")),
-    ("efficiency", lambda all_, row: _number(all_.efficiency(row), "{:.0%}")),
+    ("speed-up", lambda comparison, row: _number(comparison.speed_up(row), "{:.2f}")),
+    ("efficiency", lambda comparison, row: _number(comparison.efficiency(row), "{:.0%}")),
     ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
     ("computing", lambda _, row: _percent(row, "computing")),
     ("data", lambda _, row: _percent(row, "data")),

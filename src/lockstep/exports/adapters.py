@@ -19,14 +19,16 @@ def export_adapters(run: str | Path, folder: str | Path) -> None:
     `folder` receives adapter_model.safetensors and adapter_config.json. Modules that were trained next to the adapters
     (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no adapters.
     """
-    found = store.load(Path(run))
-    lora = tuning_of(checkpoint_recipe(found.path, found.snapshot)).lora
+    checkpoint = store.load(Path(run))
+    lora = tuning_of(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora
     if lora is None:
-        raise UsageError(f"{found.path}: the run has no adapters; its weights are in {store.MODEL}")
-    tensors = {name: local_tensor(held) for name, held in found.snapshot.model.items()}
-    beside = {name for name, each in tensors.items() if matches(name, lora.train) and not has_adapters({name: each})}
-    modules = sorted({name.rpartition(".")[0] for name in beside})
+        raise UsageError(f"{checkpoint.path}: the run has no adapters; its weights are in {store.MODEL}")
+    tensors = {name: local_tensor(tensor) for name, tensor in checkpoint.snapshot.model.items()}
+    trained_names = {
+        name for name, tensor in tensors.items() if matches(name, lora.train) and not has_adapters({name: tensor})
+    }
+    modules = sorted({name.rpartition(".")[0] for name in trained_names})
     Path(folder).mkdir(parents=True, exist_ok=True)
-    named = {name: each.contiguous() for name, each in peft_names(tensors, modules).items()}
-    safetensors.torch.save_file(named, Path(folder) / "adapter_model.safetensors", {"format": "pt"})
+    contiguous = {name: tensor.contiguous() for name, tensor in peft_names(tensors, modules).items()}
+    safetensors.torch.save_file(contiguous, Path(folder) / "adapter_model.safetensors", {"format": "pt"})
     peft_config(lora, modules).save_pretrained(str(folder))

@@ -19,19 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch.utils import _pytree as pytree
 
 
-def main(name: str, place: str, where: str) -> None:
-    """Load the export at `place` with the function of its format, and write the outputs."""
+def main(name: str, path: str, job_folder: str) -> None:
+    """Load the export at `path` with the function of its format, and write the outputs."""
     sys.path[0] = os.getcwd()  # replaces the folder of this file
-    folder = Path(where)
+    folder = Path(job_folder)
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # an import of it raises
     # Cloned, because kernels may add in a different order if a tensor isn't aligned to a cache line.
-    tensors = {name: each.clone() for name, each in load_file(folder / "inputs.safetensors").items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
-    found: dict[str, Any] = {
+    loaders: dict[str, Any] = {
         "safetensors": safetensors,
         "torch": program,
         "onnx": onnx,
@@ -39,13 +39,13 @@ def main(name: str, place: str, where: str) -> None:
         "timm": timm,
     }
     with torch.no_grad():
-        outputs = found[name](Path(place), inputs, job)
+        outputs = loaders[name](Path(path), inputs, job)
     save_file({"outputs": outputs.contiguous()}, folder / "outputs.safetensors")
 
 
-def safetensors(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Build the model from the metadata of the file, and load its weights."""
-    with safe_open(place, "pt") as file:
+    with safe_open(path, "pt") as file:
         build = json.loads(file.metadata()["build"])
     if "config" in build:
         library = import_module("transformers")
@@ -57,66 +57,66 @@ def safetensors(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
         for part in function.split("."):
             factory = getattr(factory, part)
         model = factory(*build["arguments"], **build["options"])
-    model.load_state_dict(load_file(place))
+    model.load_state_dict(load_file(path))
     return _single(_call(model.eval(), inputs))
 
 
-def program(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a torch.export program, which takes positional inputs."""
-    module: Any = torch.export.load(place).module()
-    by_position = list(inputs.values()) if isinstance(inputs, dict) else inputs
-    outputs: torch.Tensor = module(*by_position)
+    module: Any = torch.export.load(path).module()
+    arguments = list(inputs.values()) if isinstance(inputs, dict) else inputs
+    outputs: torch.Tensor = module(*arguments)
     return outputs
 
 
-def onnx(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Run the model with onnxruntime on the CPU."""
     runtime = import_module("onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = job["threads"]
-    session = runtime.InferenceSession(place, options, providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     arrays = [tensor.numpy() for tensor in pytree.tree_leaves(inputs)]
-    names = [each.name for each in session.get_inputs()]
+    names = [value.name for value in session.get_inputs()]
     return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
 
 
-def transformers(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Load a folder with the automatic classes.
 
     If there is a tokenizer, check its tokens. If there is an image processor, check its normalization.
     """
     library = import_module("transformers")
     if job.get("text") is not None:
-        found = library.AutoTokenizer.from_pretrained(place).encode(job["text"], add_special_tokens=False)
-        if found != job["ids"]:
-            raise SystemExit("the tokenizer gives other tokens than the run's")
+        ids = library.AutoTokenizer.from_pretrained(path).encode(job["text"], add_special_tokens=False)
+        if ids != job["ids"]:
+            raise SystemExit("the tokenizer returns different tokens than the tokenizer of the run")
     if job.get("pixels") is not None:
-        _check_processor(library.AutoImageProcessor.from_pretrained(place), job["pixels"])
-    model = getattr(library, job["class"]).from_pretrained(place, dtype=torch.float32)
+        _check_processor(library.AutoImageProcessor.from_pretrained(path), job["pixels"])
+    model = getattr(library, job["class"]).from_pretrained(path, dtype=torch.float32)
     return _single(_call(model.eval(), inputs))
 
 
-def timm(place: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
+def timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
     """Build the model from the folder only, and check that labels and normalization are those of the run."""
     library = import_module("timm")
-    model = library.create_model(f"local-dir:{place}", pretrained=True).eval()
+    model = library.create_model(f"local-dir:{path}", pretrained=True).eval()
     data = library.data.resolve_model_data_config(model)
     for key in ("mean", "std", "input_size"):
         if job[key] is not None and list(data[key]) != job[key]:
-            raise SystemExit(f"{key} is {data[key]}, and the run's is {job[key]}")
+            raise SystemExit(f"{key} is {data[key]}, but the run has {job[key]}")
     if list(model.pretrained_cfg["label_names"] or ()) != job["classes"]:
-        raise SystemExit("the names of the classes are others than the run's")
+        raise SystemExit("the class names differ from those of the run")
     return _single(_call(model, inputs))
 
 
 def _check_processor(processor: Any, job: dict[str, Any]) -> None:
     size = (job["size"], job["size"], 3)
     picture = torch.arange(size[0] * size[1] * 3, dtype=torch.int64).remainder(256).to(torch.uint8).reshape(size)
-    found = processor(picture.numpy(), do_resize=False, return_tensors="pt")["pixel_values"][0]
+    pixels = processor(picture.numpy(), do_resize=False, return_tensors="pt")["pixel_values"][0]
     mean, std = (torch.tensor(job[name])[:, None, None] for name in ("mean", "std"))
-    wanted = (picture.permute(2, 0, 1).double() / 255 - mean) / std
-    if found.shape != wanted.shape or not torch.allclose(found.double(), wanted, atol=1e-5):
-        raise SystemExit("the image processor normalises otherwise than the run")
+    expected = (picture.permute(2, 0, 1).double() / 255 - mean) / std
+    if pixels.shape != expected.shape or not torch.allclose(pixels.double(), expected, atol=1e-5):
+        raise SystemExit("the image processor normalizes differently than the run")
 
 
 def _call(model: Any, inputs: Any) -> Any:
@@ -126,8 +126,8 @@ def _call(model: Any, inputs: Any) -> Any:
 def _single(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, torch.Tensor):
         return outputs
-    found: torch.Tensor = outputs["logits"] if "logits" in outputs else outputs["out"]
-    return found
+    output: torch.Tensor = outputs["logits"] if "logits" in outputs else outputs["out"]
+    return output
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ class Format(Protocol):
     def check(self, saved: SavedModel) -> None:
         """Raise UsageError if a run can't be exported to this format. Called before the model is built."""
 
-    def write(self, subject: ExportSource, place: Path) -> str:
-        """Write the export to `place`, which doesn't exist yet.
+    def write(self, subject: ExportSource, path: Path) -> str:
+        """Write the export to `path`, which doesn't exist yet.
 
         Return a remark for the user, such as the supported input sizes, or an empty string.
         """
@@ -50,5 +50,7 @@ def check_origin(saved: SavedModel, library: str) -> None:
     """Raise UsageError if the model of a run is not a model of this library."""
     origin = origin_of(saved.recipe.model.name, saved.recipe.model.source)
     if origin != library:
-        to = f"--to {origin}, " if origin in ("timm", "transformers") else ""
-        raise UsageError(f"{saved.path}: {saved.name} is not a {library} model; use {to}--to torch or --to safetensors")
+        options = f"--to {origin}, " if origin in ("timm", "transformers") else ""
+        raise UsageError(
+            f"{saved.path}: {saved.name} is not a {library} model; use {options}--to torch or --to safetensors"
+        )

@@ -36,69 +36,71 @@ class Deviation(NamedTuple):
         """The deviation in words."""
         if self.difference == 0:
             return "the outputs are equal, bit for bit"
-        return f"the outputs differ by {self.difference:.2g} of the largest, and may by {self.tolerance:.2g}"
+        return f"the outputs differ by {self.difference:.2g} of the largest output (tolerance {self.tolerance:.2g})"
 
 
 def check_export(
-    name: str, place: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
+    name: str, path: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
 ) -> Deviation:
-    """Compute `inputs` with the export at `place` in a separate process, and compare the result with `outputs`.
+    """Compute `inputs` with the export at `path` in a separate process, and compare the result with `outputs`.
 
     `job` has the other settings for that process. With `exact`, the outputs must be equal. Otherwise, they can differ
     by the rounding errors of two forward passes in fp32. Raises TrainingError if the export can't be loaded, or if its
     outputs differ by more than that.
     """
-    found = _run_export(name, place, inputs, job)
+    actual = _run_export(name, path, inputs, job)
     allowed = 0.0 if exact else _tolerance(model, inputs)
-    if found.shape != outputs.shape or found.dtype != outputs.dtype:
+    if actual.shape != outputs.shape or actual.dtype != outputs.dtype:
         raise TrainingError(
-            f"export to {name}: loaded back, it gives {found.dtype} of shape {list(found.shape)}, and the run's model "
-            f"{outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
+            f"export to {name}: the loaded export returns {actual.dtype} of shape {list(actual.shape)}, but the model "
+            f"of the run returns {outputs.dtype} of shape {list(outputs.shape)}; nothing was written"
         )
-    if torch.equal(found, outputs):
+    if torch.equal(actual, outputs):
         return Deviation(0.0, allowed)
     scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
-    difference = float((found.double() - outputs.double()).abs().max()) / scale
+    difference = float((actual.double() - outputs.double()).abs().max()) / scale
     if not difference <= allowed:  # also catches NaN
         raise TrainingError(
-            f"export to {name}: loaded back, its outputs differ from those of the run's model by {difference:.2g} of "
-            f"the largest, and may by {allowed:.2g}; nothing was written"
+            f"export to {name}: outputs of the loaded export differ from the model of the run by {difference:.2g} of "
+            f"the largest output (tolerance {allowed:.2g}); nothing was written"
         )
     return Deviation(difference, allowed)
 
 
-def _run_export(name: str, place: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
+def _run_export(name: str, path: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
-        save_file(_named(inputs), Path(folder, "inputs.safetensors"))
+        save_file(_tensors_by_position(inputs), Path(folder, "inputs.safetensors"))
         structure = pytree.treespec_dumps(pytree.tree_structure(_unnamed(inputs)))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
         # Offline, because the export must contain everything that is needed to load it.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-        words = [sys.executable, as_user.__file__, name, str(place.absolute()), folder]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            output = printable("\n".join(done.stderr.strip().splitlines()[-_MOST_LINES:]))
-            raise TrainingError(f"export to {name}: it cannot be loaded back, so nothing was written:\n{output}")
+        command = [sys.executable, as_user.__file__, name, str(path.absolute()), folder]
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment)
+        if completed.returncode:
+            output = printable("\n".join(completed.stderr.strip().splitlines()[-_MOST_LINES:]))
+            raise TrainingError(f"export to {name}: cannot load the export, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
 def _unnamed(inputs: Inputs) -> Any:
     """Return inputs with plain tuples instead of named tuples, whose classes the other process doesn't know."""
-    named = pytree.is_namedtuple_instance
-    return pytree.tree_map(lambda each: tuple(each) if named(each) else each, inputs, is_leaf=named)
+    is_namedtuple = pytree.is_namedtuple_instance
+    return pytree.tree_map(lambda leaf: tuple(leaf) if is_namedtuple(leaf) else leaf, inputs, is_leaf=is_namedtuple)
 
 
-def _named(inputs: Inputs) -> dict[str, Tensor]:
+def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
     """Return the tensors of the inputs by their position."""
-    strange = [place for place, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
-    if strange:
-        raise UsageError(f"the model's input {strange[0]} is no tensor; give it tensors alone, by a function around it")
-    return {str(number): each.contiguous().clone() for number, each in enumerate(tensors_of(inputs))}
+    non_tensors = [name for name, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
+    if non_tensors:
+        raise UsageError(
+            f"the model's input {non_tensors[0]} is not a tensor; wrap the model in a function with tensor inputs only"
+        )
+    return {str(number): tensor.contiguous().clone() for number, tensor in enumerate(tensors_of(inputs))}
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
     """Return the relative tolerance for two forward passes in fp32 that add in different orders."""
-    matrices = [each for each in model.parameters() if each.ndim > 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     positions = max((leaf.shape[1] for _, leaf in with_paths(inputs) if leaf.ndim > 1), default=1)
-    length = max([positions, *(each.numel() // len(each) for each in matrices)])
+    length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
     return tolerance(unit_roundoff("fp32"), length, max(1, len(matrices)), steps=1)

@@ -75,10 +75,10 @@ def export(
     `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
     runs if `overrides` name it too, or if you pass `trust=True`.
     """
-    asked = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
-    place = None if out is None else Path(out)
-    [found] = in_background(lambda: [asdict(export_saved(open_saved(asked, weights), to, place))])
-    return Exported(Path(found["path"]), found["sizes"], found["check"])
+    request = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
+    path = None if out is None else Path(out)
+    [result] = in_background(lambda: [asdict(export_saved(open_saved(request, weights), to, path))])
+    return Exported(Path(result["path"]), result["sizes"], result["check"])
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
@@ -90,37 +90,37 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     """
     if to not in FORMATS:
         raise UsageError(f"--to {to}: no such format{choices(to, FORMATS)}")
-    chosen = cast(Format, import_module(f"lockstep.exports.to_{to}"))
-    chosen.check(saved)
-    place = out or _place(saved, chosen.SUFFIX or f"-{to}")
-    if os.path.lexists(place):
-        raise UsageError(f"{place}: is there already; remove it, or choose another name with --out")
+    export_format = cast(Format, import_module(f"lockstep.exports.to_{to}"))
+    export_format.check(saved)
+    path = out or _default_path(saved, export_format.SUFFIX or f"-{to}")
+    if os.path.lexists(path):
+        raise UsageError(f"{path}: already exists; remove it, or use a different name in --out")
     sample = sample_of(saved)
     model = saved.model()
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
     outputs = _outputs(saved, model, sample.inputs)  # adapters aren't merged yet
     has_adapters = merge_adapters(model)
     subject = ExportSource(saved, model, sample.inputs, model_card(saved))
-    temporary = place.with_name(f".tmp-{os.getpid()}-{place.name}{chosen.SUFFIX}")  # torch checks the suffix
-    exact = chosen.SAME_KERNELS and not has_adapters
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch checks the suffix
+    exact = export_format.SAME_KERNELS and not has_adapters
     try:
-        with os_error_as(TrainingError, f"{place}: cannot be written", "; choose another --out"):
-            place.parent.mkdir(parents=True, exist_ok=True)
+        with os_error_as(TrainingError, f"{path}: cannot write", "; use a different --out"):
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch(exist_ok=False)  # fail with an OSError here, since exporters may raise other exceptions
             temporary.unlink()
-            sizes = chosen.write(subject, temporary)
-            found = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
-            os.rename(temporary, place)
+            sizes = export_format.write(subject, temporary)
+            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+            os.rename(temporary, path)
     finally:
         with suppress(OSError):
             shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
-    return Exported(place, sizes, f"with {sample.origin}: {found.words}")
+    return Exported(path, sizes, f"with {sample.origin}: {deviation.words}")
 
 
 def model_card(saved: SavedModel) -> dict[str, Any]:
     """Return everything that users of the weights need to know, ready for JSON."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
-    found: Mapping[str, Any] = {
+    card: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
         "classes": facts.classes,
         "shape": facts.shape,
@@ -136,10 +136,10 @@ def model_card(saved: SavedModel) -> dict[str, Any]:
         "weights_sha256": saved.weights_sha256,
         "lockstep": __version__,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in card.items() if value is not None}
 
 
-def _place(saved: SavedModel, suffix: str) -> Path:
+def _default_path(saved: SavedModel, suffix: str) -> Path:
     run = saved.path.absolute().parent.parent
     with suppress(ValueError):
         run = run.relative_to(Path.cwd())
@@ -166,7 +166,7 @@ def _job(subject: ExportSource) -> dict[str, Any]:
     }
     if saved.tokenizer_by:
         tokenizer = tokenizer_for(saved)
-        given = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
-        job["text"] = tokenizer.decode(given[0, :_TEXT].numpy())
+        ids = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
+        job["text"] = tokenizer.decode(ids[0, :_TEXT].numpy())
         job["ids"] = tokenizer.encode(job["text"]).tolist()
     return job

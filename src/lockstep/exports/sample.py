@@ -35,13 +35,13 @@ def sample_of(saved: SavedModel) -> Sample:
         arrived = transforms_of(saved.recipe, data, torch.device("cpu")).for_evaluation(batch)
         return Sample(saved.task(arrived).inputs(arrived), f"{count} samples of the {name} data")
     except (UsageError, TrainingError) as error:
-        made = _synthesize(saved)
-        if made is None:
+        inputs = _synthesize(saved)
+        if inputs is None:
             raise UsageError(
-                f"{saved.path}: nothing to check the export with: the checkpoint does not say what its samples are, "
-                f"and the data cannot be opened: {error}"
+                f"{saved.path}: no samples to check the export with: the checkpoint does not describe its samples, and "
+                f"the data cannot be opened: {error}"
             ) from error
-        return Sample(made, "made samples, since the data is not here")
+        return Sample(inputs, "synthetic samples, because the data is not available")
 
 
 def _synthesize(saved: SavedModel) -> Inputs | None:
@@ -52,12 +52,12 @@ def _synthesize(saved: SavedModel) -> Inputs | None:
         length = facts.context or _POSITIONS
         return (torch.randint(facts.vocabulary, (_SAMPLES, length), generator=generator),)
     if facts.columns is not None and saved.recipe.data.options.get("codes"):
-        sizes = [len(each["values"]) for each in facts.columns if "values" in each]
+        sizes = [len(column["values"]) for column in facts.columns if "values" in column]
         codes = [torch.randint(size + 1, (_SAMPLES,), generator=generator) for size in sizes]
         numbers = torch.randn(_SAMPLES, len(facts.columns) - len(sizes), generator=generator)
         stacked = torch.stack(codes, 1) if codes else torch.empty(_SAMPLES, 0, dtype=torch.int64)
-        named: dict[str, Any] = {"numbers": numbers, "categories": stacked}
-        return (named,)
+        inputs: dict[str, Any] = {"numbers": numbers, "categories": stacked}
+        return (inputs,)
     if facts.shape is None:
         return None
     return (torch.randn(_SAMPLES, *facts.shape, generator=generator),)

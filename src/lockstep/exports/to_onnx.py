@@ -24,18 +24,20 @@ def check(saved: SavedModel) -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"--to onnx: {', '.join(missing)} not installed; run: pip install 'lockstep-train[onnx]', or use --to torch"
+            f"--to onnx: requires {', '.join(missing)}; run pip install 'lockstep-train[onnx]', or use --to torch"
         )
-    size = sum(each.numel() * each.element_size() for each in saved.tensors.values())
+    size = sum(tensor.numel() * tensor.element_size() for tensor in saved.tensors.values())
     if size >= _LARGEST:
-        raise UsageError(f"--to onnx: {size:,} bytes of weights, and a file has room for {_LARGEST:,}; use --to torch")
+        raise UsageError(
+            f"--to onnx: the weights have {size:,} bytes, but a file can hold at most {_LARGEST:,}; use --to torch"
+        )
 
 
-def write(subject: ExportSource, place: Path) -> str:
+def write(subject: ExportSource, path: Path) -> str:
     """See Format. The model card is stored as metadata, with JSON values."""
     program = trace_model(subject)
-    made = torch.onnx.export(program, dynamo=True, verbose=False)
-    assert made is not None
-    made.model.metadata_props.update({name: json.dumps(each) for name, each in subject.model_card.items()})
-    made.save(place, external_data=False)
+    onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert onnx_program is not None
+    onnx_program.model.metadata_props.update({name: json.dumps(value) for name, value in subject.model_card.items()})
+    onnx_program.save(path, external_data=False)
     return sizes_of(program)

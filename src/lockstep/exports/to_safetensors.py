@@ -23,13 +23,13 @@ def check(saved: SavedModel) -> None:
     """See Format. Every run can be exported."""
 
 
-def write(subject: ExportSource, place: Path) -> str:
+def write(subject: ExportSource, path: Path) -> str:
     """See Format."""
     # Cloned, because tied weights share a tensor, which a safetensors file can't represent.
-    tensors = {name: each.contiguous().clone() for name, each in subject.model.state_dict().items()}
-    found = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
-    metadata = {name: each if isinstance(each, str) else json.dumps(each) for name, each in found.items()}
-    safetensors.torch.save_file(tensors, place, {**metadata, "format": "pt"})
+    tensors = {name: tensor.contiguous().clone() for name, tensor in subject.model.state_dict().items()}
+    card = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
+    metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
+    safetensors.torch.save_file(tensors, path, {**metadata, "format": "pt"})
     return ""
 
 
@@ -41,5 +41,5 @@ def builder_of(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     if is_of_transformers(model):
         config = plainfile.parse_json(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         return {"class": type(model).__name__, "config": config}
-    made = saved.construction()
-    return {"function": made.function, "arguments": made.arguments, "options": made.options}
+    construction = saved.construction()
+    return {"function": construction.function, "arguments": construction.arguments, "options": construction.options}

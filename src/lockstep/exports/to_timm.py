@@ -19,10 +19,10 @@ def check(saved: SavedModel) -> None:
     check_origin(saved, "timm")
     facts = saved.facts
     if facts.classes is None or facts.pixels or len(facts.shape or ()) != 3:
-        raise UsageError(f"{saved.path}: timm's models tell classes of images; use --to torch or --to safetensors")
+        raise UsageError(f"{saved.path}: --to timm requires an image classifier; use --to torch or --to safetensors")
 
 
-def write(subject: ExportSource, place: Path) -> str:
+def write(subject: ExportSource, path: Path) -> str:
     """See Format."""
     from timm.models import save_for_hf
 
@@ -38,5 +38,5 @@ def write(subject: ExportSource, place: Path) -> str:
     config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": preprocessing}
     if options:
         config["model_args"] = options
-    save_for_hf(subject.model, str(place), model_config=config, safe_serialization=True)
+    save_for_hf(subject.model, str(path), model_config=config, safe_serialization=True)
     return ""

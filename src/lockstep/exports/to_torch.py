@@ -25,11 +25,11 @@ def check(saved: SavedModel) -> None:
     """See Format. Whether a model can be traced only shows when it is traced."""
 
 
-def write(subject: ExportSource, place: Path) -> str:
+def write(subject: ExportSource, path: Path) -> str:
     """See Format."""
     program = trace_model(subject)
     program.example_inputs = None
-    torch.export.save(program, place, extra_files={_FACTS: json.dumps(subject.model_card)})
+    torch.export.save(program, path, extra_files={_FACTS: json.dumps(subject.model_card)})
     return sizes_of(program)
 
 
@@ -40,18 +40,20 @@ def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
     UsageError if the model can't be traced.
     """
     inputs = subject.inputs
-    by_position = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
+    arguments = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
     # Traced with zeros, because a program can keep its example inputs, and samples may be private.
-    zeros = map_tensors(lambda each: torch.zeros_like(each[:1]).expand(_TRACED, *each.shape[1:]).clone(), by_position)
-    of_tokens = subject.saved.facts.vocabulary is not None
-    shapes = map_tensors(lambda tensor: _dims(tensor, of_tokens), by_position)
+    zeros = map_tensors(
+        lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED, *tensor.shape[1:]).clone(), arguments
+    )
+    has_tokens = subject.saved.facts.vocabulary is not None
+    shapes = map_tensors(lambda tensor: _dims(tensor, has_tokens), arguments)
     model = Single(subject.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
     except Exception as error:  # model code and torch's tracer can raise any exception
         first = describe_error(error).splitlines()[0]
         raise UsageError(
-            f"{subject.saved.name}: it cannot be traced by torch.export: {first}; export its weights, with --to "
+            f"{subject.saved.name}: torch.export cannot trace the model: {first}; export only the weights with --to "
             f"safetensors"
         ) from error
 
@@ -60,13 +62,15 @@ def sizes_of(program: torch.export.ExportedProgram) -> str:
     """Return the supported input sizes of a program in words: `inputs of shape [any, 3, 8, 8]`."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in each.shape) for each in values]
+    shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape) for value in values]
     return f"inputs of shape {' and '.join(f'[{shape}]' for shape in shapes)}"
 
 
-def _dims(tensor: Tensor, of_tokens: bool) -> dict[int, Any]:
-    free = [0, 1] if of_tokens and tensor.ndim == 2 else [0]
-    return {dim: torch.export.Dim.AUTO if dim in free else torch.export.Dim.STATIC for dim in range(tensor.ndim)}
+def _dims(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
+    dynamic_dims = [0, 1] if has_tokens and tensor.ndim == 2 else [0]
+    return {
+        dim: torch.export.Dim.AUTO if dim in dynamic_dims else torch.export.Dim.STATIC for dim in range(tensor.ndim)
+    }
 
 
 @final

@@ -23,7 +23,7 @@ def check(saved: SavedModel) -> None:
         tokenizer_for(saved)  # check that its file exists and matches the run
 
 
-def write(subject: ExportSource, place: Path) -> str:
+def write(subject: ExportSource, path: Path) -> str:
     """See Format."""
     saved, model = subject.saved, subject.model
     config: Any = model.config
@@ -32,14 +32,14 @@ def write(subject: ExportSource, place: Path) -> str:
     if saved.tokenizer_by in ("byte", "character"):
         without_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
-    model.save_pretrained(str(place))  # type: ignore[operator]
+    model.save_pretrained(str(path))  # type: ignore[operator]
     if saved.tokenizer_by:
         kind: Any = import_module("transformers").PreTrainedTokenizerFast
         library = tokenizer_for(saved).library
         longest = {"model_max_length": saved.facts.context} if saved.facts.context else {}
-        kind(tokenizer_object=library, **longest).save_pretrained(str(place))
+        kind(tokenizer_object=library, **longest).save_pretrained(str(path))
     if processor := image_processor(saved):
-        _processor(saved, processor).save_pretrained(str(place))
+        _processor(saved, processor).save_pretrained(str(path))
     return ""
 
 

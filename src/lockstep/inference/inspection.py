@@ -30,10 +30,10 @@ from lockstep.tasks.segmentation import Segmentation
 
 _RECORDED: Final = "compared with the log"
 _FIGURES: Final = (
-    "Each checkpoint was evaluated by one process. Where all samples were looked at, the last column compares the "
-    "figures with those that the run logged after the same step; where only some were, they lie at equal distances."
+    "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
+    "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
-_BY_POSITION: Final = "The mean loss of the validation tokens that have so many others before them."
+_BY_POSITION: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
 
 Line = Sequence[tuple[float, float]]
@@ -46,7 +46,7 @@ class Inspection(NamedTuple):
     problems: list[str]
 
 
-class _One(NamedTuple):
+class _RunInspection(NamedTuple):
     """The results of one run: a row of the table of figures, the sections, and the loss by position."""
 
     row: Mapping[str, str]
@@ -55,51 +55,53 @@ class _One(NamedTuple):
 
 
 def inspect_runs(
-    found: Sequence[RunView], samples: int, opened: Callable[[str], SavedModel], tell: Callable[[str], None]
+    runs: Sequence[RunView], samples: int, open_run: Callable[[str], SavedModel], tell: Callable[[str], None]
 ) -> Inspection:
     """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the sections.
 
-    `opened` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
+    `open_run` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
     Raises UsageError if no run can be evaluated. If only some runs can't, the sections give the reason in a sentence.
     """
-    done: dict[str, _One] = {}
+    inspections: dict[str, _RunInspection] = {}
     problems: dict[str, str] = {}
-    for each in found:
-        folder = each.folder
+    for run in runs:
+        folder = run.folder
         try:
-            done[folder] = _inspect(opened(folder), folder, each.history, samples, tell)
+            inspections[folder] = _inspect(open_run(folder), folder, run.history, samples, tell)
         except LockstepError as error:
             problems[folder] = str(error)
-    if not done:
+    if not inspections:
         raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
-    sections: list[Section] = [_figures([each.row for each in done.values()])]
+    sections: list[Section] = [_figures([inspection.row for inspection in inspections.values()])]
     if problems:
-        sections.append(Words("", [f"Nothing of {folder}: {reason}" for folder, reason in problems.items()]))
-    if by_position := {folder: each.line for folder, each in done.items() if each.line}:
+        sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
+    if curves := {folder: inspection.line for folder, inspection in inspections.items() if inspection.line}:
         x, y = "tokens before it in the context", "loss"
-        sections.append(lines("Loss by position", x, y, by_position, note=_BY_POSITION, from_zero=False))
-    sections += [section for each in done.values() for section in each.sections]
+        sections.append(lines("Loss by position", x, y, curves, note=_BY_POSITION, from_zero=False))
+    sections += [section for inspection in inspections.values() for section in inspection.sections]
     return Inspection(sections, [*problems.values()])
 
 
-def _inspect(saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]) -> _One:
+def _inspect(
+    saved: SavedModel, folder: str, history: History, samples: int, tell: Callable[[str], None]
+) -> _RunInspection:
     for line in saved.remarks:
         tell(line)
     validation = open_validation(saved, samples)
-    task, count, of = validation.task, len(validation.numbers), len(validation.split)
-    tell(f"{saved.words}: evaluating {count:,} of {of:,} validation samples on {validation.computing.device}")
-    added = NamedSums()
-    sections, by_position = _view(folder, saved, validation, validation.batches(added))
-    figures = validation.figures(added)
+    task, count, total = validation.task, len(validation.numbers), len(validation.split)
+    tell(f"{saved.words}: evaluating {count:,} of {total:,} validation samples on {validation.computing.device}")
+    sums = NamedSums()
+    sections, curve = _view(folder, saved, validation, validation.batches(sums))
+    figures = validation.figures(sums)
     row = {
         "run": folder,
         "after step": f"{saved.step:,}",
         "weights": saved.weights,
-        "samples": f"{count:,} of {of:,}",
+        "samples": f"{count:,} of {total:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _RECORDED: _deviation_from_log(saved, history, figures) if count == of else "",
+        _RECORDED: _deviation_from_log(saved, history, figures) if count == total else "",
     }
-    return _One(row, sections, by_position)
+    return _RunInspection(row, sections, curve)
 
 
 def _view(
@@ -121,7 +123,7 @@ def _view(
             return _pixels(folder, task, batches), []
     deque(batches, maxlen=0)
     name = saved.recipe.task.name
-    note = f"Nothing but its figures: what task {name} makes of a model's outputs is known to its code alone."
+    note = f"Only the figures are shown, because only the code of task {name} can interpret the outputs of its model."
     return [Words(folder, [note])], []
 
 
@@ -148,9 +150,9 @@ def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[st
     ]
     if not pairs:
         return ""
-    if all(one == other or (math.isnan(one) and math.isnan(other)) for one, other in pairs):
+    if all(computed == logged or (math.isnan(computed) and math.isnan(logged)) for computed, logged in pairs):
         return "equal"
-    return f"differs by {max(abs(one - other) for one, other in pairs):.1e}"
+    return f"differs by {max(abs(computed - logged) for computed, logged in pairs):.1e}"
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> Table:

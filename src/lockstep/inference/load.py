@@ -38,22 +38,22 @@ def load(
     Raises UsageError if the weights don't fit the model, if the checkpoint is damaged, or if the whole model computes a
     different function than its chunks.
     """
-    found = store.load(Path(run))
+    checkpoint = store.load(Path(run))
     recipe: Recipe | None = None
     if model is None:
-        recipe, made = _build_from_recipe(found, trust)
+        recipe, module = _build_from_recipe(checkpoint, trust)
     elif isinstance(model, nn.Module):
-        made = model
+        module = model
     else:
         with OwnCode("model"):
-            made = model()
-    weights = found.snapshot.model if found.snapshot.ema is None else found.snapshot.ema
-    with error_as(UsageError, RuntimeError, f"{found.path}: its weights do not fit {type(made).__name__}"):
-        made.load_state_dict({name: local_tensor(held) for name, held in weights.items()}, strict=True)
-    made.eval()  # not chained: eval() calls train(), and a custom train() may not return the model
+            module = model()
+    weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
+    with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
+        module.load_state_dict({name: local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
+    module.eval()  # not chained: eval() calls train(), and a custom train() may not return the model
     if recipe is not None and recipe.model.chunks > 1:
-        _check_chunks(found.path, made, recipe, trust)
-    return made
+        _check_chunks(checkpoint.path, module, recipe, trust)
+    return module
 
 
 def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> None:
@@ -64,33 +64,33 @@ def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> 
     """
     if not trust and (paths := import_paths(recipe)):
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the recipe "
-            f"names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the "
+            f"recipe names code for its samples: {', '.join(paths.values())}; pass trust=True if you trust its author",
             stacklevel=3,
         )
         return
     data = recipe.data.model_copy(update={"download": False})
     try:
-        opened = open_recipe_data(recipe.model_copy(update={"data": data}))
-        example, evaluation = examples(recipe, opened)
+        dataset = open_recipe_data(recipe.model_copy(update={"data": data}))
+        example, evaluation = examples(recipe, dataset)
     except (UsageError, TrainingError) as error:
         warnings.warn(
-            f"{path}: trained in {recipe.model.chunks} chunks, and not compared with the whole model, since the data "
+            f"{path}: trained in {recipe.model.chunks} chunks, but not compared with the whole model, because the data "
             f"cannot be opened: {error}",
             stacklevel=3,
         )
         return
-    task, _ = find_task(values(recipe), f"model {recipe.model.name}", opened.facts, example)
+    task, _ = find_task(values(recipe), f"model {recipe.model.name}", dataset.facts, example)
     check_saved(path, model, recipe.model, task.inputs(evaluation))
 
 
-def _build_from_recipe(found: store.FoundCheckpoint, trust: bool) -> tuple[Recipe, nn.Module]:
-    recipe = checkpoint_recipe(found.path, found.snapshot)
-    state = saved_state.parse_state(found.path, found.snapshot.state)
+def _build_from_recipe(checkpoint: store.FoundCheckpoint, trust: bool) -> tuple[Recipe, nn.Module]:
+    recipe = checkpoint_recipe(checkpoint.path, checkpoint.snapshot)
+    state = saved_state.parse_state(checkpoint.path, checkpoint.snapshot.state)
     paths = import_paths(recipe)
     if "model" in paths and not trust:
         raise UsageError(
-            f"{found.path}: its recipe names code, {paths['model']}, which would run with your rights; give model=, or "
-            f"trust=True where you know who wrote it"
+            f"{checkpoint.path}: its recipe names code, {paths['model']}, which would run with your permissions; pass "
+            f"model=, or pass trust=True if you trust its author"
         )
     return recipe, build_finetuned(plain_model(recipe, state.data), tuning_of(recipe))

@@ -49,10 +49,10 @@ class Guesses:
     losses: Tensor
     chances: Tensor
 
-    def worst(self, most: int = _MOST) -> list[Mistake]:
-        """Return at most `most` mistakes, largest loss first."""
-        wrong = (self.truths != self.guesses).nonzero()[:, 0]
-        order = wrong[self.losses[wrong].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:most]
+    def worst(self, limit: int = _MOST) -> list[Mistake]:
+        """Return at most `limit` mistakes, largest loss first."""
+        indices = (self.truths != self.guesses).nonzero()[:, 0]
+        order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
         columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)
         return [Mistake(*row) for row in zip(*(column[order].tolist() for column in columns), strict=True)]
 
@@ -64,49 +64,56 @@ def mistakes(
 
     The mistakes are shown with their images, or as a table if the samples aren't images.
     """
-    found = guesses_of(task, batches)
-    once = torch.ones_like(found.truths)
-    shown = confusions(run, task.classes, found.truths, found.guesses, once, "samples")
-    return [*shown, _worst(f"{run}: worst mistakes", task, validation, found)]
+    result = guesses_of(task, batches)
+    ones = torch.ones_like(result.truths)
+    sections = confusions(run, task.classes, result.truths, result.guesses, ones, "samples")
+    return [*sections, _worst(f"{run}: worst mistakes", task, validation, result)]
 
 
 def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
     """Return the predictions for all samples."""
-    rows = [_rows(task, each) for each in batches]
+    rows = [_rows(task, batch) for batch in batches]
     return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
 
 
-def _worst(title: str, task: Classification, validation: Validation, found: Guesses) -> Section:
-    worst, names, name = found.worst(), task.classes, validation.name
+def _worst(title: str, task: Classification, validation: Validation, result: Guesses) -> Section:
+    worst, names, name = result.worst(), task.classes, validation.name
     if not worst:
-        return Words(title, ["There are none."])
-    count = int((found.truths != found.guesses).sum())
-    note = f"{format_count(len(worst), 'mistake')} of {count:,}, by cross entropy, the largest first."
-    fetched = validation.split.fetch(np.array([each.number for each in worst]), None)
+        return Words(title, ["There are no mistakes."])
+    count = int((result.truths != result.guesses).sum())
+    note = f"{format_count(len(worst), 'mistake')} of {count:,}, sorted by cross entropy, largest first."
+    fetched = validation.split.fetch(np.array([mistake.number for mistake in worst]), None)
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
-        rows = [[name(each.number), names[each.truth], names[each.guess], *map(_chance, each[-2:])] for each in worst]
-        columns = ["sample", "true", "predicted", "probability of the truth", "of the guess"]
+        rows = [
+            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_chance, mistake[-2:])]
+            for mistake in worst
+        ]
+        columns = ["sample", "true", "predicted", "probability of the true class", "of the predicted class"]
         return Table(title, columns, rows, note)
     if samples.dtype != torch.uint8:
-        note += " The data gives no bytes, so each is stretched: its darkest value is black, its brightest white."
+        note += " The images are not uint8, so each is stretched: its darkest value is black, its brightest white."
     tiles = []
-    for source, each in zip(thumbnails(samples), worst, strict=True):
-        truth, guess = f"true {names[each.truth]}", f"predicted {names[each.guess]}"
-        lines = [name(each.number), f"{truth} ({_chance(each.of_truth)})", f"{guess} ({_chance(each.of_guess)})"]
+    for source, mistake in zip(thumbnails(samples), worst, strict=True):
+        truth, guess = f"true {names[mistake.truth]}", f"predicted {names[mistake.guess]}"
+        lines = [
+            name(mistake.number),
+            f"{truth} ({_chance(mistake.of_truth)})",
+            f"{guess} ({_chance(mistake.of_guess)})",
+        ]
         tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
 
 
 def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
-    found = predictions(evaluated.outputs, task.model_name)
-    truth, counted = truth_of(targets_of(evaluated.batch))
-    guess = found.argmax(1)  # as in the confusion matrix of the run's last evaluation
-    likely = found.double().log_softmax(1)
-    losses = -likely.gather(1, truth.clamp(min=0)[:, None])[:, 0]
-    chances = likely.gather(1, guess[:, None])[:, 0].exp()
-    columns = torch.from_numpy(evaluated.numbers), *(each.cpu() for each in (truth, guess, losses, chances))
-    return tuple(column[counted.cpu()] for column in columns)
+    outputs = predictions(evaluated.outputs, task.model_name)
+    truth, valid = truth_of(targets_of(evaluated.batch))
+    guess = outputs.argmax(1)  # as in the confusion matrix of the run's last evaluation
+    log_probabilities = outputs.double().log_softmax(1)
+    losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]
+    chances = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
+    columns = torch.from_numpy(evaluated.numbers), *(tensor.cpu() for tensor in (truth, guess, losses, chances))
+    return tuple(column[valid.cpu()] for column in columns)
 
 
 def _chance(probability: float) -> str:
@@ -139,9 +146,9 @@ def _bytes(sample: Tensor) -> Tensor:
 def _source(pixels: Tensor) -> str:
     values = pixels.cpu().permute(1, 2, 0).contiguous().numpy()
     picture = Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values)
-    if (times := _SIDE // max(picture.size)) > 1:
-        picture = picture.resize((picture.width * times, picture.height * times), Image.Resampling.NEAREST)
+    if (factor := _SIDE // max(picture.size)) > 1:
+        picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     picture.thumbnail((_SIDE, _SIDE))
-    written = io.BytesIO()
-    picture.save(written, "PNG", optimize=True)
-    return f"data:image/png;base64,{b64encode(written.getvalue()).decode()}"
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

@@ -22,7 +22,7 @@ _GIVEN: Final = 32  # tokens of each prompt, at most
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
-    f"The beginnings of validation samples, in grey, and {_SAMPLING.tokens} tokens that the model draws after them, at "
+    f"The beginnings of validation samples, in gray, followed by {_SAMPLING.tokens} tokens that the model generates at "
     f"a temperature of {_SAMPLING.temperature}."
 )
 
@@ -35,10 +35,10 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
     """
     losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for evaluated in batches:
-        own, counted = task.losses(evaluated.outputs, evaluated.batch)
+        token_losses, valid = task.losses(evaluated.outputs, evaluated.batch)
         # Padding fills the shorter of two rows with zeros.
-        losses = pad_sequence([losses, own.double().sum(0).cpu()]).sum(1)
-        tokens = pad_sequence([tokens, counted.sum(0).cpu()]).sum(1)
+        losses = pad_sequence([losses, token_losses.double().sum(0).cpu()]).sum(1)
+        tokens = pad_sequence([tokens, valid.sum(0).cpu()]).sum(1)
     stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
     points = []
     for first in range(0, len(tokens), stretch):
@@ -53,25 +53,25 @@ def samples_of_text(run: str, task: Language, validation: Validation, saved: Sav
     """Return how the model continues the beginnings of some validation samples."""
     title = f"{run}: samples of text"
     try:
-        words = tokenizer_for(saved)
+        tokenizer = tokenizer_for(saved)
     except UsageError as error:
-        return [Words(title, [f"There are none: {error}. The option is one of `lockstep predict`."])]
-    chosen = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
+        return [Words(title, [f"There are no samples: {error}. --tokenizer is an option of `lockstep predict`."])]
+    positions = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
-    for number in dict.fromkeys(validation.numbers[chosen].tolist()):
-        given = _beginning(task, validation.split.fetch(np.array([number]), None))
+    for number in dict.fromkeys(validation.numbers[positions].tolist()):
+        prompt = _beginning(task, validation.split.fetch(np.array([number]), None))
         sampling = replace(_SAMPLING, seed=number)
-        known, text, _ = continue_tokens(saved, validation.computing, words, given, sampling)
-        passages.append(Passage(validation.name(number), known, text))
+        prompt_text, text, _ = continue_tokens(saved, validation.computing, tokenizer, prompt, sampling)
+        passages.append(Passage(validation.name(number), prompt_text, text))
     return [Passages(title, passages, _NOTE)]
 
 
 def _beginning(task: Language, batch: Any) -> list[int]:
     """Return the first tokens of the only sample in a batch, without padding."""
     inputs = task.inputs(batch)
-    named = inputs if isinstance(inputs, Mapping) else {}
-    [ids] = named["input_ids"] if "input_ids" in named else tensors_of(inputs)[0]
-    if "attention_mask" in named:
-        ids = ids[named["attention_mask"][0] != 0]
-    found: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
-    return [*found]
+    mapping = inputs if isinstance(inputs, Mapping) else {}
+    [ids] = mapping["input_ids"] if "input_ids" in mapping else tensors_of(inputs)[0]
+    if "attention_mask" in mapping:
+        ids = ids[mapping["attention_mask"][0] != 0]
+    tokens: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
+    return [*tokens]

@@ -33,7 +33,7 @@ class TopClasses(NamedTuple):
     probabilities: list[float]
 
 
-class Seen(NamedTuple):
+class ReadImage(NamedTuple):
     """An image that could be read: its file, its sample, and its original height and width."""
 
     file: Path
@@ -59,8 +59,8 @@ class ImagePreprocessing:
 
         Raises UsageError if the file can't be read.
         """
-        wrong = os_error_as(UsageError, f"{file}: cannot be read", "; give a picture, or a folder of them")
-        with wrong, plainfile.reader(file, links=True) as stream:
+        read_errors = os_error_as(UsageError, f"{file}: cannot be read", "; pass an image, or a folder of images")
+        with read_errors, plainfile.reader(file, links=True) as stream:
             content = bytearray(stream.read())
         with error_as(UsageError, UndecodableError, f"{file}: cannot be read as an image", "; convert or remove it"):
             pixels = decode(content, self.exif)
@@ -76,15 +76,16 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
     if len(shape) != 3 or shape[0] not in _SHAPES:
-        found = f"shape {list(shape)}" if shape else "no single shape"
+        description = f"shape {list(shape)}" if shape else "no single shape"
         raise UsageError(
-            f"{saved.path}: samples of data set {data.name} have {found}, and pictures 1 or 3 channels, "
-            f"height and width; predict reads pictures, tables (.csv, .parquet) and prompts"
+            f"{saved.path}: samples of dataset {data.name} have {description}, but images have 1 or 3 channels, height "
+            f"and width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use "
+            f"lockstep.load"
         )
     if device_transforms(values(saved.recipe), saved.known, torch.device("cpu")) is None:
         raise UsageError(
-            f"{saved.path}: data set {data.name} gives its pictures as floats of its own making, and how is not known "
-            f"here; let it give bytes (uint8), which Lockstep normalises by recipe.data.mean and std"
+            f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
+            f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
         )
     return ImagePreprocessing((shape[0], shape[1], shape[2]), saved.cut, data.exif)
 
@@ -95,25 +96,25 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
     Each folder is searched at any depth, and gives its files in order of their names. Raises UsageError if a file
     doesn't exist or a folder has no images.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for name in inputs:
-        below = [Path(each) for each in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
-        if not below:
-            raise UsageError(f"{name}: a folder without pictures; they end in {', '.join(IMAGE_SUFFIXES)}")
-        found += below
-    missing = next((file for file in found if not file.exists()), None)
-    if missing is not None:
-        raise UsageError(f"{missing}: not found; give pictures, or folders of them")
-    return found
+        folder_files = [Path(path) for path in pictures_below(name)] if os.path.isdir(name) else [Path(name)]
+        if not folder_files:
+            raise UsageError(f"{name}: contains no images; their names must end in {', '.join(IMAGE_SUFFIXES)}")
+        files += folder_files
+    missing_file = next((file for file in files if not file.exists()), None)
+    if missing_file is not None:
+        raise UsageError(f"{missing_file}: not found; pass images, or folders of images")
+    return files
 
 
 def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
     """Yield the `top` likeliest classes of each image, likeliest first."""
     names = saved.facts.classes or []
 
-    def row(outputs: Tensor, seen: Seen) -> Row:
-        found = top_classes(outputs, min(top, len(names)))
-        pairs = zip(found.numbers, found.probabilities, strict=True)
+    def row(outputs: Tensor, image: ReadImage) -> Row:
+        result = top_classes(outputs, min(top, len(names)))
+        pairs = zip(result.numbers, result.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
 
     return _rows(saved, computing, inputs, row)
@@ -131,25 +132,28 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
     """
     names = saved.facts.classes or []
     if len(names) > _MOST_MASKED:
-        raise UsageError(f"{saved.path}: {len(names)} classes; a mask of bytes has room for {_MOST_MASKED}")
+        raise UsageError(
+            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MOST_MASKED}; use "
+            f"lockstep.load"
+        )
     files = files_of(inputs)
     targets = {file: folder / f"{file.stem}.png" for file in files}
     if len({*targets.values()}) < len(targets):
-        raise UsageError(f"--out {folder}: two of the pictures have one name; give those of each folder by themselves")
-    taken = next((each for each in targets.values() if each.exists()), None)
-    if taken is not None:
-        raise UsageError(f"{taken}: is there already; choose another folder with --out")
+        raise UsageError(f"--out {folder}: two images have the same name; run predict once for each folder of images")
+    existing = next((target for target in targets.values() if target.exists()), None)
+    if existing is not None:
+        raise UsageError(f"{existing}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
-    def row(outputs: Tensor, seen: Seen) -> Row:
+    def row(outputs: Tensor, image: ReadImage) -> Row:
         numbers = outputs.argmax(0)
-        height, width = seen.size
+        height, width = image.size
         mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
-        mask.save(targets[seen.file])
+        mask.save(targets[image.file])
         shares = torch.bincount(numbers.flatten(), minlength=len(names)).double() / numbers.numel()
         order = shares.argsort(descending=True, stable=True).tolist()
-        found = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
-        return {"mask": str(targets[seen.file]), "classes": found}
+        classes = [{"class": names[number], "share": float(shares[number])} for number in order if shares[number]]
+        return {"mask": str(targets[image.file]), "classes": classes}
 
     return _rows(saved, computing, inputs, row)
 
@@ -162,7 +166,7 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 
 
 def _rows(
-    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, Seen], Row]
+    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, ReadImage], Row]
 ) -> Iterator[Row]:
     """Yield the result of `row` for each image. It is called with the outputs of the model on the CPU.
 
@@ -172,18 +176,18 @@ def _rows(
     change = device_transforms(values(saved.recipe), saved.known, computing.device)
     assert change is not None
     for first in range(0, len(files), computing.batch):
-        seen: list[Seen] = []
-        skipped: dict[Path, str] = {}
+        images: list[ReadImage] = []
+        reasons: dict[Path, str] = {}
         for file in files[first : first + computing.batch]:
             try:
-                seen.append(Seen(file, *view.sample(file)))
+                images.append(ReadImage(file, *view.sample(file)))
             except UsageError as error:
-                skipped[file] = str(error)
-        found = {}
-        if seen:
-            samples = torch.stack([each.sample for each in seen]).to(computing.device)
+                reasons[file] = str(error)
+        rows = {}
+        if images:
+            samples = torch.stack([image.sample for image in images]).to(computing.device)
             fetched = samples, torch.zeros(len(samples), device=computing.device)
             outputs = predictions(computing((change.for_evaluation(fetched)[0],)), saved.name).cpu()
-            found = {each.file: row(own, each) for each, own in zip(seen, outputs, strict=True)}
+            rows = {image.file: row(output, image) for image, output in zip(images, outputs, strict=True)}
         for file in files[first : first + computing.batch]:
-            yield {"input": str(file), **(found[file] if file in found else {"skipped": skipped[file]})}
+            yield {"input": str(file), **(rows[file] if file in rows else {"skipped": reasons[file]})}

@@ -57,11 +57,11 @@ class Prediction(TypedDict, total=False):
     new_tokens: int
 
 
-_TAKEN: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
-    "pictures": ("pictures or folders of them, and gives classes", ("top",)),
-    "masks": ("pictures or folders of them, and writes masks", ("out",)),
-    "values": ("pictures or folders of them, and gives numbers", ()),
-    "table": ("one table, .csv or .parquet", ("out",)),
+_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
+    "pictures": ("images or folders of images, and predicts classes", ("top",)),
+    "masks": ("images or folders of images, and writes masks", ("out",)),
+    "values": ("images or folders of images, and predicts numbers", ()),
+    "table": ("one table (.csv or .parquet)", ("out",)),
     "text": ("a prompt", ("prompt", "tokens", "temperature", "seed", "tokenizer")),
 }
 
@@ -102,11 +102,11 @@ def predict(
     `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
     runs if `overrides` name it too, or if you pass `trust=True`.
     """
-    words = tuple(as_words(overrides))
-    asked = EvalRequest(str(run), words, trust, best, "predict")
-    written, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
-    options = Options(top, written, prompt, tokens, temperature, seed, file)
-    rows = in_background(lambda: predictions_of(open_saved(asked, weights), as_names(inputs), options))
+    override_words = tuple(as_words(overrides))
+    request = EvalRequest(str(run), override_words, trust, best, "predict")
+    out_path, file = None if out is None else Path(out), None if tokenizer is None else str(tokenizer)
+    options = Options(top, out_path, prompt, tokens, temperature, seed, file)
+    rows = in_background(lambda: predictions_of(open_saved(request, weights), as_names(inputs), options))
     return cast(list[Prediction], rows)
 
 
@@ -117,15 +117,17 @@ def kind_of(saved: SavedModel) -> Kind:
     """
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
-        raise UsageError(f"{saved.path}: what task {task} makes of its model's outputs is known to its own code alone")
+        raise UsageError(
+            f"{saved.path}: only the code of task {task} can interpret the outputs of its model; use lockstep.load"
+        )
     if facts.columns is not None:
         return "table"
     if task == "language" or (facts.vocabulary is not None and facts.classes is None):
         return "text"
     if facts.vocabulary is not None:
         raise UsageError(
-            f"{saved.path}: it tells classes of texts, and how a text becomes a sample is known to data set "
-            f"{saved.recipe.data.name} alone; lockstep export --to transformers, and use it from there"
+            f"{saved.path}: the run classifies texts, and only dataset {saved.recipe.data.name} can convert a text "
+            f"into a sample; use lockstep export or lockstep.load"
         )
     if facts.classes is not None:
         return "masks" if facts.pixels else "pictures"
@@ -152,8 +154,8 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
         case "table":
             return predict_rows(saved, computing, Path(inputs[0]), options.out)
     assert options.prompt is not None
-    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
-    sampling = Sampling(**{name: value for name, value in given.items() if value is not None})
+    settings = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    sampling = Sampling(**{name: value for name, value in settings.items() if value is not None})
     return continue_prompt(saved, computing, options.prompt, sampling, options.tokenizer)
 
 
@@ -162,8 +164,8 @@ def table_of(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:
-        numeric = all(isinstance(line[name], int | float) for line in lines if line[name] != "")
-        table.add_column(printable_line(name), justify="right" if numeric else "left", overflow="fold")
+        is_numeric = all(isinstance(line[name], int | float) for line in lines if line[name] != "")
+        table.add_column(printable_line(name), justify="right" if is_numeric else "left", overflow="fold")
     for line in lines:
         table.add_row(*(Text(_format_cell(name, value)) for name, value in line.items()))
     return table
@@ -171,49 +173,51 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
     """Raise UsageError if the request doesn't fit the run."""
-    words, fitting = _TAKEN[kind]
-    wanted = f"{saved.path}: this run takes {words}"
-    given = [each.name for each in fields(Options) if getattr(options, each.name) is not None]
-    foreign = [name for name in given if name not in fitting]
-    if foreign:
-        options_of = ", ".join(f"--{name}" for name in fitting) or "none"
-        raise UsageError(f"{wanted}; --{foreign[0]} does not fit it, the options that do: {options_of}")
+    description, supported = _INPUTS[kind]
+    expectation = f"{saved.path}: this run expects {description}"
+    option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]
+    unsupported = [name for name in option_names if name not in supported]
+    if unsupported:
+        options_of = ", ".join(f"--{name}" for name in supported) or "none"
+        raise UsageError(
+            f"{expectation}; remove --{unsupported[0]}, which is not supported (supported options: {options_of})"
+        )
     for name, least in (("top", 1), ("tokens", 1), ("seed", 0)):
         value = getattr(options, name)
         if value is not None and not least <= value < 1 << 63:
-            raise UsageError(f"--{name} {value}: expected a whole number from {least}")
+            raise UsageError(f"--{name}: must be an integer from {least} to 2^63 - 1, got {value}")
     if kind == "text":
         if inputs:
-            raise UsageError(f"{wanted}; leave {inputs[0]} out, and give --prompt TEXT")
+            raise UsageError(f"{expectation}; remove {inputs[0]}, and pass --prompt TEXT")
         if options.prompt is None:
-            raise UsageError(f"{wanted}; give --prompt TEXT")
+            raise UsageError(f"{expectation}; pass --prompt TEXT")
         if options.temperature is not None and not 0 <= options.temperature < math.inf:
-            raise UsageError(f"--temperature {options.temperature}: use 0, the likeliest token, or more")
+            raise UsageError(f"--temperature: must be a finite number of at least 0, got {options.temperature}")
         try:
             options.prompt.encode()
         except UnicodeEncodeError as error:
-            raise UsageError(f"--prompt: character {error.start + 1:,} is no UTF-8; use the terminal's UTF-8") from None
+            raise UsageError(f"--prompt: character {error.start + 1:,} is not UTF-8; use a UTF-8 terminal") from None
         tokenizer_for(saved, options.tokenizer).encode(options.prompt)
         return
     if not inputs:
-        raise UsageError(f"{wanted}; give some")
+        raise UsageError(f"{expectation}, got no input; pass an INPUT")
     if kind == "table":
         if len(inputs) > 1:
-            raise UsageError(f"{wanted}; {len(inputs)} were given")
+            raise UsageError(f"{expectation}, got {len(inputs)}; pass one table")
         return
     preprocessing_of(saved)
     files_of(inputs)
     if kind == "masks" and options.out is None:
-        raise UsageError(f"{wanted}; give the folder for them with --out")
+        raise UsageError(f"{expectation}; pass the folder for the masks with --out")
 
 
 def _lines(row: Row) -> list[dict[str, Any]]:
     parts = row.get("classes")
     if parts is None:
         return [row]
-    others = {name: value for name, value in row.items() if name != "classes"}
-    blank = dict.fromkeys(others, "")
-    return [{**(blank if number else others), **each} for number, each in enumerate(parts)]
+    shared = {name: value for name, value in row.items() if name != "classes"}
+    blanks = dict.fromkeys(shared, "")
+    return [{**(blanks if number else shared), **part} for number, part in enumerate(parts)]
 
 
 def _format_cell(name: str, value: Any) -> str:

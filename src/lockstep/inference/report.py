@@ -68,32 +68,32 @@ def report(
     from lockstep.run.background import as_names, as_words, in_background
 
     options = Options(as_names(runs), Path(out), png, examples, samples, best, tuple(as_words(overrides)), trust)
-    [found] = in_background(lambda: [asdict(write_report(options, lambda _: None))])
-    return Report(Path(found["page"]), tuple(map(Path, found["charts"])), tuple(found["warnings"]))
+    [result] = in_background(lambda: [asdict(write_report(options, lambda _: None))])
+    return Report(Path(result["page"]), tuple(map(Path, result["charts"])), tuple(result["warnings"]))
 
 
 def write_report(options: Options, tell: Callable[[str], None]) -> Report:
     """Write the page and the charts. `tell` is called with lines about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
-        raise UsageError("--samples, --best, --trust and overrides are for --examples, which is missing; add it")
+        raise UsageError("--samples, --best, --trust and overrides require --examples; add --examples")
     if samples is not None and samples < 1:
-        raise UsageError(f"--samples {samples}: expected a whole number from 1")
+        raise UsageError(f"--samples: must be at least 1, got {samples}")
     if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
+        raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
     if options.png:
         check_png()
-    found, warnings = runs_by_name([Path(each) for each in options.runs])
-    shown = sections(found)
+    runs, warnings = runs_by_name([Path(folder) for folder in options.runs])
+    page_sections = sections(runs)
     if options.examples:
         from lockstep.inference.inspection import inspect_runs
         from lockstep.inference.saved import open_saved
         from lockstep.run.evaluation import EvalRequest
 
-        asked = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
-        seen = inspect_runs(found, samples or _SAMPLES, lambda run: open_saved(replace(asked, path=run)), tell)
-        shown, warnings = [*shown, *seen.sections], [*warnings, *seen.problems]
-    title = found[0].folder if len(found) == 1 else f"{len(found)} runs"
-    with os_error_as(UsageError, f"--out {out}: not written"):
-        out.write_text(page(title, shown), encoding="utf-8")
-    return Report(out, tuple(write_png(shown, out.with_suffix("")) if options.png else ()), tuple(warnings))
+        request = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
+        inspection = inspect_runs(runs, samples or _SAMPLES, lambda run: open_saved(replace(request, path=run)), tell)
+        page_sections, warnings = [*page_sections, *inspection.sections], [*warnings, *inspection.problems]
+    title = runs[0].folder if len(runs) == 1 else f"{len(runs)} runs"
+    with os_error_as(UsageError, f"--out {out}: cannot write"):
+        out.write_text(page(title, page_sections), encoding="utf-8")
+    return Report(out, tuple(write_png(page_sections, out.with_suffix("")) if options.png else ()), tuple(warnings))

@@ -23,38 +23,42 @@ def residuals(
 
     `targets` are the names of the targets, or empty if the data doesn't name them.
     """
-    pairs = [match_shapes(task.model_name, each.outputs, each.batch, columns=True) for each in batches]
-    found, true = (torch.cat([each.double().cpu().flatten(1) for each in side]) for side in zip(*pairs, strict=True))
+    pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, columns=True) for batch in batches]
+    predicted, true = (
+        torch.cat([tensor.double().cpu().flatten(1) for tensor in side]) for side in zip(*pairs, strict=True)
+    )
     count = true.shape[1]
     unnamed = [""] if count == 1 else [f"number {number}" for number in range(count)]
     names = targets if len(targets) == count else unnamed
-    some = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
-    notes = [f"{len(some):,} of {len(true):,} samples, at equal distances."] if len(some) < len(true) else []
+    indices = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
+    notes = [f"{len(indices):,} of {len(true):,} samples, evenly spaced."] if len(indices) < len(true) else []
     notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
     charts = [
         dots(
             f"{run}: predicted {name}".rstrip(),
             "true",
             "predicted",
-            list(zip(true[some, number].tolist(), found[some, number].tolist(), strict=True)),
+            list(zip(true[indices, number].tolist(), predicted[indices, number].tolist(), strict=True)),
             note=" ".join(notes),
         )
         for number, name in enumerate(names[:_MOST_CHARTS])
     ]
-    return [*charts, _largest(run, validation, names, true, found)]
+    return [*charts, _largest(run, validation, names, true, predicted)]
 
 
-def _largest(run: str, validation: Validation, names: Sequence[str], true: Tensor, found: Tensor) -> Table:
-    errors = (found - true).abs().nan_to_num(torch.inf)
+def _largest(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
+    errors = (predicted - true).abs().nan_to_num(torch.inf)
     largest, number = errors.max(1)
     order = largest.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist()
-    several = len(names) > 1
+    several_targets = len(names) > 1
     rows = [
         [
             validation.name(int(validation.numbers[row])),
-            *([names[int(number[row])]] if several else []),
-            *(f"{float(each[row, number[row]]):.6g}" for each in (true, found)),
+            *([names[int(number[row])]] if several_targets else []),
+            *(f"{float(values[row, number[row]]):.6g}" for values in (true, predicted)),
         ]
         for row in order
     ]
-    return Table(f"{run}: largest errors", ["sample", *(["of"] if several else []), "true", "predicted"], rows)
+    return Table(
+        f"{run}: largest errors", ["sample", *(["target"] if several_targets else []), "true", "predicted"], rows
+    )

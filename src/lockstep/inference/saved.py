@@ -109,8 +109,8 @@ class SavedModel:
     @property
     def cut(self) -> CropSettings | None:
         """The crop of an evaluation, or None if the samples aren't cropped from images of any size."""
-        asked = request_of(values(self.recipe.data))
-        return crop_settings(asked) if asked.crops_images else None
+        request = request_of(values(self.recipe.data))
+        return crop_settings(request) if request.crops_images else None
 
     @property
     def tokenizer_by(self) -> str | None:
@@ -118,8 +118,8 @@ class SavedModel:
 
         None if the run doesn't have its tokenizer.
         """
-        by = (self.facts.tokenizer or {}).get("by")
-        return by if by in ("byte", "character", "tokenizer") else None
+        unit = (self.facts.tokenizer or {}).get("by")
+        return unit if unit in ("byte", "character", "tokenizer") else None
 
     def open_data(self) -> DataSet:
         """Open the data that the run was trained on. Nothing is downloaded."""
@@ -182,47 +182,50 @@ class Computing:
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
         """Move the inputs to the device and return the outputs of the model."""
-        placed = map_tensors(lambda tensor: tensor.to(self.device), inputs)
+        device_inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
-            outputs = call(self._model, self._numerics.prepare_inputs(placed))
+            outputs = call(self._model, self._numerics.prepare_inputs(device_inputs))
         return self._numerics.prepare_outputs(outputs)
 
 
-def open_saved(asked: EvalRequest, weights: Weights | None = None) -> SavedModel:
+def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedModel:
     """Open a checkpoint as `lockstep eval` does. Code that its recipe names only runs if the user allows it.
 
     `weights` default to those of an evaluation, which are averaged weights if the run has them. Raises UsageError if
     averaged weights are required but the run has none.
     """
     if weights not in (None, "model", "ema"):
-        raise UsageError(f"weights {weights!r}: use 'model' or 'ema'")
-    found, loaded = open_checkpoint(asked)
-    state = saved_state.parse_state(found.path, found.snapshot.state)
-    recipe, average = loaded.config.recipe, found.snapshot.ema
-    chosen: Weights = weights or ("model" if average is None else "ema")
-    if chosen == "ema" and average is None:
-        raise UsageError(f"{found.path}: the run has no averaged weights (recipe.ema); use --weights model")
-    tensors = found.snapshot.model if chosen == "model" or average is None else average
+        raise UsageError(f"weights: expected 'model' or 'ema', got {weights!r}")
+    checkpoint, loaded = open_checkpoint(request)
+    state = saved_state.parse_state(checkpoint.path, checkpoint.snapshot.state)
+    recipe, average = loaded.config.recipe, checkpoint.snapshot.ema
+    weights_name: Weights = weights or ("model" if average is None else "ema")
+    if weights_name == "ema" and average is None:
+        raise UsageError(f"{checkpoint.path}: the run has no averaged weights (recipe.ema); use --weights model")
+    tensors = checkpoint.snapshot.model if weights_name == "model" or average is None else average
     return SavedModel(
-        path=found.path,
+        path=checkpoint.path,
         step=state.progress.step,
-        weights=chosen,
-        tensors={name: local_tensor(held) for name, held in tensors.items()},
+        weights=weights_name,
+        tensors={name: local_tensor(tensor) for name, tensor in tensors.items()},
         weights_sha256=store.weights_sha256(tensors),
         recipe=recipe,
         placement=loaded.config.placement,
         known=state.data,
-        facts=_facts(found.path, state.data),
+        facts=_facts(checkpoint.path, state.data),
         notes=tuple(loaded.notes),
-        problems=tuple(found.problems),
+        problems=tuple(checkpoint.problems),
     )
 
 
-def _facts(path: Path, known: Mapping[str, Any]) -> Facts:
+def _facts(path: Path, facts: Mapping[str, Any]) -> Facts:
     try:
-        return Facts.model_validate(dict(known))
+        return Facts.model_validate(dict(facts))
     except ValidationError as error:
         lines: Sequence[str] = [
-            f"data.{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()[:_SHOWN]
+            f"data.{'.'.join(map(str, problem['loc']))}: {problem['msg'].lower()}"
+            for problem in error.errors()[:_SHOWN]
         ]
-        raise UsageError("\n".join([f"{path / store.STATE}: not what this version writes:", *lines])) from None
+        raise UsageError(
+            "\n".join([f"{path / store.STATE}: does not have the format of this version:", *lines])
+        ) from None

@@ -31,42 +31,42 @@ def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path 
     rows = _rows(saved, table)
     if out is not None:
         if out.suffix not in _WRITTEN:
-            raise UsageError(f"--out {out}: a table is written as {' or '.join(_WRITTEN)}; choose such a name")
+            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_WRITTEN)}")
         if out.exists():
-            raise UsageError(f"--out {out}: is there already; choose another name")
+            raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():
-            raise UsageError(f"--out {out}: there is no folder {out.parent}; make it, or choose another")
-    task, kept = saved.task(), []
+            raise UsageError(f"--out {out}: folder {out.parent} does not exist; create it, or use a different folder")
+    task, written_rows = saved.task(), []
     for first in range(0, len(rows), computing.batch):
         numbers = np.arange(first, min(first + computing.batch, len(rows)))
         outputs = predictions(computing(task.inputs(rows.fetch(numbers, None))), saved.name).cpu()
-        for number, found in zip(numbers.tolist(), outputs, strict=True):
-            row = _prediction(saved, found)
-            kept += [row] if out is not None else []
+        for number, output in zip(numbers.tolist(), outputs, strict=True):
+            row = _prediction(saved, output)
+            written_rows += [row] if out is not None else []
             yield {"row": number, **row}
     if out is not None:
-        _write(out, table, kept)
+        _write(out, table, written_rows)
 
 
 def _rows(saved: SavedModel, table: Any) -> Rows:
     options: Mapping[str, Any] = saved.recipe.data.options
-    columns = [restore_column(each, options.get("missing") == "mean") for each in saved.facts.columns or []]
-    missing = [each.name for each in columns if each.name not in table.column_names]
-    if missing:
-        raise UsageError(f"the table lacks {len(missing)} of the columns that were learned from: {', '.join(missing)}")
-    for each in columns:
-        if isinstance(each, Number):
-            check_numbers(each.name, table[each.name], each.means)
-    unknown = torch.zeros(len(table), dtype=torch.int64)
-    return Rows(columns, table, unknown, bool(options.get("codes")))
+    columns = [restore_column(column, options.get("missing") == "mean") for column in saved.facts.columns or []]
+    missing_names = [column.name for column in columns if column.name not in table.column_names]
+    if missing_names:
+        raise UsageError(f"table: missing columns that the run was trained on: {', '.join(missing_names)}; add them")
+    for column in columns:
+        if isinstance(column, Number):
+            check_numbers(column.name, table[column.name], column.means)
+    targets = torch.zeros(len(table), dtype=torch.int64)
+    return Rows(columns, table, targets, bool(options.get("codes")))
 
 
-def _prediction(saved: SavedModel, found: torch.Tensor) -> Row:
+def _prediction(saved: SavedModel, output: torch.Tensor) -> Row:
     facts = saved.facts
     if facts.classes:
-        best = top_classes(found, 1)
+        best = top_classes(output, 1)
         return {"predicted": facts.classes[best.numbers[0]], "probability": best.probabilities[0]}
-    numbers = found.double().flatten().tolist()
+    numbers = output.double().flatten().tolist()
     targets = facts.targets or []
     if len(numbers) == len(targets) > 1:
         return {f"predicted {name}": value for name, value in zip(targets, numbers, strict=True)}
@@ -78,7 +78,7 @@ def _write(out: Path, table: Any, rows: list[Row]) -> None:
 
     for name in rows[0]:
         if name in table.column_names:
-            raise UsageError(f"--out {out}: the table has a column '{name}' already; rename it")
+            raise UsageError(f"--out {out}: the table already has a column '{name}'; rename that column")
         table = table.append_column(name, [[row[name] for row in rows]])
     write = csv.write_csv if out.suffix == ".csv" else parquet.write_table
     write(table, out)

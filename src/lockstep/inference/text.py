@@ -38,46 +38,46 @@ def continue_prompt(
     `tokenizer` is a file of the tokenizers library. It is needed if the run doesn't have a tokenizer, or if the file of
     the run's tokenizer was moved.
     """
-    words = tokenizer_for(saved, tokenizer)
-    given = words.encode(prompt).astype(np.int64).tolist()
-    if not given:
-        raise UsageError("--prompt: it is empty; give at least one character to go on from")
-    known, text, count = continue_tokens(saved, computing, words, given, sampling)
-    yield {"prompt": known, "text": text, "tokens": len(given), "new_tokens": count}
+    run_tokenizer = tokenizer_for(saved, tokenizer)
+    prompt_ids = run_tokenizer.encode(prompt).astype(np.int64).tolist()
+    if not prompt_ids:
+        raise UsageError("--prompt: is empty; pass at least one character")
+    prompt_text, text, count = continue_tokens(saved, computing, run_tokenizer, prompt_ids, sampling)
+    yield {"prompt": prompt_text, "text": text, "tokens": len(prompt_ids), "new_tokens": count}
 
 
 def continue_tokens(
-    saved: SavedModel, computing: Computing, words: Tokenizer, given: list[int], sampling: Sampling
+    saved: SavedModel, computing: Computing, tokenizer: Tokenizer, prompt_ids: list[int], sampling: Sampling
 ) -> tuple[str, str, int]:
     """Return the text of the given tokens, the text that follows it, and the number of new tokens."""
 
     def scores(ids: list[int]) -> Tensor:
         outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
-        return outputs[0, -1, : words.vocabulary]  # a model can have more tokens than its tokenizer
+        return outputs[0, -1, : tokenizer.vocabulary]  # a model can have more tokens than its tokenizer
 
-    made = generate_tokens(scores, given, sampling, saved.facts.context)
+    new_ids = generate_tokens(scores, prompt_ids, sampling, saved.facts.context)
     # With a byte tokenizer, the prompt can end within a character, so the prompt and new tokens are decoded together.
-    known, text = (words.decode(np.array(ids)) for ids in (given, given + made))
-    return known, text.removeprefix(known), len(made)
+    prompt_text, text = (tokenizer.decode(np.array(ids)) for ids in (prompt_ids, prompt_ids + new_ids))
+    return prompt_text, text.removeprefix(prompt_text), len(new_ids)
 
 
 def generate_tokens(
-    scores: Callable[[list[int]], Tensor], given: list[int], sampling: Sampling, context: int | None
+    scores: Callable[[list[int]], Tensor], prompt_ids: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
-    """Return the tokens that follow those in `given`. The model sees at most the last `context` tokens.
+    """Return the tokens that follow those in `prompt_ids`. The model sees at most the last `context` tokens.
 
     `scores` returns the logits of the next token, floats of shape [vocabulary]. Tokens are drawn on the CPU in float64.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
-    ids = list(given)
+    ids = list(prompt_ids)
     for _ in range(sampling.tokens):
-        found = scores(ids[-context:] if context else ids).double().cpu()
+        logits = scores(ids[-context:] if context else ids).double().cpu()
         if sampling.temperature:
-            chances = (found / sampling.temperature).softmax(0)
+            chances = (logits / sampling.temperature).softmax(0)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
         else:
-            ids.append(int(found.argmax()))
-    return ids[len(given) :]
+            ids.append(int(logits.argmax()))
+    return ids[len(prompt_ids) :]
 
 
 def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
@@ -85,21 +85,21 @@ def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
 
     Raises UsageError if the run needs a file and there is none, or if the tokenizer doesn't match the run.
     """
-    by = saved.tokenizer_by
-    place = file or saved.recipe.data.options.get("tokenizer")
-    if by is None and file is None:
+    unit = saved.tokenizer_by
+    path = file or saved.recipe.data.options.get("tokenizer")
+    if unit is None and file is None:
         raise UsageError(
-            f"{saved.path}: data set {saved.recipe.data.name} keeps no tokenizer; give the file of the library "
-            f"tokenizers that made its tokens, with --tokenizer"
+            f"{saved.path}: dataset {saved.recipe.data.name} has no tokenizer; pass the file of the tokenizer "
+            f"(tokenizers library) that produced its tokens with --tokenizer"
         )
-    if by not in (None, "tokenizer") and file is not None:
-        raise UsageError(f"--tokenizer: this run's tokens are by {by}, and no file's; leave it out")
-    if by == "tokenizer" and not isinstance(place, str):
-        raise UsageError(f"{saved.path}: its tokenizer is a file; give it with --tokenizer")
-    found = FromFile(file or "") if by is None else tokenizer_of(saved.facts.tokenizer or {}, place or "")
-    if saved.facts.vocabulary is not None and found.vocabulary > saved.facts.vocabulary:
+    if unit not in (None, "tokenizer") and file is not None:
+        raise UsageError(f"--tokenizer: this run uses a {unit} tokenizer, which has no file; remove --tokenizer")
+    if unit == "tokenizer" and not isinstance(path, str):
+        raise UsageError(f"{saved.path}: the run uses a tokenizer file with unknown path; pass it with --tokenizer")
+    tokenizer = FromFile(file or "") if unit is None else tokenizer_of(saved.facts.tokenizer or {}, path or "")
+    if saved.facts.vocabulary is not None and tokenizer.vocabulary > saved.facts.vocabulary:
         raise UsageError(
-            f"tokenizer: it has {found.vocabulary:,} tokens, and the run's data {saved.facts.vocabulary:,}; give the "
-            f"one that made its tokens"
+            f"tokenizer: has {tokenizer.vocabulary:,} tokens, but the data of the run has {saved.facts.vocabulary:,}; "
+            f"pass the tokenizer that produced its tokens"
         )
-    return found
+    return tokenizer

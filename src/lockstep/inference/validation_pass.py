@@ -41,8 +41,8 @@ class Validation:
     computing: Computing
     transforms: DeviceTransforms
 
-    def batches(self, added: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Compute each sample once, and add the sums of each batch to `added`.
+    def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
+        """Compute each sample once, and add the sums of each batch to `sums`.
 
         If all samples are evaluated, the batches are those of an evaluation of the run.
         """
@@ -51,12 +51,12 @@ class Validation:
             arrived = map_tensors(lambda tensor: tensor.to(self.computing.device), self.split.fetch(numbers, None))
             batch = self.transforms.for_evaluation(arrived)
             outputs = self.computing(self.task.inputs(batch))
-            added.add(number, batch_sums(self.task, outputs, batch, self.task.weight(batch)))
+            sums.add(number, batch_sums(self.task, outputs, batch, self.task.weight(batch)))
             yield EvaluatedBatch(numbers, batch, outputs)
 
-    def figures(self, added: NamedSums) -> dict[str, float]:
+    def figures(self, sums: NamedSums) -> dict[str, float]:
         """Return the loss and the task's figures over all batches, by their names in the event log."""
-        return figures_of(self.task, added.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
+        return figures_of(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
 
     @property
     def _firsts(self) -> range:
@@ -68,8 +68,8 @@ class Validation:
         return f"sample {number}{file}"
 
 
-def open_validation(saved: SavedModel, most: int) -> Validation:
-    """Open the validation data of a saved run, and choose at most `most` of its samples.
+def open_validation(saved: SavedModel, limit: int) -> Validation:
+    """Open the validation data of a saved run, and choose at most `limit` of its samples.
 
     Nothing is downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
     trained on, or has no validation split.
@@ -78,8 +78,8 @@ def open_validation(saved: SavedModel, most: int) -> Validation:
     check_facts(data.facts, saved.known, saved.path)
     split = data.validation
     if split is None:
-        raise UsageError(f"{saved.path}: data set {recipe.data.name} has no validation part, so there are no examples")
+        raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
     computing = saved.computing()
-    task, count = saved.task(examples(recipe, data)[1]), min(most, len(split))
+    task, count = saved.task(examples(recipe, data)[1]), min(limit, len(split))
     indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data, computing.device)
     return Validation(data, split, task, indices, computing, change)

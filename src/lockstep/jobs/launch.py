@@ -43,14 +43,16 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     _check_node_rank(launcher, job, node_rank)
     if (job.restarts or job.fewest) and job.words[0] == "train" and not _loaded(job).config.run.dir:
         raise UsageError(
-            "run.dir: left out, but with --restarts or --nodes MIN:MAX the run may be started again, and each start "
-            "would begin a run of its own; name one, such as run.dir=runs/a"
+            "run.dir: not set, but with --restarts or --nodes MIN:MAX the run can be restarted, and each start would "
+            "begin a new run; set it, for example run.dir=runs/a"
         )
     if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it at once
         _check_work(job)
     # The user's secret. Otherwise a new one, but only if this command starts all ranks, so that all of them get it.
-    own = os.fsdecode(job_secret(os.environ))
-    secret = own or (new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else "")
+    user_secret = os.fsdecode(job_secret(os.environ))
+    secret = user_secret or (
+        new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else ""
+    )
     signed = replace(job, signed=bool(secret))
     lines = launcher.commands(signed) if launcher.commands else {}
     line = launcher.command(signed) if launcher.command else []
@@ -64,7 +66,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
     if job.first:
         _wait_for(job.first)
     if lines:
-        return _together(launcher, lines, job, secret)
+        return _run_on_hosts(launcher, lines, job, secret)
     if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
         raise UsageError(f"{problem}; {GIVE_ADDRESS}")
     _become(line, launcher, secret)
@@ -81,10 +83,10 @@ def read_hosts(file: Path) -> tuple[str, ...]:
     except OSError as error:
         raise UsageError(f"--hosts {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--hosts {file}: is no text; write the name of one host on each line") from error
+        raise UsageError(f"--hosts {file}: not a text file; write one host name per line") from error
     names = tuple(line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#"))
     if not names:
-        raise UsageError(f"--hosts {file}: names no host; write one on each line")
+        raise UsageError(f"--hosts {file}: contains no host name; write one host name per line")
     return names
 
 
@@ -98,16 +100,16 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job. Raise UsageError if it needs something that the launcher doesn't support."""
-    on, asked = f"not with --on {launcher.name}", ", ".join(check_job(job).resources.named)
+    unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
-        *able, last = [each.name for each in starters().values() if each.elastic]
-        raise UsageError(f"{', '.join(job.elastic)}: {on}; the agents of --on {', '.join(able)} and {last} do that")
+        *names, last = [starter.name for starter in starters().values() if starter.elastic]
+        raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
     if job.id and (job.standalone or job.meets_by == "static"):
-        raise UsageError(f"--id: {job.id}, but a rendezvous that is static or of one host has no id; leave --id out")
-    if asked and not launcher.resources:
-        raise UsageError(f"{asked}: {on}; they are for Slurm: --on slurm, or lockstep submit")
-    if port is not None and (unused := launcher.unused_port(job)):
-        raise UsageError(f"--port: {port}, but with --on {launcher.name} {unused}; leave --port out")
+        raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
+    if options and not launcher.resources:
+        raise UsageError(f"{options}: {unsupported}; use --on slurm, or lockstep submit")
+    if port is not None and (reason := launcher.unused_port(job)):
+        raise UsageError(f"--port: got {port}, but with --on {launcher.name} {reason}; remove --port")
     return job
 
 
@@ -118,21 +120,21 @@ def _with_id(launcher: Launcher, job: Job) -> Job:
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
     if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous and rejects its id
-        raise UsageError("--rendezvous: etcd-v2 wants a name for this start, the same on all hosts; give it in --id")
+        raise UsageError("--rendezvous: etcd-v2 requires an id for this start, the same on all hosts; pass it in --id")
     return job
 
 
 def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> None:
-    several = not launcher.starts_all(job) and job.meets_by == "static"
-    if node_rank is not None and not (several and node_rank < job.nodes):
+    needs_node_rank = not launcher.starts_all(job) and job.meets_by == "static"
+    if node_rank is not None and not (needs_node_rank and node_rank < job.nodes):
         raise UsageError(
-            f"--node-rank: {node_rank} with --on {launcher.name} and {job.nodes} hosts; it is for torchrun on several "
-            f"that meet statically"
+            f"--node-rank: got {node_rank} with --on {launcher.name} and {job.nodes} hosts; it must be below the "
+            f"number of hosts, and is only supported with torchrun on several hosts and --rendezvous static"
         )
-    if several and node_rank is None:
+    if needs_node_rank and node_rank is None:
         raise UsageError(
-            f"--on {launcher.name}: starts the processes of one host of several: give its number in --node-rank, "
-            "or use --on ssh, which does that"
+            f"--on {launcher.name}: starts the processes of one of {job.nodes} hosts; pass the index of this host in "
+            f"--node-rank, or use --on ssh, which starts all hosts"
         )
 
 
@@ -161,14 +163,14 @@ def _become(line: list[str], launcher: Launcher, secret: str) -> None:
     """
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
     if shutil.which(line[0]) is None:
-        raise UsageError(f"{line[0]} is not found; install it or load its module, or choose another --on")
+        raise UsageError(f"{line[0]} not found; install it, load its module, or use a different --on")
     sys.stdout.flush()
     with listening_socket() if launcher.followed else nullcontext() as listening:
         port = {SRUN_PORT: str(listening.getsockname()[1])} if listening else {}
         os.execvpe(line[0], line, env | port)
 
 
-def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
+def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
     """Run the command lines and return an exit code, by default that of the first line that failed.
 
     torchrun exits with 1 even if the run was saved, or if it would fail again. In these cases, the exit code comes from
@@ -178,7 +180,7 @@ def _together(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secr
 
     program = next(iter(lines.values()))[0]  # the same on all hosts
     if shutil.which(program) is None:
-        raise UsageError(f"{program} is not found; install it, or choose another --on")
+        raise UsageError(f"{program} not found; install it, or use a different --on")
     before = _result(job) if launcher.elastic else {}
     # Without torchrun's agents, the lines are ranks on this host, and the exit codes are those of the ranks.
     ended = run_on_hosts(lines, _report, required=job.fewest, secret=secret, is_local=not launcher.elastic)

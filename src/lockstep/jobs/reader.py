@@ -22,8 +22,8 @@ from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, 
 
 _AT_ONCE: Final = 20_000  # events, about half a second, so that Ctrl-C works while a log of millions is read
 _NOTICES: Final = 50  # the last notices of a run that are kept
-_ASK_S: Final = 30.0  # between two queries to Slurm
-_LOOK_S: Final = 3.0  # between two searches for new runs
+_QUERY_S: Final = 30.0  # between two queries to Slurm
+_SEARCH_S: Final = 3.0  # between two searches for new runs
 
 Queue = Mapping[int, tuple[str, str]] | None  # states and reasons by job; None if Slurm isn't available
 
@@ -64,7 +64,7 @@ class RunReader:
         at_most = None if self._strict else _AT_ONCE
         if self._tail.is_replaced():
             self._begin()
-        self._held = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
+        self._is_in_use = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
@@ -87,7 +87,7 @@ class RunReader:
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
-        judged = state(history.status, self._held or not self.is_whole, submitted, job)
+        judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
         failed = failure(self.folder) if judged == "died" else ""
         return RunView(
             str(self.folder),
@@ -96,11 +96,11 @@ class RunReader:
             self.job,
             f"{job} ({reason})" if job and reason else job or "",
             self._configuration.recipe,
-            _ran_on(self._configuration.placement, history.starts),
+            _actual_placement(self._configuration.placement, history.starts),
             failed,
             machine_of(self.folder),
             tuple(self._notices),
-            self._noticed,
+            self._notice_count,
             self.is_whole,
         )
 
@@ -108,9 +108,9 @@ class RunReader:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
-        self._noticed = 0  # all notices so far, including those that were dropped
+        self._notice_count = 0  # all notices so far, including those that were dropped
         self.is_whole = False
-        self._held = True
+        self._is_in_use = True
 
     def _take(self, event: dict[str, object]) -> None:
         try:
@@ -119,27 +119,27 @@ class RunReader:
             if self._strict:
                 log = self.folder / jsonl.EVENTS
                 raise UsageError(f"{log}: not a log of this version ({error!r})") from error
-            self._warn(f"an event of no known form is left out ({error!r})")
+            self._warn(f"an event of unknown form was skipped ({error!r})")
             return
         if event.get("event") == "started":
             self._configuration = RecordedConfig({}, {})  # read again, since the placement may have changed
-        if (found := notice(event, self._log.fractions)) is not None:
-            self._note(found)
+        if (new_notice := notice(event, self._log.fractions)) is not None:
+            self._note(new_notice)
 
     def _warn(self, text: str) -> None:
         self._note(Notice(None, "warning", printable_line(text)))
 
     def _note(self, notice: Notice) -> None:
         self._notices.append(notice)
-        self._noticed += 1
+        self._notice_count += 1
 
 
-def _ran_on(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
+def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
     """Return the placement with the strategy and number of processes that the last start chose."""
     if not placement or not starts:
         return placement
-    found = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
-    return {**placement, **{key: each for key, each in found.items() if each}}
+    started = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
+    return {**placement, **{key: value for key, value in started.items() if value}}
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
@@ -150,7 +150,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
     readers.sort(key=lambda reader: reader.time, reverse=True)
     queue, warning = queue_states({reader.job for reader in readers if reader.job})
     warnings = [*(reader.problem for reader in readers), warning]
-    return [reader.view(queue) for reader in readers], [each for each in warnings if each]
+    return [reader.view(queue) for reader in readers], [text for text in warnings if text]
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
@@ -160,7 +160,7 @@ def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
     """
     runs, warnings = read_runs(folders)
     if not runs:
-        raise UsageError(f"{', '.join(map(str, folders))}: no runs; name run folders, or a folder of some")
+        raise UsageError(f"{', '.join(map(str, folders))}: no runs found; pass run folders, or a folder of runs")
     return sorted(runs, key=lambda run: run.folder), warnings
 
 
@@ -177,7 +177,7 @@ class Watch:
         self._wait = wait
         self._readers: dict[Path, RunReader] = {}
         self._queue: Queue = None
-        self._asked = self._looked = -float("inf")
+        self._last_query_s = self._last_search_s = -float("inf")
         self.warning = ""  # set if Slurm didn't answer
 
     def refresh(self) -> list[RunView]:
@@ -185,27 +185,27 @@ class Watch:
 
         On the first call without `wait`, UsageError is raised if a folder doesn't exist or if no run is in progress.
         """
-        now = time.monotonic()
-        if now - self._looked >= _LOOK_S:
-            self._look(first=not self._readers)
-            self._looked = now
-        for each in self._readers.values():
-            each.refresh()
-        return [each.view(self._queue) for each in self._readers.values()]
+        time_s = time.monotonic()
+        if time_s - self._last_search_s >= _SEARCH_S:
+            self._find_runs(first=not self._readers)
+            self._last_search_s = time_s
+        for reader in self._readers.values():
+            reader.refresh()
+        return [reader.view(self._queue) for reader in self._readers.values()]
 
-    def _look(self, first: bool) -> None:
+    def _find_runs(self, first: bool) -> None:
         """Find new runs to watch."""
-        runs = [each for folder in self._folders for each in self._runs(folder, first and not self._wait)]
-        new = {run: is_named for run, is_named in runs if run not in self._readers}
-        jobs = {run: job for run in (*new, *self._readers) if (job := _job(run))}
-        self._ask({*jobs.values()})
-        waiting = {run for run, job in jobs.items() if self._queue and job in self._queue}
-        found = [run for run, is_named in new.items() if is_named or is_held(run) or run in waiting]
-        self._readers |= {run: RunReader(run) for run in found}
+        runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
+        unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
+        jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}
+        self._query_slurm({*jobs.values()})
+        queued = {run for run, job in jobs.items() if self._queue and job in self._queue}
+        to_watch = [run for run, is_named in unwatched.items() if is_named or is_held(run) or run in queued]
+        self._readers |= {run: RunReader(run) for run in to_watch}
         if not self._readers and not self._wait:
             raise UsageError(
-                f"{', '.join(map(str, self._folders))}: no run is going on; name a run folder to see how it ended, "
-                "list all with lockstep jobs, or wait for the next run with --wait"
+                f"{', '.join(map(str, self._folders))}: no run is in progress; pass a run folder to see how it ended, "
+                "list all runs with lockstep jobs, or wait for the next run with --wait"
             )
 
     def _runs(self, folder: Path, must_be_there: bool) -> Iterator[tuple[Path, bool]]:
@@ -215,18 +215,18 @@ class Watch:
                 yield run, run == folder
         except UsageError as error:
             if must_be_there:
-                raise UsageError(f"{error}; a run that is about to begin is waited for with --wait") from None
+                raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
-    def _ask(self, jobs: set[int]) -> None:
-        now = time.monotonic()
-        if jobs and now - self._asked >= _ASK_S:
+    def _query_slurm(self, jobs: set[int]) -> None:
+        time_s = time.monotonic()
+        if jobs and time_s - self._last_query_s >= _QUERY_S:
             self._queue, self.warning = queue_states(jobs)
-            self._asked = now
+            self._last_query_s = time_s
 
 
 def _job(run: Path) -> int | None:
     try:
-        found = job_of(run)
+        submitted = job_of(run)
     except UsageError:  # reported when the run is read
         return None
-    return found.job if found else None
+    return submitted.job if submitted else None

@@ -34,19 +34,19 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     # Fix everything that could change between two starts.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
-    again = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
-    whole = replace(job, words=(*job.words, *folder, *fixed))
-    asked = batch.Batch(whole, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before_s, again)
-    return run, batch.script(batch.check_batch(asked))
+    resume = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
+    resolved_job = replace(job, words=(*job.words, *folder, *fixed))
+    request = batch.Batch(resolved_job, name or loaded.name, str(Path.cwd()), str(run), limit, warn_before_s, resume)
+    return run, batch.script(batch.check_batch(request))
 
 
 def submit(run: Path, script: str) -> int:
     """Write the batch script into the run folder, submit it, record the job number and return it."""
     if shutil.which("sbatch") is None:
-        raise UsageError("sbatch is not found: submit from a host of the cluster, or load Slurm's module")
-    made = [each for each in (run, run / "logs") if not each.exists()]
+        raise UsageError("sbatch not found; submit from a host of the cluster, or load Slurm's module")
+    new_folders = [folder for folder in (run, run / "logs") if not folder.exists()]
     file = run / JOB_SCRIPT
-    with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; choose another run.dir"):
+    with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; use a different run.dir"):
         (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm doesn't create it, and runs the job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
@@ -54,9 +54,9 @@ def submit(run: Path, script: str) -> int:
     try:
         job = batch.submit(file)
     except LockstepError:
-        if run in made:  # nothing is lost, since --dry-run shows the script
+        if run in new_folders:  # nothing is lost, since --dry-run shows the script
             file.unlink()
-        for folder in reversed(made):
+        for folder in reversed(new_folders):
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -76,7 +76,7 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
         name, run = loaded.name, loaded.config.run.dir or ""
         if loaded.config.run.resume != "auto":
             raise UsageError(
-                f"run.resume: {loaded.config.run.resume}, but each start goes on with the run; leave it out"
+                f"run.resume: got {loaded.config.run.resume}, but each start resumes the run; remove run.resume"
             )
     name = cluster.name or re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     cluster = replace(cluster, name=name, secret=new_secret())
@@ -87,16 +87,18 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 def create(objects: str, namespace: str) -> list[str]:
     """Create all objects of a manifest and return their names. If one of them fails, none are left."""
     if shutil.which("kubectl") is None:
-        raise UsageError("kubectl is not found: install it, or give what --dry-run prints to a host that has it")
-    place = ["--namespace", namespace] if namespace else []
-    line = ["kubectl", "create", *place, "--output", "name", "--filename", "-"]
-    done = subprocess.run(line, input=objects, capture_output=True, text=True)
-    made = done.stdout.split()
-    if done.returncode:
-        if made:
-            subprocess.run(["kubectl", "delete", *place, *made], capture_output=True)
-        raise LockstepError(f"kubectl failed with exit code {done.returncode}; it printed:\n{done.stderr.strip()}")
-    return made
+        raise UsageError("kubectl not found; install it, or create the output of --dry-run on a host that has kubectl")
+    options = ["--namespace", namespace] if namespace else []
+    line = ["kubectl", "create", *options, "--output", "name", "--filename", "-"]
+    completed = subprocess.run(line, input=objects, capture_output=True, text=True)
+    names = completed.stdout.split()
+    if completed.returncode:
+        if names:
+            subprocess.run(["kubectl", "delete", *options, *names], capture_output=True)
+        raise LockstepError(
+            f"kubectl failed with exit code {completed.returncode}; it printed:\n{completed.stderr.strip()}"
+        )
+    return names
 
 
 def _check_training(job: Job) -> Loaded:
@@ -107,8 +109,8 @@ def _check_training(job: Job) -> Loaded:
     """
     if not job.words or job.words[0] != "train":
         raise UsageError(
-            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; a script of "
-            "yours has a batch script of its own (docs/launchers.md), other commands lockstep launch"
+            f"submit: expected -- train [RECIPE] [KEY=VALUE]..., got {shlex.join(job.words) or 'nothing'}; for a "
+            "script, write a batch script (docs/launchers.md); for other commands, use lockstep launch"
         )
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):

@@ -45,7 +45,7 @@ def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
         epoch, run = step * steps.per_epoch, step * steps.total
     if terms.mtbf_s is not None:
         every = max(1, round(interval(terms.save_s, terms.mtbf_s) / step_s))
-        share = kept(every * step_s, terms.save_s, terms.mtbf_s)
+        share = kept_fraction(every * step_s, terms.save_s, terms.mtbf_s)
     return Costs(epoch, run, every, share)
 
 
@@ -61,10 +61,10 @@ def interval(save_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * save_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
 
 
-def kept(interval_s: float, save_s: float, mtbf_s: float) -> float:
+def kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
     """Return the fraction of the time that is spent on steps that aren't lost, with a constant failure rate.
 
     Daly's complete cost function, with restarts that take no time.
     """
-    lost = (interval_s + save_s) / mtbf_s
-    return interval_s / mtbf_s * math.exp(-lost) / -math.expm1(-lost)
+    ratio = (interval_s + save_s) / mtbf_s
+    return interval_s / mtbf_s * math.exp(-ratio) / -math.expm1(-ratio)

@@ -30,29 +30,29 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     """
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
-            raise UsageError(f"placement.strategy.{option}: fastest has no options; leave it out")
+            raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
         count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
-        predicted = _of_run(loaded, count)
+        predicted = _recorded_prediction(loaded, count)
         if predicted is not None:
-            words = f"{_KEY}: {predicted.strategy}, as it was measured before"
+            message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
             machine = Machine(memory=room(loaded.config.placement, count))
             rows = in_order(survey(loaded, made_ready(loaded), (), (count,), machine, tell), machine)
-            fitting = [row for row in rows if row.fits(machine)]
-            if not fitting:
+            fitting_rows = [row for row in rows if row.fits(machine)]
+            if not fitting_rows:
                 raise UsageError(_none_fits(rows, machine.memory or 0))
-            best, *others = fitting
+            best, *slower_rows = fitting_rows
             predicted = as_predicted(best)
-            compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in others)
-            words = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
-    found = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
-    found = found.changed("run", {"predicted": predicted})
+            compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
+            message = f"{_KEY}: {best.strategy}, {step_time(predicted.step_s)} a step{compared}"
+    configuration = with_strategy(loaded, StrategyConfig(name=predicted.strategy), count)
+    configuration = configuration.changed("run", {"predicted": predicted})
     keys = ["placement.strategy.name", "placement.processes"]
     keys += [f"run.predicted.{name}" for name in PredictedConfig.model_fields]
-    return replace(found, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), words
+    return replace(configuration, origins={**loaded.origins, **dict.fromkeys(keys, "measured")}), message
 
 
-def _of_run(loaded: Loaded, count: int) -> PredictedConfig | None:
+def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
     """Return the prediction of the run that this start resumes.
 
     Returns None if there is none, or if it was made for a different number of processes.
@@ -84,10 +84,10 @@ def _recorded_config(run: RunConfig) -> Path | None:
 def _none_fits(rows: Sequence[Placed], memory: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
-        return "\n".join([f"{_KEY}: nothing could be measured:", *refused(rows)])
+        return "\n".join([f"{_KEY}: no strategy could be measured:", *refused(rows)])
     nearest = peaks[min(peaks)]
     return (
-        f"{_KEY}: nothing fits on {nearest.processes} processes; {nearest.strategy} comes nearest, with "
-        f"{size(min(peaks))} a rank where {size(memory)} are free; use more processes, placement.recompute or "
+        f"{_KEY}: no strategy fits on {nearest.processes} processes; {nearest.strategy} needs the least memory, "
+        f"{size(min(peaks))} per rank of {size(memory)} free; use more processes, placement.recompute or "
         f"placement.offload_activations"
     )

@@ -57,22 +57,22 @@ class Figures:
     messages: int = 0
 
 
-def work(resolved: Resolved, link: float, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run a rank, and write its figures to `folder`.
 
-    With simulated peers, `rendezvous` has a single process. A spawned process gets no `ready` and opens the recipe
+    With simulated peers, `rendezvous` has a single process. A spawned process gets no `setup` and opens the recipe
     itself.
     """
     gc.freeze()  # the collections before each measurement skip existing objects, which saves 0.25 s each
-    with ExitStack() as held:
-        session = held.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
+    with ExitStack() as stack:
+        session = stack.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
         traffic = None
         if rendezvous.info.size == resolved.processes > 1:
-            world = held.enter_context(session.open_world())
+            world = stack.enter_context(session.open_world())
         else:
-            world, traffic = held.enter_context(pretended_world(0, resolved.processes, session.device, link))
-        found = measure(_prepared(resolved, ready), world, traffic)
-    (folder / f"{world.rank}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+            world, traffic = stack.enter_context(pretended_world(0, resolved.processes, session.device, link))
+        figures = measure(_prepare(resolved, setup), world, traffic)
+    (folder / f"{world.rank}.json").write_text(json.dumps(asdict(figures)), encoding="utf-8")
     return EXIT_DONE
 
 
@@ -82,58 +82,58 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
     Memory is counted from before the model is built.
     """
     memory = _Memory(world.device)
-    engine, do = _started(prepared, world)
+    engine, run_step = _start(prepared, world)
     digested = prepared.run.digest_every != "off" and prepared.strategy.traits.exactness == "bits"
     digests = StepDigests(world, engine.gradients, lambda _: None, every=1) if digested else None
     with traffic or nullcontext():
-        do()  # creates the optimizer state
-        held = memory.now()
+        run_step()  # creates the optimizer state
+        held_bytes = memory.current()
         before = (traffic.bytes, traffic.messages) if traffic else (0, 0)
-        do(digests)  # creates the keys of the digests
+        run_step(digests)  # creates the keys of the digests
         after = (traffic.bytes, traffic.messages) if traffic else (0, 0)
         sent, messages = after[0] - before[0], after[1] - before[1]
-        seconds = statistics.median(_seconds(do, world) for _ in range(TIMED))
+        seconds = statistics.median(_seconds(run_step, world) for _ in range(TIMED))
         peak = 0
         for steps in _LATE:
             if traffic and sent * steps:
                 traffic.late = max(1.0, steps * seconds * traffic.link / sent)
-            peak = max(peak, memory.peak(lambda: do(digests)))
+            peak = max(peak, memory.peak(lambda: run_step(digests)))
     engine.close()
-    return Figures(held, peak, seconds, sent, messages)
+    return Figures(held_bytes, peak, seconds, sent, messages)
 
 
-def work_saving(resolved: Resolved, folder: Path, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Like `work`, but write the seconds that training waits for a save. There is only one rank."""
-    found = []
+    save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
-        engine, do = _started(_prepared(resolved, ready), world)
-        do()  # creates the optimizer state
+        engine, run_step = _start(_prepare(resolved, setup), world)
+        run_step()  # creates the optimizer state
         checkpoints = Checkpoints(Rank(rendezvous, world, folder, {}, {}), resolved.run, engine, dict)
         for _ in range(TIMED):
-            began = time.perf_counter()
+            start = time.perf_counter()
             checkpoints.save()
-            found.append(time.perf_counter() - began)
+            save_times.append(time.perf_counter() - start)
             checkpoints.wait()
         checkpoints.close()
         engine.close()
-    (folder / "save.json").write_text(json.dumps(statistics.median(found)), encoding="utf-8")
+    (folder / "save.json").write_text(json.dumps(statistics.median(save_times)), encoding="utf-8")
     return EXIT_DONE
 
 
-def _prepared(resolved: Resolved, ready: Setup | None) -> Prepared:
-    """Return the recipe with its placement. A spawned process has no `ready`, so it opens the recipe itself."""
-    return Prepared(resolved, ready or open_unplaced(resolved.loaded))
+def _prepare(resolved: Resolved, setup: Setup | None) -> Prepared:
+    """Return the recipe with its placement. A spawned process has no `setup`, so it opens the recipe itself."""
+    return Prepared(resolved, setup or open_unplaced(resolved.loaded))
 
 
-def _started(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
+def _start(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank. Return it, and a function that takes a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
 
-    def do(digests: StepDigests | None = None) -> None:
+    def run_step(digests: StepDigests | None = None) -> None:
         take_step(engine, prepared.recipe, Turn(step, microbatches, Progress(), digests), lr=0.0)
 
-    return engine, do
+    return engine, run_step
 
 
 class _Memory:
@@ -143,21 +143,21 @@ class _Memory:
         self._device = device
         self._live = None if device.type == "cuda" else LiveBytes()
 
-    def now(self) -> int:
+    def current(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._live is None else self._live.now()
 
-    def peak(self, do: Callable[[], None]) -> int:
+    def peak(self, function: Callable[[], None]) -> int:
         if self._live is not None:
-            return self._live.peak(do)
+            return self._live.peak(function)
         torch.cuda.reset_peak_memory_stats(self._device)
-        do()
+        function()
         return torch.cuda.max_memory_allocated(self._device)
 
 
-def _seconds(do: Callable[[], None], world: World) -> float:
+def _seconds(run_step: Callable[[], None], world: World) -> float:
     world.barrier()
-    began = time.perf_counter()
-    do()
+    start = time.perf_counter()
+    run_step()
     if world.on_gpu:
         torch.cuda.synchronize(world.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start

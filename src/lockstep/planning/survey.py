@@ -84,7 +84,7 @@ def as_predicted(row: Placed) -> PredictedConfig:
 
 def survey(
     loaded: Loaded,
-    ready: Setup,
+    setup: Setup,
     strategies: Sequence[StrategyConfig],
     counts: Sequence[int],
     machine: Machine,
@@ -93,11 +93,11 @@ def survey(
     """Measure each strategy on each number of processes.
 
     If `strategies` is empty, all strategies that promise the same bits are measured, except for strategies that
-    unpickle received data. `ready` is the result of `made_ready`. `tell` is called with each placement that is
+    unpickle received data. `setup` is the result of `made_ready`. `tell` is called with each placement that is
     measured.
     """
     pairs = _pairs(loaded, strategies, counts)
-    return [_placed(each, processes, loaded, ready, machine, tell) for each, processes in pairs]
+    return [_check_and_measure(strategy, processes, loaded, setup, machine, tell) for strategy, processes in pairs]
 
 
 def made_ready(loaded: Loaded) -> Setup:
@@ -106,22 +106,26 @@ def made_ready(loaded: Loaded) -> Setup:
     A mistake in the recipe raises UsageError.
     """
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
-    ready = open_unplaced(loaded)
+    setup = open_unplaced(loaded)
     import_for_all()
-    return ready
+    return setup
 
 
 def _pairs(
     loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
     """Yield the placements to measure. On one process, all strategies are the same, so only `single` is measured."""
-    given = [*strategies]
-    if not given:
-        exact = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
-        given = [each for each in exact if _is_exact(with_strategy(loaded, each, 2).config.placement)]
+    candidates = [*strategies]
+    if not candidates:
+        exact_strategies = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
+        candidates = [
+            strategy for strategy in exact_strategies if _is_exact(with_strategy(loaded, strategy, 2).config.placement)
+        ]
     if 1 in counts:
         yield StrategyConfig(name=_SINGLE), 1
-    yield from ((each, count) for count in counts if count > 1 for each in given if each.name != _SINGLE)
+    yield from (
+        (strategy, count) for count in counts if count > 1 for strategy in candidates if strategy.name != _SINGLE
+    )
 
 
 def _is_exact(placement: Placement) -> bool:
@@ -140,47 +144,49 @@ def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> L
     return loaded.changed("placement", {"strategy": strategy, "processes": processes})
 
 
-def _placed(
-    strategy: StrategyConfig, processes: int, loaded: Loaded, ready: Setup, machine: Machine, tell: Tell
+def _check_and_measure(
+    strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, tell: Tell
 ) -> Placed:
     """Check a placement and measure it."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
-    named = flow({"name": strategy.name, **options}) if options else strategy.name
-    words = f"{shlex.quote(f'placement.strategy={named}')} placement.processes={processes}"
-    found = Placed(named, processes, words)
+    name = flow({"name": strategy.name, **options}) if options else strategy.name
+    overrides = f"{shlex.quote(f'placement.strategy={name}')} placement.processes={processes}"
+    row = Placed(name, processes, overrides)
     try:
         check(with_strategy(loaded, strategy, processes), processes)
         resolved = check(with_placement(loaded, strategy, processes), processes)
-        check_cut(resolved, ready)
+        check_cut(resolved, setup)
     except UsageError as error:
-        return replace(found, reason=str(error))
-    figures, pretended, reason = _measured(resolved, ready, machine, tell)
+        return replace(row, reason=str(error))
+    figures, pretended, reason = _measure(resolved, setup, machine, tell)
     if figures is None:
-        return replace(found, reason=reason)
+        return replace(row, reason=reason)
     takes_turns = pretended and not machine.link and not _cards(resolved.placement)
     share = processes / usable_cores() if takes_turns else 1.0
-    return replace(found, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
+    return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
-def _measured(resolved: Resolved, ready: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
+def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
     """Return the figures of the largest rank, whether its peers were simulated, and the reason if there are none.
 
     First a single rank runs with simulated peers, because this machine may not have enough memory for all ranks.
     """
-    processes, most, alone = resolved.processes, _at_once(resolved.placement), None
+    processes, max_ranks, single = resolved.processes, _at_once(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
-    if not resolved.strategy.traits.by_peers and ready.recipe.batchnorm != "sync":  # sync compares ranks' layers
+    if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync compares ranks' layers
         tell(name)
-        alone, reason = largest(resolved, ready, machine.link or LINK)
-        few = alone is not None and 1 < processes <= most and alone.peak <= room(resolved.placement, processes)
-        if machine.link or not few:
-            return alone, True, reason
-    elif processes > most:
-        return None, False, f"what a rank does follows from what others send it, and at most {most} are run here"
+        single, reason = largest(resolved, setup, machine.link or LINK)
+        all_can_run = (
+            single is not None and 1 < processes <= max_ranks and single.peak <= room(resolved.placement, processes)
+        )
+        if machine.link or not all_can_run:
+            return single, True, reason
+    elif processes > max_ranks:
+        return None, False, f"a rank depends on messages of the other ranks, and at most {max_ranks} ranks can run here"
     tell(f"{name}, all ranks")
-    every, reason = largest(resolved, ready, None)
-    if every is not None and alone is not None:
-        every = replace(every, peak=max(every.peak, alone.peak), sent=alone.sent, messages=alone.messages)
+    every, reason = largest(resolved, setup, None)
+    if every is not None and single is not None:
+        every = replace(every, peak=max(every.peak, single.peak), sent=single.sent, messages=single.messages)
     return every, False, reason
 
 
@@ -199,40 +205,40 @@ def room(placement: Placement, processes: int) -> int:
     if cards := _cards(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
-    found = host.memory()
-    free, limit = found["free"] or 0, found["limit"]
-    return min(free, free if limit is None else limit) // processes
+    memory = host.memory()
+    free_bytes, limit = memory["free"] or 0, memory["limit"]
+    return min(free_bytes, free_bytes if limit is None else limit) // processes
 
 
-def largest(resolved: Resolved, ready: Setup, link: float | None) -> tuple[Figures | None, str]:
+def largest(resolved: Resolved, setup: Setup, link: float | None) -> tuple[Figures | None, str]:
     """Measure one rank with simulated peers behind a `link`, or all ranks if `link` is None.
 
     Return the largest of each figure over the ranks, or the reason why there are none.
     """
     ranks = 1 if link else resolved.processes
-    found, reason = _results(partial(work, resolved, link or LINK), ready, resolved, ranks)
-    each = [Figures(**one) for one in found]
-    most = (max(values) for values in zip(*(vars(one).values() for one in each), strict=True))
-    return (Figures(*most), "") if each else (None, reason)
+    results, reason = _results(partial(work, resolved, link or LINK), setup, resolved, ranks)
+    rank_figures = [Figures(**result) for result in results]
+    maxima = (max(values) for values in zip(*(vars(item).values() for item in rank_figures), strict=True))
+    return (Figures(*maxima), "") if rank_figures else (None, reason)
 
 
-def save_seconds(loaded: Loaded, ready: Setup) -> float:
+def save_seconds(loaded: Loaded, setup: Setup) -> float:
     """Return the seconds that training waits for a save to the disk of the run folder.
 
     A single process is measured, because it writes the same files. Raises UsageError if it can't run.
     """
     resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
-    place = Path(resolved.run.dir or ".").absolute()
-    disk = next(each for each in (place, *place.parents) if each.is_dir())
-    found, reason = _results(partial(work_saving, resolved), ready, resolved, 1, disk)
-    if not found:
-        raise UsageError(f"--mtbf: a save could not be measured: {reason}; give its time with --save")
-    return float(found[0])
+    folder = Path(resolved.run.dir or ".").absolute()
+    disk = next(candidate for candidate in (folder, *folder.parents) if candidate.is_dir())
+    results, reason = _results(partial(work_saving, resolved), setup, resolved, 1, disk)
+    if not results:
+        raise UsageError(f"--mtbf: cannot measure a save: {reason}; set its time with --save")
+    return float(results[0])
 
 
 def _results(
     body: Callable[[Path, Setup | None, Rendezvous], int],
-    ready: Setup,
+    setup: Setup,
     resolved: Resolved,
     ranks: int,
     disk: Path | None = None,
@@ -243,7 +249,7 @@ def _results(
     """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
         folder = Path(name)
-        code, text = in_workers_silently(partial(body, folder), ready, resolved.placement, ranks)
+        code, text = in_workers_silently(partial(body, folder), setup, resolved.placement, ranks)
         files = sorted(folder.glob("*.json"))
         if code != EXIT_DONE or len(files) < ranks:
             return [], text.partition("error: ")[2] or text or f"ended with exit code {code}"

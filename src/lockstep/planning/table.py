@@ -11,7 +11,7 @@ from rich.text import Text
 from lockstep.common.text import printable_line, size
 from lockstep.planning.survey import Machine, Placed
 
-_HEADINGS: Final = ("strategy", "processes", "memory, most", "between steps", "sends", "a step", "fits")
+_HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "sends", "a step", "fits")
 _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 
@@ -23,12 +23,12 @@ def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
 def draw(rows: Sequence[Placed], machine: Machine) -> Table:
     """Return a table of the measured rows."""
     table = Table(box=None, pad_edge=False, header_style="")
-    measured = [row for row in rows if row.figures is not None]
-    asked = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured)]
-    for number, heading in enumerate([*_HEADINGS, *(_COSTS[key] for key in asked)]):
+    measured_rows = [row for row in rows if row.figures is not None]
+    cost_keys = [key for key in _COSTS if any(getattr(row.costs, key) is not None for row in measured_rows)]
+    for number, heading in enumerate([*_HEADINGS, *(_COSTS[key] for key in cost_keys)]):
         table.add_column(heading, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in measured:
-        costs = [_cost(key, getattr(row.costs, key)) for key in asked]
+    for row in measured_rows:
+        costs = [_cost(key, getattr(row.costs, key)) for key in cost_keys]
         table.add_row(*map(Text, [*_cells(row, machine), *costs]))
     return table
 
@@ -38,14 +38,14 @@ def refused(rows: Sequence[Placed]) -> list[str]:
 
     It has these numbers, and the reason for the first of them.
     """
-    without: dict[str, list[Placed]] = {}
+    unmeasured: dict[str, list[Placed]] = {}
     for row in rows:
         if row.figures is None:
-            without.setdefault(row.strategy, []).append(row)
+            unmeasured.setdefault(row.strategy, []).append(row)
     lines = []
-    for name, own in without.items():
-        numbers = ", ".join(str(row.processes) for row in own)
-        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first(own[0].reason)}"))
+    for name, strategy_rows in unmeasured.items():
+        numbers = ", ".join(str(row.processes) for row in strategy_rows)
+        lines.append(printable_line(f"not measured: {name} on {numbers}: {_first(strategy_rows[0].reason)}"))
     return lines
 
 
@@ -73,8 +73,8 @@ def _cost(key: str, value: float) -> str:
 def _cells(row: Placed, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
-    counted = figures.messages or row.processes == 1  # messages are only counted with simulated peers
-    sends = f"{size(figures.sent)}, {figures.messages}" if counted else ""
+    has_messages = figures.messages or row.processes == 1  # messages are only counted with simulated peers
+    sends = f"{size(figures.sent)}, {figures.messages}" if has_messages else ""
     fits = {None: "", True: "yes", False: f"no, by {size(figures.peak - (machine.memory or 0))}"}[row.fits(machine)]
     step = f"{row.seconds:.3g} s"
     return [row.strategy, str(row.processes), size(figures.peak), size(figures.held), sends, step, fits]

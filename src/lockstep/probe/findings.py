@@ -10,22 +10,22 @@ from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.probe.witness import CLOCK, HOST, NUMPY, PROCESS, PYTHON, RANK, SYSTEM, TORCH
 from lockstep.reporting.verification import CodeFinding
 
-RANDOM_DATA: Final = "a data set whose items change"
-RANKED_DATA: Final = "a data set that depends on the rank"
+RANDOM_DATA: Final = "a dataset whose items change"
+RANKED_DATA: Final = "a dataset that depends on the rank"
 RANKED: Final = "a forward pass that depends on the rank"
 GLOBALS: Final = "state in global variables"
 SPECTRAL_NORM: Final = "torch's spectral_norm"
 WEIGHTS: Final = "weights changed in the forward pass"
-UNREPEATABLE_EVALUATION: Final = "an evaluation that depends on what was evaluated before"
+UNREPEATABLE_EVALUATION: Final = "an evaluation that depends on earlier batches"
 NOT_DETERMINISTIC: Final = "a non-deterministic kernel"
-UNREPEATABLE: Final = "a forward pass that gives something else when repeated"
+UNREPEATABLE: Final = "a forward pass with a different result when repeated"
 FOREIGN_RANDOMNESS: Final = "randomness outside torch's generators"
 ATTRIBUTES: Final = "state in plain attributes"
 HIDDEN_STATE: Final = "state outside the model's tensors"
 CUSTOM_BATCHNORM: Final = "a custom BatchNorm"
 BUFFERS: Final = "buffers updated outside BatchNorm"
 MEAN_LOSS: Final = "a loss that is a mean"
-NO_SUM: Final = "a loss that is no sum over samples"
+NO_SUM: Final = "a loss that is not a sum over samples"
 UNUSED: Final = "unused parameters"
 
 # Reasons for a forward pass to differ between processes, most certain first.
@@ -87,8 +87,8 @@ class ProbeResult:
 
     def at(self, *names: str) -> str:
         """Return the first known code location among these names, as in ` (net.py:12)`, or an empty string."""
-        found = [self.places[name] for name in names if self.places.get(name)]
-        return f" ({found[0]})" if found else ""
+        locations = [self.places[name] for name in names if self.places.get(name)]
+        return f" ({locations[0]})" if locations else ""
 
 
 def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
@@ -97,129 +97,141 @@ def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
     `departed` tells whether training gave different numbers on some placement. If it did and no other fault explains
     it, draws from generators that Lockstep doesn't seed count as a fault too.
     """
-    found = _all_findings(probed)
-    unexplained = departed and not any(each.fault for each in found)
-    return [replace(each, fault=each.fault or (unexplained and each.culprit == FOREIGN_RANDOMNESS)) for each in found]
+    code_findings = _all_findings(probed)
+    unexplained = departed and not any(finding.fault for finding in code_findings)
+    return [
+        replace(finding, fault=finding.fault or (unexplained and finding.culprit == FOREIGN_RANDOMNESS))
+        for finding in code_findings
+    ]
 
 
 def _all_findings(probed: ProbeResult) -> list[CodeFinding]:
-    found = [*_of_data(probed), *_of_kernels(probed), *_of_state(probed), *_of_buffers(probed), *_of_loss(probed)]
-    found += _of_evaluation(probed)
+    code_findings = [
+        *_data_findings(probed),
+        *_kernel_findings(probed),
+        *_state_findings(probed),
+        *_buffer_findings(probed),
+        *_loss_findings(probed),
+    ]
+    code_findings += _evaluation_findings(probed)
     if probed.unused:
         text = (
-            f"the loss of the micro-batches tried depends on none of these parameters: {list_some(probed.unused)}; "
-            f"they get a gradient of zeros, so weight decay and momentum still act on them; remove or freeze them "
+            f"the loss of the tested micro-batches does not depend on these parameters: {list_some(probed.unused)}; "
+            f"they get a gradient of zeros, so weight decay and momentum still change them; remove or freeze them "
             f"(requires_grad=False)"
         )
-        found.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
-    return found
+        code_findings.append(CodeFinding(UNUSED, False, text, tuple(probed.unused)))
+    return code_findings
 
 
-def _of_data(probed: ProbeResult) -> Iterator[CodeFinding]:
-    by_call = [each for each in probed.random_samples if not each.by_rank]
-    by_rank = [each for each in probed.random_samples if each.by_rank]
-    if by_call:
-        part, number, what, _ = by_call[0]
+def _data_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
+    random_by_call = [sample for sample in probed.random_samples if not sample.by_rank]
+    random_by_rank = [sample for sample in probed.random_samples if sample.by_rank]
+    if random_by_call:
+        part, number, difference, _ = random_by_call[0]
         text = (
-            f"item {number} of the {part} data set{probed.at(part, 'data')} changes when it is fetched again: it has "
-            f"other {what} ({len(by_call)} of the items tried do); change nothing in place, keep nothing of what was "
-            f"drawn, and draw from Python's, NumPy's or torch's default generators in __getitem__, which are seeded "
-            f"for each item, not from a generator of its own, the clock or the system"
+            f"item {number} of the {part} dataset{probed.at(part, 'data')} changes when it is fetched again: it has "
+            f"different {difference} ({len(random_by_call)} of the tested items do); do not change items in place, do "
+            f"not keep random draws, and draw from the default generators of Python, NumPy or torch in __getitem__, "
+            f"which are seeded for each item, not from a separate generator, the clock or the system"
         )
-        yield CodeFinding(RANDOM_DATA, True, text, _samples(by_call))
-    if by_rank:
-        part, number, what, _ = by_rank[0]
+        yield CodeFinding(RANDOM_DATA, True, text, _samples(random_by_call))
+    if random_by_rank:
+        part, number, difference, _ = random_by_rank[0]
         text = (
-            f"the {part} data set{probed.at(part, 'data')} depends on the rank: sample {number} has other {what} on "
-            f"rank 1 of 2 ({len(by_rank)} of the samples tried do); give every rank the whole data set: Lockstep "
-            f"shares it out"
+            f"the {part} dataset{probed.at(part, 'data')} depends on the rank: sample {number} has different "
+            f"{difference} on rank 1 of 2 ({len(random_by_rank)} of the tested samples do); return the whole dataset "
+            f"on every rank, because Lockstep distributes its samples"
         )
-        yield CodeFinding(RANKED_DATA, True, text, _samples(by_rank))
+        yield CodeFinding(RANKED_DATA, True, text, _samples(random_by_rank))
 
 
 def _samples(samples: Sequence[RandomSample]) -> tuple[str, ...]:
-    return tuple(f"{each.part} {each.number}" for each in samples)
+    return tuple(f"{sample.part} {sample.number}" for sample in samples)
 
 
-def _of_kernels(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _kernel_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.refused:
         text = (
             f"an operation of the model or the loss{probed.at('kernel')} has no deterministic kernel: "
-            f"{probed.refused}; use another one"
+            f"{probed.refused}; use a different operation"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
     # A counter in a global variable changes each call. Unless the code reads a clock, it explains the difference.
     elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
-            f"generator in the same state, has another {probed.repeated}: "
+            f"generator in the same state, has a different {probed.repeated}: "
         )
         if _clocks(probed):
-            text += f"the code reads {_read(probed, _clocks(probed))}; make it a function of the inputs"
+            text += f"the code reads {_list_reads(probed, _clocks(probed))}; make it a function of the inputs"
         else:
             text += (
-                "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or "
-                "something that an earlier one left behind"
+                "a kernel is not deterministic, or the forward pass uses the clock, the system's randomness or state "
+                "of an earlier forward pass; make it a function of the inputs"
             )
         yield CodeFinding(UNREPEATABLE, True, text)
     if probed.by_rank:
-        reads = _read(probed, [each for each in probed.reads if each in (RANK, PROCESS, HOST)])
+        reads = _list_reads(probed, [name for name in probed.reads if name in (RANK, PROCESS, HOST)])
         depends = (
             f"the code reads {reads}" if reads else f"the model{probed.at('model')} or the loss depends on the rank"
         )
         text = (
-            f"on rank 1 of 2 the same micro-batch has another {probed.by_rank} than on one process: {depends}; make it "
-            f"a function of the inputs"
+            f"on rank 1 of 2, the same micro-batch has a different {probed.by_rank} than on one process: {depends}; "
+            f"make it a function of the inputs"
         )
         yield CodeFinding(RANKED, True, text)
 
 
 def _clocks(probed: ProbeResult) -> list[str]:
-    return [each for each in probed.reads if each in _CLOCKS]
+    return [name for name in probed.reads if name in _CLOCKS]
 
 
-def _read(probed: ProbeResult, names: Sequence[str]) -> str:
+def _list_reads(probed: ProbeResult, names: Sequence[str]) -> str:
     return " and ".join(f"{name} ({probed.reads[name]})" for name in names)
 
 
-def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     """State that a forward pass leaves behind is a fault if the result of the next forward pass depends on it."""
     depends = bool(probed.alone)
     if probed.streams:
         # A cached function draws only in its first call, which the witness didn't see.
         caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
         places = [(name, probed.reads.get(name)) for name in probed.streams]
-        drawn = [f"{name} random generator{f' ({place})' if place else probed.at(*caches)}" for name, place in places]
+        generators = [
+            f"{name} random generator{f' ({location})' if location else probed.at(*caches)}"
+            for name, location in places
+        ]
         text = (
-            f"the forward pass draws from {' and '.join(drawn)}, which is not seeded for each "
+            f"the forward pass draws from {' and '.join(generators)}, which is not seeded for each "
             f"micro-batch{_consequence(probed.alone)}; draw from torch's default generator"
         )
         yield CodeFinding(FOREIGN_RANDOMNESS, depends, text, tuple(probed.streams))
     if probed.changed_weights:
-        placed = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
+        located_names = [f"{name}{probed.at(name)}" for name in probed.changed_weights]
         text = (
-            f"the forward pass changes weights: {list_some(placed)}{_consequence(probed.alone)}; each process would "
-            f"change its own, once for each of its own micro-batches; leave weights to the optimizer"
+            f"the forward pass changes weights: {list_some(located_names)}{_consequence(probed.alone)}; each process "
+            f"would change its own copy, once for each of its micro-batches; leave weights to the optimizer"
         )
         yield CodeFinding(WEIGHTS, True, text, tuple(probed.changed_weights))
     if probed.attributes:
         text = (
             f"the model keeps state in plain attributes that the forward pass changes: "
-            f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; processes see only their own "
-            f"micro-batches, and checkpoints do not hold it; make it a function of the inputs, or a parameter"
+            f"{_changes(probed, probed.attributes)}{_consequence(probed.alone)}; each process only sees its own "
+            f"micro-batches, and checkpoints do not contain it; make it a function of the inputs, or a parameter"
         )
         yield CodeFinding(ATTRIBUTES, depends, text, tuple(probed.attributes))
     changes_globals = bool(probed.variables) and (depends or bool(probed.repeated))
     if probed.variables:
         text = (
             f"the forward pass or the loss changes global variables: {_changes(probed, probed.variables)}"
-            f"{_consequence(probed.alone or probed.repeated)}; each process has its own, which sees only its own "
-            f"micro-batches, and checkpoints do not hold them; make it a function of the inputs"
+            f"{_consequence(probed.alone or probed.repeated)}; each process only sees its own micro-batches, and "
+            f"checkpoints do not contain them; make the result a function of the inputs"
         )
         yield CodeFinding(GLOBALS, changes_globals, text, tuple(probed.variables))
     state = probed.attributes or probed.counting_buffers or probed.changed_weights or changes_globals
-    known = probed.repeated or probed.streams or state
-    if depends and not known:
+    explained = probed.repeated or probed.streams or state
+    if depends and not explained:
         text = (
             f"the model{probed.at('model')} or the loss keeps state that is neither a tensor nor an attribute of the "
             f"model nor a global variable{_consequence(probed.alone)}; look for closures and caches"
@@ -229,45 +241,46 @@ def _of_state(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
     """List the changes with their values and code locations: `forwards (0 -> 2, net.py:12)`."""
-    found = []
+    descriptions = []
     for name, change in changed.items():
-        place = probed.places.get(name)
-        found.append(f"{name} ({change}{f', {place}' if place else ''})")
-    return list_some(found)
+        location = probed.places.get(name)
+        descriptions.append(f"{name} ({change}{f', {location}' if location else ''})")
+    return list_some(descriptions)
 
 
-def _consequence(alone: str) -> str:
-    if not alone:
-        return " (the results of the micro-batches tried do not depend on it)"
-    return f", and the {alone} of a micro-batch depends on whether another one was computed before it"
+def _consequence(difference: str) -> str:
+    if not difference:
+        return " (the results of the tested micro-batches do not depend on it)"
+    return f", and the {difference} of a micro-batch depends on whether another micro-batch was computed before it"
 
 
-def _of_buffers(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     spectral = [name for name, kind in probed.changed_buffers.items() if kind == SPECTRAL_KIND]
     norms = [name for name, kind in probed.changed_buffers.items() if is_norm(name, kind) and name not in spectral]
-    others = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
+    other_buffers = [name for name in probed.changed_buffers if name not in (*norms, *spectral)]
     if spectral:
         text = (
-            f"torch's spectral_norm{probed.at('model')} moves its buffers at each forward pass in training: "
-            f"{list_some(spectral)}; each process would move its own, once for each of its own micro-batches; let the "
-            f"norm follow from the weight alone (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
+            f"torch's spectral_norm{probed.at('model')} updates its buffers in each forward pass in training: "
+            f"{list_some(spectral)}; each process would update its own copy, once for each of its micro-batches; "
+            f"compute the norm from the weight only (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
         yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
-            f"{kinds}{probed.at(*norms, 'model')} moves running statistics itself, not by torch's BatchNorm: "
-            f"{list_some(norms)}; each process would keep those of its own micro-batches; derive it from torch's "
-            f"BatchNorm and call its forward, whose statistics Lockstep moves once a step"
+            f"{kinds}{probed.at(*norms, 'model')} updates running statistics itself, not with torch's BatchNorm: "
+            f"{list_some(norms)}; each process would only keep statistics of its own micro-batches; derive it from "
+            f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
         yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
-    if others:
-        placed = [f"{name}{probed.at(name)}" for name in others]
+    if other_buffers:
+        located_names = [f"{name}{probed.at(name)}" for name in other_buffers]
         text = (
-            f"this model updates buffers outside BatchNorm: {list_some(placed)}; each process would update them by "
-            f"its own micro-batches only; update them outside the forward pass, or make them a function of the inputs"
+            f"this model updates buffers outside BatchNorm: {list_some(located_names)}; each process would update them "
+            f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
+            f"inputs"
         )
-        yield CodeFinding(BUFFERS, _counts(probed, others), text, tuple(others))
+        yield CodeFinding(BUFFERS, _counts(probed, other_buffers), text, tuple(other_buffers))
 
 
 def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
@@ -279,43 +292,43 @@ def is_norm(buffer: str, kind: str) -> bool:
     return "norm" in kind.lower() or buffer.rpartition(".")[2].startswith("running_")
 
 
-def _of_evaluation(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _evaluation_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if not probed.evaluation:
         return
-    drawn = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
+    generators = [name for name in probed.evaluation_reads if name in (PYTHON, NUMPY, TORCH)]
     clocks = [name for name in probed.evaluation_reads if name in _CLOCKS]
-    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in drawn]
+    why = [f"forward draws from {name} random generator ({probed.evaluation_reads[name]})" for name in generators]
     why += [f"forward reads {name} ({probed.evaluation_reads[name]})" for name in clocks]
     because = " and ".join(why) or "forward keeps state"
     text = (
-        f"in evaluation the {probed.evaluation} of the model{probed.at('model')} depend on what was evaluated before: "
-        f"{because}; let evaluation follow from the inputs alone: self.training says which of the two it is, and "
-        f"F.dropout wants training=self.training"
+        f"in evaluation, the {probed.evaluation} of the model{probed.at('model')} depend on earlier batches: "
+        f"{because}; make them a function of the inputs: check self.training, and pass training=self.training to "
+        f"F.dropout"
     )
     yield CodeFinding(UNREPEATABLE_EVALUATION, True, text)
 
 
-def _of_loss(probed: ProbeResult) -> Iterator[CodeFinding]:
+def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.loss is None or probed.loss.samples < 2:
         return
-    samples, together, one_by_one = probed.loss
-    if _alike(together, one_by_one):
+    samples, joint_loss, one_by_one = probed.loss
+    if _alike(joint_loss, one_by_one):
         return
-    sums = f"{samples} samples together give {together:.6g}, one by one they add up to {one_by_one:.6g}"
+    sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {one_by_one:.6g}"
     figures = f"loss{probed.at('loss')}: {sums}"
-    if _alike(together * samples, one_by_one):
+    if _alike(joint_loss * samples, one_by_one):
         text = (
-            f"{figures}: that is already a mean, and is divided by the number of samples again; return the sum, as "
-            f"with reduction='sum', or one value for each sample, as with reduction='none'"
+            f"{figures}: this is already a mean, and is divided by the number of samples again; return the sum "
+            f"(reduction='sum'), or one value for each sample (reduction='none')"
         )
         yield CodeFinding(MEAN_LOSS, True, text)
     elif not probed.repeated:  # a loss that differs in each call can't be judged
         text = (
-            f"{figures}: it is no sum over samples, so which samples share a micro-batch decides the result; that is "
-            f"the recipe's, and so the same on every placement, but microbatches=1 computes something else"
+            f"{figures}: this is not a sum over samples, so the result depends on which samples share a micro-batch; "
+            f"the recipe sets this, so it is the same on every placement, but microbatches=1 has a different result"
         )
         yield CodeFinding(NO_SUM, False, text)
 
 
-def _alike(one: float, other: float) -> bool:
-    return abs(one - other) <= _CLOSE * max(abs(one), abs(other))
+def _alike(left: float, right: float) -> bool:
+    return abs(left - right) <= _CLOSE * max(abs(left), abs(right))

@@ -33,7 +33,7 @@ from lockstep.reporting.verification import CodeFinding
 from lockstep.setup.build import Setup
 from lockstep.setup.user_code import import_paths
 
-NOT_LOOKED: Final = "not looked at"
+NOT_LOOKED: Final = "not checked"
 
 _PATIENCE_S: Final = 10.0  # the time that a run waits for the check before it trains
 _PARAMETERS: Final = 250_000_000  # of the largest model that is checked; a check needs memory for several copies
@@ -44,22 +44,22 @@ Look = Callable[[], list[CodeFinding]]
 
 
 @contextmanager
-def first_look(ready: Setup) -> Iterator[Look]:
+def first_look(setup: Setup) -> Iterator[Look]:
     """Start to check model, loss and data in the background, and yield a function that returns the faults.
 
     Models and data of Lockstep aren't checked. Nor are models that consist of plain layers of known libraries, such as
     timm and torchvision. The process is forked here, so enter this context before there is a process group.
     """
-    if is_known(ready):
+    if is_known(setup):
         yield list
         return
-    parameters = ready.summary.parameters
+    parameters = setup.summary.parameters
     if parameters > _PARAMETERS:
-        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than are copied for it")]
+        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_look, args=(ready, sending), daemon=True)
+    process = context.Process(target=_run_check, args=(setup, sending), daemon=True)
     process.start()
     sending.close()
     try:
@@ -70,10 +70,10 @@ def first_look(ready: Setup) -> Iterator[Look]:
         receiving.close()
 
 
-def is_known(ready: Setup) -> bool:
+def is_known(setup: Setup) -> bool:
     """Return whether the model, loss and data are all part of Lockstep."""
-    model = ready.recipe.model
-    return not import_paths(ready.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
+    model = setup.recipe.model
+    return not import_paths(setup.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
 
 
 def is_plain(model: nn.Module) -> bool:
@@ -92,18 +92,18 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def _keeps_state(module: nn.Module) -> bool:
-    saved = module._buffers.keys() - module._non_persistent_buffers_set
-    return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved))
+    saved_names = module._buffers.keys() - module._non_persistent_buffers_set
+    return any(buffer is not None and buffer.is_floating_point() for buffer in map(module._buffers.get, saved_names))
 
 
 def _receive_findings(receiving: Connection) -> list[CodeFinding]:
-    began = time.monotonic()
+    start = time.monotonic()
     try:
         if not receiving.poll(_PATIENCE_S):
-            return [_not_looked(f"it took more than {time.monotonic() - began:.0f} s")]
+            return [_not_looked(f"it took more than {time.monotonic() - start:.0f} s")]
         answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
-        return [_not_looked("the process that did was killed")]
+        return [_not_looked("its process was killed")]
     if "failed" in answer:
         return [_not_looked(answer["failed"])]
     return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
@@ -111,13 +111,13 @@ def _receive_findings(receiving: Connection) -> list[CodeFinding]:
 
 def _not_looked(reason: str) -> CodeFinding:
     text = (
-        f"the look at model, loss and data for what depends on the placement was given up: {reason}; "
-        f"`lockstep verify` takes its time, run.probe=off leaves it out"
+        f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
+        f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
     )
     return CodeFinding(NOT_LOOKED, True, text)
 
 
-def _look(ready: Setup, sending: Connection) -> None:
+def _run_check(setup: Setup, sending: Connection) -> None:
     """Run the check in the forked process."""
     die_with_parent()
     for number in stopping():  # signals go to the whole process group, and the run handles them
@@ -128,7 +128,7 @@ def _look(ready: Setup, sending: Connection) -> None:
     not_a_rank()
     answer: dict[str, Any]
     try:
-        answer = {"found": [(each.culprit, each.text) for each in _faults(ready)]}
+        answer = {"found": [(finding.culprit, finding.text) for finding in _faults(setup)]}
     except LockstepError:  # the run reports the error
         answer = {"found": []}
     except Exception as error:  # user code can raise any exception
@@ -136,12 +136,12 @@ def _look(ready: Setup, sending: Connection) -> None:
     sending.send_bytes(json.dumps(answer).encode())
 
 
-def _faults(ready: Setup) -> list[CodeFinding]:
-    paths = import_paths(ready.recipe)
-    forward = "model" in paths or "loss" in paths or not is_plain(on_meta(ready.blank))
-    found = findings(quick_facts_of(ready, samples="data" in paths, forward=forward))
+def _faults(setup: Setup) -> list[CodeFinding]:
+    paths = import_paths(setup.recipe)
+    forward = "model" in paths or "loss" in paths or not is_plain(on_meta(setup.blank))
+    code_findings = findings(quick_facts_of(setup, samples="data" in paths, forward=forward))
     # torch raises an error for an operation without a deterministic kernel, on the device of the run.
-    return [each for each in found if each.fault and each.culprit != NOT_DETERMINISTIC]
+    return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 
 def _fall_silent() -> None:
@@ -164,7 +164,7 @@ def _open_anew(descriptor: int) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return
-    own = os.open(f"/proc/self/fd/{descriptor}", flags)
-    os.lseek(own, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
-    os.dup2(own, descriptor)
-    os.close(own)
+    new_descriptor = os.open(f"/proc/self/fd/{descriptor}", flags)
+    os.lseek(new_descriptor, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+    os.dup2(new_descriptor, descriptor)
+    os.close(new_descriptor)

@@ -58,7 +58,7 @@ Computed = Mapping[str, str]  # digests of the gradients by parameter name, and 
 
 
 @dataclass(frozen=True)
-class _Look:
+class _ProbeSettings:
     """The settings of a probe: how to build the model, the micro-batches to compute, and the precision."""
 
     build: Callable[[], nn.Module]
@@ -67,48 +67,53 @@ class _Look:
     backward: bool
 
 
-def facts_of(ready: Setup, device: torch.device) -> ProbeResult:
+def facts_of(setup: Setup, device: torch.device) -> ProbeResult:
     """Check the data, model and loss of a recipe with the device and precision of its run."""
-    samples = random_samples(ready, _SAMPLES)
+    samples = random_samples(setup, _SAMPLES)
     traits = ModelTraits()
-    build = traits.watching(ready.problem.build_model)
-    look = _Look(build, _first_microbatches(ready, device), ready.recipe.precision, backward=True)
-    found = _run_probe(ready, device, look, samples)
-    own = user_code.own_modules(user_code.import_paths(ready.recipe).values())
-    return replace(found, traits=traits.texts(own.items()))
+    build = traits.watching(setup.problem.build_model)
+    settings = _ProbeSettings(build, _first_microbatches(setup, device), setup.recipe.precision, backward=True)
+    result = _run_probe(setup, device, settings, samples)
+    modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
+    return replace(result, traits=traits.texts(modules.items()))
 
 
-def quick_facts_of(ready: Setup, samples: bool, forward: bool) -> ProbeResult:
+def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
     """Check a few `samples` of the data and the `forward` pass of model and loss, in float32 on the CPU.
 
     Problems that only show up in the backward pass or on a different device are not found.
     """
-    found = random_samples(ready, _FEW) if samples else []
+    samples_found = random_samples(setup, _FEW) if samples else []
     if not forward:
-        return ProbeResult(random_samples=found, places=_places(ready))
-    recipe, device = ready.recipe, torch.device("cpu")
-    numbers = sum(tensor[0].numel() for tensor in tensors_of(ready.problem.example))  # in a sample
+        return ProbeResult(random_samples=samples_found, places=_places(setup))
+    recipe, device = setup.recipe, torch.device("cpu")
+    numbers = sum(tensor[0].numel() for tensor in tensors_of(setup.problem.example))  # in a sample
     few_samples = 2 if numbers > _LARGE else _FEW
-    batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(ready.data.train))
-    few = replace(
-        ready, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(ready.data.train), batch, steps=1)
+    batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(setup.data.train))
+    reduced = replace(
+        setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
     )
-    build = partial(initialise, ready.blank, recipe.seed)
-    return _run_probe(ready, device, _Look(build, _first_microbatches(few, device), "fp32", backward=False), found)
+    build = partial(initialise, setup.blank, recipe.seed)
+    return _run_probe(
+        setup,
+        device,
+        _ProbeSettings(build, _first_microbatches(reduced, device), "fp32", backward=False),
+        samples_found,
+    )
 
 
-def random_samples(ready: Setup, count: int) -> list[RandomSample]:
+def random_samples(setup: Setup, count: int) -> list[RandomSample]:
     """Fetch some samples of both splits twice, and once as a different rank. Return the samples that differ."""
-    seed = ready.recipe.seed
-    length = len(ready.data.train)
+    seed = setup.recipe.seed
+    length = len(setup.data.train)
     order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
     parts: list[tuple[str, Split, list[int], int | None]] = [
-        ("training", ready.data.train, order, random.key(random.AUGMENT, seed, 0)),
+        ("training", setup.data.train, order, random.key(random.AUGMENT, seed, 0)),
     ]
-    if ready.data.validation is not None:
-        numbers = [*range(min(count, len(ready.data.validation)))]
-        parts.append(("validation", ready.data.validation, numbers, None))
-    return [each for part, split, indices, draw in parts for each in _random(part, split, indices, draw)]
+    if setup.data.validation is not None:
+        numbers = [*range(min(count, len(setup.data.validation)))]
+        parts.append(("validation", setup.data.validation, numbers, None))
+    return [sample for part, split, indices, draw in parts for sample in _random(part, split, indices, draw)]
 
 
 def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
@@ -128,12 +133,12 @@ def _random(
 ) -> Iterator[RandomSample]:
     _digests_of(split, indices[:1], draw)  # a dataset may draw random numbers when it fetches its first item
     first = _digests_of(split, indices, draw)
-    again = _digests_of(split, indices[::-1], draw)[::-1]
-    by_rank = among_ranks and first == again
-    others = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if by_rank else again
-    for index, one, other in zip(indices, first, others, strict=True):
-        if what := _what_differs(one, other):
-            yield RandomSample(part, index, what, by_rank)
+    second = _digests_of(split, indices[::-1], draw)[::-1]
+    checks_rank = among_ranks and first == second
+    other_digests = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if checks_rank else second
+    for index, first_digests, second_digests in zip(indices, first, other_digests, strict=True):
+        if difference := _what_differs(first_digests, second_digests):
+            yield RandomSample(part, index, difference, checks_rank)
 
 
 def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
@@ -148,100 +153,109 @@ def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def _first_microbatches(ready: Setup, device: torch.device) -> list[MicroBatch]:
+def _first_microbatches(setup: Setup, device: torch.device) -> list[MicroBatch]:
     """Return the micro-batches of the first step."""
-    loader = ready.loader(World(ALONE, device), DataRank(), 0)
+    loader = setup.loader(World(ALONE, device), DataRank(), 0)
     with closing(loader.training(0)) as batches:  # type: ignore[type-var]
         return next(batches)[1]
 
 
-def _run_probe(ready: Setup, device: torch.device, look: _Look, samples: Sequence[RandomSample]) -> ProbeResult:
+def _run_probe(
+    setup: Setup, device: torch.device, settings: _ProbeSettings, samples: Sequence[RandomSample]
+) -> ProbeResult:
     try:
-        return _Probe(ready, device, look).facts(samples)
+        return _Probe(setup, device, settings).facts(samples)
     except (RuntimeError, OwnCodeError) as raised:
         error = raised.__cause__ if isinstance(raised, OwnCodeError) and raised.__cause__ else raised
         if _NO_KERNEL not in str(error):
             raise
-        refused = str(error).partition(", but you set")[0].splitlines()[0]
-        place = place_of_error(error)
-        return ProbeResult(random_samples=samples, refused=refused, places=_places(ready) | {"kernel": place})
+        message = str(error).partition(", but you set")[0].splitlines()[0]
+        location = place_of_error(error)
+        return ProbeResult(random_samples=samples, refused=message, places=_places(setup) | {"kernel": location})
 
 
 @final
 class _Probe:
     """Builds fresh copies of the model and computes micro-batches with them."""
 
-    def __init__(self, ready: Setup, device: torch.device, look: _Look) -> None:
-        self._ready = ready
+    def __init__(self, setup: Setup, device: torch.device, settings: _ProbeSettings) -> None:
+        self._setup = setup
         self._world = World(ALONE, device)
-        self._look = look
-        recipe = ready.recipe.model_copy(update={"precision": look.precision})
+        self._settings = settings
+        recipe = setup.recipe.model_copy(update={"precision": settings.precision})
         self._numerics = Numerics(recipe, guarded=False)
-        self._modules = user_code.own_modules(user_code.import_paths(ready.recipe).values())
+        self._modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Compute the micro-batches and return the observations."""
-        model, first, second = self._fresh(), self._look.given[0], self._look.given[-1]
+        model, first, second = self._fresh(), self._settings.given[0], self._settings.given[-1]
         kinds = {type(module) for module in model.modules()}
         before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
-        one = self._compute(model, first)
-        drawn = [name for name, state in streams().items() if state != drawn_before[name]]
-        two = self._compute(model, second) if second is not first else one
+        first_result = self._compute(model, first)
+        drawn_streams = [name for name, state in streams().items() if state != drawn_before[name]]
+        two = self._compute(model, second) if second is not first else first_result
         after, globals_after = ModelState(model), Globals(self._modules, kinds)
-        unused = [name for name, p in model.named_parameters() if p.requires_grad and name not in {*one, *two}]
-        other = self._fresh()
-        alone = self._compute(other, second)
-        changed, fewer = before.buffer_changes(after), ModelState(other)
-        own_loss = ":" in self._ready.recipe.loss.name
-        loss = self._loss(other, first) if self._look.backward or own_loss else None
-        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), one)
-        again = one if elsewhere == one else self._compute(self._fresh(), first)
-        repeated = _first_difference(one, again)
+        unused_names = [
+            name for name, p in model.named_parameters() if p.requires_grad and name not in {*first_result, *two}
+        ]
+        fresh_model = self._fresh()
+        alone_result = self._compute(fresh_model, second)
+        changed, fewer = before.buffer_changes(after), ModelState(fresh_model)
+        own_loss = ":" in self._setup.recipe.loss.name
+        loss = self._loss(fresh_model, first) if self._settings.backward or own_loss else None
+        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), first_result)
+        repeated_result = first_result if elsewhere == first_result else self._compute(self._fresh(), first)
+        repeated = _first_difference(first_result, repeated_result)
         attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
-        depends = _first_difference(two, alone) if second is not first else ""
-        explained = attributes or variables or drawn or counting or repeated
+        depends = _first_difference(two, alone_result) if second is not first else ""
+        explained = attributes or variables or drawn_streams or counting or repeated
         # A cache is only state if it depends on more than the inputs, or if results depend on it.
-        if not (depends or drawn or repeated):
+        if not (depends or drawn_streams or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
         norms = before.norm_changes(after) if depends and not explained else []
         changed, counting = [*changed, *norms], [*counting, *norms]
-        moved = self._weight_changes() if depends and not (explained or norms) else []
-        evaluated = self._look.backward and not (depends or repeated)  # otherwise the training pass explains it
+        changed_weights = self._weight_changes() if depends and not (explained or norms) else []
+        evaluated = self._settings.backward and not (depends or repeated)  # otherwise the training pass explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
-        own = [kind for kind in kinds if kind.__module__ in self._modules]
-        if len(own) == 1:  # more precise than the function that builds the model
-            places["model"] = user_code.place_of(own[0])
-        by_rank = "" if repeated else _first_difference(one, elsewhere)
-        read: dict[str, str] = {}
-        reads = _as_another_rank(lambda: self._reads(first), read) if drawn or elsewhere != one else read
-        if by_rank and RANK not in reads and CLOCK in reads:  # the clock hadn't advanced between the first two passes
-            repeated, by_rank = by_rank, ""
+        own_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
+        if len(own_kinds) == 1:  # more precise than the function that builds the model
+            places["model"] = user_code.place_of(own_kinds[0])
+        rank_difference = "" if repeated else _first_difference(first_result, elsewhere)
+        locations: dict[str, str] = {}
+        reads = (
+            _as_another_rank(lambda: self._reads(first), locations)
+            if drawn_streams or elsewhere != first_result
+            else locations
+        )
+        if rank_difference and RANK not in reads and CLOCK in reads:
+            # The clock hadn't advanced between the first two passes.
+            repeated, rank_difference = rank_difference, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
             changed_buffers={name: before.kinds[name] for name in changed},
             counting_buffers=counting,
-            changed_weights=moved,
+            changed_weights=changed_weights,
             attributes=attributes,
             variables=variables,
-            streams=drawn,
-            unused=unused if self._look.backward else [],
+            streams=drawn_streams,
+            unused=unused_names if self._settings.backward else [],
             random_samples=samples,
             loss=loss,
             repeated=repeated,
             alone=depends,
-            by_rank=by_rank,
+            by_rank=rank_difference,
             reads=reads,
             evaluation=evaluation,
             evaluation_reads=evaluation_reads,
-            places=_places(self._ready) | places | _of_state(model, [*changed, *attributes, *moved]),
+            places=_places(self._setup) | places | _tensor_locations(model, [*changed, *attributes, *changed_weights]),
         )
 
     def _weight_changes(self) -> list[str]:
         model = self._fresh()
         before = weights(model)
-        self._compute(model, self._look.given[0])
+        self._compute(model, self._settings.given[0])
         return [name for name, digest in weights(model).items() if digest != before[name]]
 
     def _evaluation(self) -> tuple[str, dict[str, str]]:
@@ -249,47 +263,47 @@ class _Probe:
 
         Both are empty if the outputs for the second batch are the same with and without the first batch.
         """
-        first, second = self._look.given[0], self._look.given[-1]
+        first, second = self._settings.given[0], self._settings.given[-1]
         if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
             return "", {}
         model = self._fresh()
-        with record_reads() as found:
+        with record_reads() as reads:
             self._evaluation_digest(model, first, second)
-        return "outputs", dict(found)
+        return "outputs", dict(reads)
 
     @torch.no_grad()
     def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
         """Evaluate the batches one after the other, and return the digest of the outputs for the last batch."""
         model.eval()
-        torch.manual_seed(self._ready.recipe.seed)
-        with autocast(self._look.precision, self._world.device):
+        torch.manual_seed(self._setup.recipe.seed)
+        with autocast(self._settings.precision, self._world.device):
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _fresh(self) -> nn.Module:
         """Build the model. This also puts the generators of Python and NumPy in a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
-        model: nn.Module = self._look.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
+        model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = computing_in(model, self._numerics.dtype)
         computing.train()  # a custom train() may not return the model
         return computing
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
         model.zero_grad(set_to_none=True)
-        loss = self._ready.task.loss(self._outputs(model, microbatch), microbatch.batch)
-        if not self._look.backward:
+        loss = self._setup.task.loss(self._outputs(model, microbatch), microbatch.batch)
+        if not self._settings.backward:
             return {"": digest([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        return {"": digest([loss])} | {name: digest([each]) for name, each in gradients.items()}
+        return {"": digest([loss])} | {name: digest([gradient]) for name, gradient in gradients.items()}
 
     def _outputs(self, model: nn.Module, microbatch: MicroBatch) -> Any:
-        self._world.seed(random.key(random.FORWARD, self._ready.recipe.seed, 0, microbatch.index))
-        with autocast(self._look.precision, self._world.device):
+        self._world.seed(random.key(random.FORWARD, self._setup.recipe.seed, 0, microbatch.index))
+        with autocast(self._settings.precision, self._world.device):
             return self._call_model(model, microbatch)
 
     def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
         # A model may change its inputs in place.
-        inputs = map_tensors(Tensor.clone, self._ready.task.inputs(microbatch.batch))
+        inputs = map_tensors(Tensor.clone, self._setup.task.inputs(microbatch.batch))
         return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
@@ -299,29 +313,31 @@ class _Probe:
         samples = min(microbatch.samples, _LOSS_SAMPLES)
 
         def loss(rows: slice) -> float:
-            chosen, batch = (map_tensors(lambda tensor: tensor[rows], each) for each in (outputs, microbatch.batch))
-            return float(self._ready.task.loss(chosen, batch))
+            row_outputs, batch = (
+                map_tensors(lambda tensor: tensor[rows], value) for value in (outputs, microbatch.batch)
+            )
+            return float(self._setup.task.loss(row_outputs, batch))
 
         one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
         return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
         """Return everything that the code reads besides its inputs while it builds and computes, with the line."""
-        with record_reads() as found:
+        with record_reads() as recorded:
             self._compute(self._fresh(), microbatch)
-        return dict(found)
+        return dict(recorded)
 
 
-def _places(ready: Setup) -> dict[str, str]:
+def _places(setup: Setup) -> dict[str, str]:
     """Return the known code locations of the model, the loss, and the code that fetches samples of each split."""
-    recipe = ready.recipe
+    recipe = setup.recipe
     paths = user_code.import_paths(recipe)
-    named = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
+    locations = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
     if "data" in paths:
-        parts = {"training": ready.data.train, "validation": ready.data.validation}
-        given = {part: split for part, split in parts.items() if split is not None}
-        named |= {part: user_code.place_of(_fetching(split)) or named["data"] for part, split in given.items()}
-    return {part: place for part, place in named.items() if place}
+        parts = {"training": setup.data.train, "validation": setup.data.validation}
+        splits = {part: split for part, split in parts.items() if split is not None}
+        locations |= {part: user_code.place_of(_fetching(split)) or locations["data"] for part, split in splits.items()}
+    return {part: location for part, location in locations.items() if location}
 
 
 def _fetching(split: Split) -> object:
@@ -331,16 +347,16 @@ def _fetching(split: Split) -> object:
     return type(split.split if isinstance(split, OwnSplit) else split).fetch
 
 
-def _of_state(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the code locations that change these attributes and buffers of a model, by name."""
-    found = {}
+    locations = {}
     for name in names:
-        path, _, own = name.rpartition(".")
+        path, _, attribute = name.rpartition(".")
         parts = path.split(".") if path else []
         modules = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
-        places = (user_code.place_of_attribute(type(module), own) for module in modules)
-        found[name] = next(filter(None, places), "")
-    return {name: place for name, place in found.items() if place}
+        places = (user_code.place_of_attribute(type(module), attribute) for module in modules)
+        locations[name] = next(filter(None, places), "")
+    return {name: location for name, location in locations.items() if location}
 
 
 def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
@@ -348,26 +364,26 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
 
     The random draws are only recorded for datasets whose items Lockstep seeds one by one.
     """
-    found = []
+    digests = []
     for index in indices:
         leaves = with_paths(split.fetch(np.array([index]), draw))
-        found.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
+        digests.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
         if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the generators for each item
             # If a dataset caches an augmented item, the values stay the same, but fetching it draws nothing any more.
-            found[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
-    return found
+            digests[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
+    return digests
 
 
-def _what_differs(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def _what_differs(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     """Return the first difference between two samples in words, or an empty string."""
-    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(one.keys() - {_DRAWN}) <= 2 else {}
-    paths = [path for path in (*one, *other) if one.get(path) != other.get(path)]
+    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_DRAWN}) <= 2 else {}
+    paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]
     return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
-def _first_difference(one: Computed, other: Computed) -> str:
+def _first_difference(left: Computed, right: Computed) -> str:
     """Return the first difference in words, which is the loss or the gradient of a parameter."""
-    for name in one.keys() | other.keys() if one.keys() != other.keys() else one:
-        if one.get(name) != other.get(name):
+    for name in left.keys() | right.keys() if left.keys() != right.keys() else left:
+        if left.get(name) != right.get(name):
             return f"gradient of {name}" if name else "loss"
     return ""

@@ -84,15 +84,15 @@ class Globals:
         kinds: Iterable[type],
         scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
     ) -> None:
-        found = [each for name, module in modules.items() for each in _variables(name, module)]
-        found += [each for kind in kinds if kind.__module__ in modules for each in _class_attributes(kind)]
+        owners = [owner for name, module in modules.items() for owner in _variables(name, module)]
+        owners += [owner for kind in kinds if kind.__module__ in modules for owner in _class_attributes(kind)]
         for variables, code in scopes:
-            found += [
+            owners += [
                 _Owner(name, value, partial(user_code.place_of_variable, code, name))
                 for name, value in variables.items()
             ]
-        self._values = {each.name: _format_global(each.value, modules) for each in found}
-        self._places = {each.name: each.place for each in found}
+        self._values = {owner.name: _format_global(owner.value, modules) for owner in owners}
+        self._places = {owner.name: owner.place for owner in owners}
 
     def changes(self, after: Self) -> dict[str, str]:
         """Return the changes by name."""
@@ -148,16 +148,20 @@ def is_spectral_norm(module: nn.Module) -> bool:
 
 def change_of(before: str, after: str) -> str:
     """Return how a value changed, from its texts before and after: `0 -> 2`, or `a tensor`."""
-    kind, other = before.partition(" ")[0], after.partition(" ")[0]
+    kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
-    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == other else f"{kind} -> {other}"
+    return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == kind_after else f"{kind} -> {kind_after}"
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
     names = [*before, *(name for name in after if name not in before)]
     pairs = {name: (before.get(name, "unset"), after.get(name, "unset")) for name in names}
-    return {name: change_of(one, other) for name, (one, other) in pairs.items() if one != other}
+    return {
+        name: change_of(text_before, text_after)
+        for name, (text_before, text_after) in pairs.items()
+        if text_before != text_after
+    }
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -165,17 +169,17 @@ def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
     # Lockstep and other libraries wrap forward on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward.
-    made = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+    computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
         torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
-        if name not in {*registries, *made} and not torchs and not _lists_parameters(value):
+        if name not in {*registries, *computed} and not torchs and not _lists_parameters(value):
             yield name, value
 
 
 def _lists_parameters(value: Any) -> bool:
     """Return whether a value holds parameters, such as `_flat_weights` of an RNN. The optimizer changes them."""
     values = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(each, nn.Parameter) for each in values)
+    return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
@@ -185,10 +189,10 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
         return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
-    known = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
+    types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
     containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
-    if plain or containers or isinstance(value, known) or type(value).__module__ in modules:
+    if plain or containers or isinstance(value, types) or type(value).__module__ in modules:
         return _format_value(value, _DEPTH)
     return type(value).__name__
 
@@ -221,14 +225,14 @@ def _format_value(value: Any, depth: int) -> str:
         return type(value).__name__
     if isinstance(value, Mapping):
         items = islice(value.items(), _ITEMS)
-        shown = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(each, depth - 1)}" for key, each in items)
-        return f"{type(value).__name__} {{{shown}}}{_more(value)}"
+        text = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(item, depth - 1)}" for key, item in items)
+        return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     if isinstance(value, list | tuple | deque):
-        shown = ", ".join(_format_value(each, depth - 1) for each in islice(value, _ITEMS))
-        return f"{type(value).__name__} [{shown}]{_more(value)}"
+        text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _ITEMS))
+        return f"{type(value).__name__} [{text}]{_length_suffix(value)}"
     if isinstance(value, set | frozenset):
-        shown = ", ".join(sorted(_format_value(each, depth - 1) for each in islice(value, _ITEMS)))
-        return f"{type(value).__name__} {{{shown}}}{_more(value)}"
+        text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _ITEMS)))
+        return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
 
 
@@ -238,5 +242,5 @@ def _digest(tensor: Tensor) -> str:
     return digest([tensor])
 
 
-def _more(container: Any) -> str:
+def _length_suffix(container: Any) -> str:
     return f" of {len(container)}" if len(container) > _ITEMS else ""

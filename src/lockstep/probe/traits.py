@@ -52,41 +52,41 @@ class ModelTraits:
 
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
         """Return the observations, likeliest cause first. `modules` are the user's modules, by name."""
-        found = [
-            f"{name} is written in the forward, and under a strategy that cuts weights the write is lost; leave "
-            f"weights to the optimizer"
+        texts = [
+            f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
+            f"to the optimizer"
             for name in self._written
         ]
-        found += [
-            f"{name} is recomputed by a reentrant checkpoint, whose backward runs apart from the model's; pass "
-            f"use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        texts += [
+            f"{name} is recomputed by a reentrant checkpoint, whose backward runs separately from that of the model; "
+            f"pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
             for name in self._recomputed
         ]
-        found += [
-            f"{name} registers hooks on AccumulateGrad nodes, which belong to other tensors under a strategy that cuts "
-            f"weights; compute it in the model's forward"
+        texts += [
+            f"{name} registers hooks on AccumulateGrad nodes, which belong to different tensors under a strategy that "
+            f"shards weights; move this into the forward pass of the model"
             for name, module in modules
             if _hooks_accumulation(module)
         ]
-        found += self._static
-        called = {name for forward in self._forwards for name in forward}
-        for name in sorted(called):
+        texts += self._static
+        names = {name for forward in self._forwards for name in forward}
+        for name in sorted(names):
             if any(name not in forward for forward in self._forwards):
-                found.append(
-                    f"{name} is called in some forwards and left out in others, so ranks gather and reduce its weights "
-                    f"at other times; call it always, and multiply its output by 0 to drop it"
+                texts.append(
+                    f"{name} is called in some forward passes and skipped in others, so ranks gather and reduce its "
+                    f"weights at different times; always call it, and multiply its output by 0 to drop it"
                 )
-        for name in sorted(called):
-            if (most := max(forward[name] for forward in self._forwards)) > 1:
-                found.append(
-                    f"{name} is called {most} times in a forward, so its gradients are a sum whose order may differ; "
-                    f"use strategy ddp"
+        for name in sorted(names):
+            if (calls := max(forward[name] for forward in self._forwards)) > 1:
+                texts.append(
+                    f"{name} is called {calls} times in a forward pass, so its gradients may be added in a different "
+                    f"order; use strategy ddp"
                 )
-        return found
+        return texts
 
     def _begin(self, model: nn.Module, _inputs: Any) -> None:
         self._forwards.append(Counter())
-        self._versions = {name: (id(each), each._version) for name, each in model.named_parameters()}
+        self._versions = {name: (id(parameter), parameter._version) for name, parameter in model.named_parameters()}
 
     def _before(self, name: str, _module: nn.Module, _inputs: Any) -> None:
         if not self._forwards:
@@ -98,24 +98,24 @@ class ModelTraits:
             self._recomputed[name] = None
 
     def _end(self, model: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        for name, each in model.named_parameters():
-            kept, version = self._versions.get(name, (0, 0))
-            if id(each) == kept and each._version != version:
+        for name, parameter in model.named_parameters():
+            parameter_id, version = self._versions.get(name, (0, 0))
+            if id(parameter) == parameter_id and parameter._version != version:
                 self._written[name] = None
 
 
 def _static(model: nn.Module) -> Iterator[str]:
-    for name, each in model.named_parameters():
-        if each._backward_hooks or each._post_accumulate_grad_hooks:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield (
-                f"{name} has a hook of its gradient, which sees a part of it, or what is not yet summed over ranks, "
-                f"under some strategies; compute it in the model's forward"
+                f"{name} has a gradient hook, which under some strategies sees a part of the gradient, or a gradient "
+                f"that is not yet summed over ranks; move this into the forward pass of the model"
             )
-    for name, each in model.named_parameters():
-        if not each.is_contiguous():
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
             yield (
-                f"{name} is not contiguous (strides {tuple(each.stride())}), and a strategy that cuts weights lays it "
-                f"out anew, for which torch may take another kernel; make it of a contiguous tensor: "
+                f"{name} is not contiguous (strides {tuple(parameter.stride())}), and a strategy that shards weights "
+                f"changes its layout, so torch may use a different kernel; create it from a contiguous tensor: "
                 f"nn.Parameter(weight.contiguous())"
             )
 
@@ -131,12 +131,12 @@ def _in_reentrant_checkpoint() -> bool:
 
 def _checkpoint_frames() -> list[str]:
     """Return the names of the functions of torch's checkpointing that are on the call stack."""
-    found, frame = [], sys._getframe(2)
+    names, frame = [], sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):
-            found.append(frame.f_code.co_name)
+            names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    return names
 
 
 def _hooks_accumulation(module: ModuleType) -> bool:

@@ -23,8 +23,8 @@ from lockstep.setup.user_code import is_librarys, place_of_frame
 
 CLOCK: Final = "the clock"
 SYSTEM: Final = "the system's randomness"
-PROCESS: Final = "the number of the process"
-HOST: Final = "the name of the host"
+PROCESS: Final = "the process id"
+HOST: Final = "the host name"
 RANK: Final = "the rank or the number of ranks"
 PYTHON: Final = "Python's"  # this and the next two are random generators
 NUMPY: Final = "NumPy's"
@@ -42,12 +42,12 @@ def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str,
     While `counts` returns 0, only reads of the rank are recorded. If the value of `counts` changes, the generators were
     seeded in between, so changes of their state across it are ignored.
     """
-    found: dict[str, str] = {}
+    reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
-    sys.setprofile(_Calls(found, counts).note)
-    sys.settrace(_Draws(found, counts).begin)
+    sys.setprofile(_Calls(reads, counts).note)
+    sys.settrace(_Draws(reads, counts).begin)
     try:
-        yield found
+        yield reads
     finally:
         sys.settrace(before[1])
         sys.setprofile(before[0])
@@ -57,8 +57,8 @@ def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str,
 class _Calls:
     """A profiler that records calls of functions whose result depends on the process or the time."""
 
-    def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
-        self._found = found
+    def __init__(self, reads: dict[str, str], counts: Callable[[], int]) -> None:
+        self._reads = reads
         self._counts = counts
         clocks = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns)
         dates = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
@@ -69,45 +69,47 @@ class _Calls:
             socket.gethostname: HOST,
         }
 
-    def note(self, frame: FrameType, event: str, called: Any) -> None:
-        what, reader = None, frame
+    def note(self, frame: FrameType, event: str, function: Any) -> None:
+        source, reader = None, frame
         if event == "c_call":
-            what = self._names.get(called)
+            source = self._names.get(function)
         elif event == "call" and _asks_for_rank(frame):
-            what, reader = RANK, frame.f_back or frame
-        if what is not None and (what == RANK or self._counts()) and (place := place_of_frame(reader)):
-            self._found.setdefault(what, place)
+            source, reader = RANK, frame.f_back or frame
+        if source is not None and (source == RANK or self._counts()) and (location := place_of_frame(reader)):
+            self._reads.setdefault(source, location)
 
 
 @final
 class _Draws:
     """A tracer that records the lines that advance a generator. The profiler doesn't see the draws of NumPy."""
 
-    def __init__(self, found: dict[str, str], counts: Callable[[], int]) -> None:
-        self._found = found
+    def __init__(self, reads: dict[str, str], counts: Callable[[], int]) -> None:
+        self._reads = reads
         self._counts = counts
         self._frames: list[tuple[FrameType, int]] = []  # running frames outside of libraries, with their current lines
         self._counted = counts()  # the value at the last check
-        self._states: dict[str, Any] = self._now() if self._counted else {}  # generator states at the last check
+        self._states: dict[str, Any] = (
+            self._current_states() if self._counted else {}
+        )  # generator states at the last check
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
         if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # e.g. an import
             return None
-        self._look()
+        self._compare_states()
         self._frames.append((frame, frame.f_lineno))
         return self._go_on
 
     def _go_on(self, frame: FrameType, event: str, _: Any) -> Any:
         if event in ("line", "return"):
-            self._look()
+            self._compare_states()
             if event == "return":
                 self._frames.pop()
             else:
                 self._frames[-1] = frame, frame.f_lineno
         return self._go_on
 
-    def _look(self) -> None:
+    def _compare_states(self) -> None:
         """Attribute changes since the last check to the line that was running then.
 
         Changes made while no traced code was running aren't attributed.
@@ -117,16 +119,16 @@ class _Draws:
             self._states = {}
         if not self._counted:
             return
-        now = self._now()
-        for name in [name for name, state in self._states.items() if now[name] != state] if self._frames else []:
+        states = self._current_states()
+        for name in [name for name, state in self._states.items() if states[name] != state] if self._frames else []:
             frame, line = self._frames[-1]
-            self._found.setdefault(name, location(frame.f_code.co_filename, line))
-        self._states = now
+            self._reads.setdefault(name, location(frame.f_code.co_filename, line))
+        self._states = states
 
-    def _now(self) -> dict[str, Any]:
+    def _current_states(self) -> dict[str, Any]:
         _, key, position, *_rest = np.random.get_state(legacy=True)
-        own = torch.get_rng_state().numpy().tobytes()
-        return {PYTHON: python_random.getstate(), NUMPY: (position, np.asarray(key).tobytes()), TORCH: own}
+        torch_state = torch.get_rng_state().numpy().tobytes()
+        return {PYTHON: python_random.getstate(), NUMPY: (position, np.asarray(key).tobytes()), TORCH: torch_state}
 
 
 def _asks_for_rank(frame: FrameType) -> bool:

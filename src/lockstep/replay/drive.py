@@ -37,15 +37,18 @@ class Options:
 def replay(options: Options, tell: Callable[[str], None]) -> int:
     """Run the command and return the exit code."""
     if [options.step, options.steps, options.check].count(None) != 2:
-        raise UsageError("give one of --step N, --steps A:B and --check K")
+        raise UsageError("replay: pass exactly one of --step N, --steps A:B and --check K")
     if options.samples and options.step is None:
-        raise UsageError("--samples: lists the samples of one step; give --step N")
+        raise UsageError("--samples: lists the samples of a single step; use --step N")
     if options.trace is not None and (options.step is None or options.samples):
-        raise UsageError("--trace: is of one step; give --step N without --samples")
+        raise UsageError("--trace: traces a single step; use --step N without --samples")
     if options.script and (
         options.check or options.samples or options.changes or options.overrides or options.trace is not None
     ):
-        raise UsageError("of a loop of your own: give --step or --steps alone; its script says all else")
+        raise UsageError(
+            "--check, --samples, --change, --trace and overrides are not supported with a script; use only --step or "
+            "--steps"
+        )
     if options.check is not None:
         return _check(options, options.check, tell)
     first, last = _span(options)
@@ -57,15 +60,15 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
     out = options.out or Path(f"replay-{last}.html" if first == last else f"replay-{first}-{last}.html")
     for path in filter(None, (out, options.trace)):
         if path.resolve().is_relative_to(options.folder.resolve()):
-            raise UsageError(f"{path}: within the run folder, which a replay leaves as it is; name another place")
+            raise UsageError(f"{path}: inside the run folder, which a replay does not change; use a path outside of it")
 
-    def report(found: Replay) -> None:
-        _tell(tell, found)
-        contents = {out: html(f"Replay of {options.folder}", [*page.sections(found)])}
-        if options.trace is not None and found.trace is not None:
-            contents[options.trace] = found.trace.text()
+    def report(result: Replay) -> None:
+        _tell(tell, result)
+        contents = {out: html(f"Replay of {options.folder}", [*page.sections(result)])}
+        if options.trace is not None and result.trace is not None:
+            contents[options.trace] = result.trace.text()
         for path, content in contents.items():
-            with os_error_as(UsageError, f"{path}: cannot be written"):
+            with os_error_as(UsageError, f"{path}: cannot write"):
                 durable.replace(path, content.encode(errors="backslashreplace"))
             tell(f"written {path}")
 
@@ -75,18 +78,18 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
 def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
     """Replay steps of a custom loop and return the exit code. Raises UsageError if the script ended too early."""
     if (request.folder / CONFIG).exists():
-        raise UsageError(f"{request.folder}: holds a run of a recipe, which needs no command; leave it out")
-    found = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
-    report(found)
-    if found.ended:
-        raise UsageError(found.ended)
-    return EXIT_DONE if found.different is None else EXIT_VERIFICATION
+        raise UsageError(f"{request.folder}: contains a run of a recipe, which needs no command; remove the command")
+    result = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
+    report(result)
+    if result.ended:
+        raise UsageError(result.ended)
+    return EXIT_DONE if result.different is None else EXIT_VERIFICATION
 
 
 def _request(options: Options, first: int, last: int, *, examined: bool = False) -> ReplayRequest:
-    traced = options.trace is not None
+    has_trace = options.trace is not None
     return ReplayRequest(
-        options.folder, first, last, options.overrides, options.changes, options.trust, examined, traced
+        options.folder, first, last, options.overrides, options.changes, options.trust, examined, has_trace
     )
 
 
@@ -96,27 +99,29 @@ def _span(options: Options) -> tuple[int, int]:
     assert options.steps is not None
     first, colon, last = options.steps.partition(":")
     if not colon or not first.isdecimal() or not last.isdecimal() or not 1 <= int(first) <= int(last):
-        raise UsageError(f"--steps {options.steps}: give the first and the last one, such as 100:120")
+        raise UsageError(f"--steps: expected the first and the last step, such as 100:120, got {options.steps}")
     return int(first), int(last)
 
 
 def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
     """Replay randomly chosen steps among those with a recorded digest."""
     if options.changes:
-        raise UsageError("--check: compares with the run; leave --change out")
+        raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
-    known = [each.step for each in digest_file.read(path) if not each.weights]
-    if not known:
-        done = last_step(options.folder / EVENTS)
-        raise UsageError(f"{path}: has no digest of the {done} steps, so there is nothing to compare")
-    drawn = sorted(random.SystemRandom().sample(known, min(count, len(known))))
-    tell(f"drawn: step{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))}")
+    steps = [digest.step for digest in digest_file.read(path) if not digest.weights]
+    if not steps:
+        steps_done = last_step(options.folder / EVENTS)
+        raise UsageError(
+            f"{path}: contains no digest of the {steps_done} steps, so there is nothing to compare; use --step N"
+        )
+    sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
+    tell(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
     spans: dict[int, list[int]] = {}  # by the step that a replay starts after
-    for step in drawn:
+    for step in sample:
         spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
-    return max(replay_here(_request(options, each[0], each[-1]), partial(_tell, tell)) for each in spans.values())
+    return max(replay_here(_request(options, span[0], span[-1]), partial(_tell, tell)) for span in spans.values())
 
 
-def _tell(tell: Callable[[str], None], found: Replay) -> None:
-    for line in page.lines(found):
+def _tell(tell: Callable[[str], None], result: Replay) -> None:
+    for line in page.lines(result):
         tell(line)

@@ -47,13 +47,13 @@ def examine(
     The step itself doesn't change. `trace` records the tensors of the micro-batches, and the results of all modules and
     operations.
     """
-    found = Examined()
+    observations = Examined()
     for microbatch in microbatches:
-        observer = Observer(microbatch, found, trace)
+        observer = Observer(microbatch, observations, trace)
         task.see = observer.note_losses
         try:
             with observer.observing(model):
                 engine.repeat(replace(microbatch, note=lambda *_: None), step)
         finally:
             task.see = None
-    return found
+    return observations

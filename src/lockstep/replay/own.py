@@ -25,30 +25,38 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
     """
     check_done(folder, last)
     start, checkpoint = checkpoint_before(folder, first)
-    with TemporaryDirectory(prefix="lockstep-replay-") as place:
-        own = Path(place, "run")
-        (own / store.FOLDER).mkdir(parents=True)
+    with TemporaryDirectory(prefix="lockstep-replay-") as temporary:
+        run_folder = Path(temporary, "run")
+        (run_folder / store.FOLDER).mkdir(parents=True)
         if checkpoint is not None:
-            shutil.copytree(checkpoint, own / store.FOLDER / checkpoint.name, copy_function=_link)
-        variables = Replaying(own, last, examined).variables
-        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
-        events = [*read(own / EVENTS)] if (own / EVENTS).exists() else []
-        seen = read_seen(own)
-        ended = ""
-        if not any(event.get("step") == last for event in events) or (done.returncode and seen is None):
-            end = "\n".join((done.stdout + done.stderr).splitlines()[-20:])
-            ended = f"{' '.join(command)}: ended with exit code {done.returncode} before step {last} was done:\n{end}"
-            if seen is None:
-                raise UsageError(ended)
-        found = recorded_digests(own)
+            shutil.copytree(checkpoint, run_folder / store.FOLDER / checkpoint.name, copy_function=_link)
+        variables = Replaying(run_folder, last, examined).variables
+        completed = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+        )
+        events = [*read(run_folder / EVENTS)] if (run_folder / EVENTS).exists() else []
+        observations = read_seen(run_folder)
+        end_reason = ""
+        if not any(event.get("step") == last for event in events) or (completed.returncode and observations is None):
+            end = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])
+            end_reason = (
+                f"{' '.join(command)}: ended with exit code {completed.returncode} before step {last} was done:\n{end}"
+            )
+            if observations is None:
+                raise UsageError(end_reason)
+        digests = recorded_digests(run_folder)
     recorded = recorded_digests(folder)
-    [began] = [event for event in events if event["event"] == "started"]
-    replay = Replay(folder, start, began["strategy"], began["processes"], ended=ended)
-    if seen is not None:
-        replay.samples, replay.examined, replay.layers = seen.samples, seen.examined, seen.layers
+    [start_event] = [event for event in events if event["event"] == "started"]
+    replay = Replay(folder, start, start_event["strategy"], start_event["processes"], ended=end_reason)
+    if observations is not None:
+        replay.samples, replay.examined, replay.layers = (
+            observations.samples,
+            observations.examined,
+            observations.layers,
+        )
     for event in events:
         if event["event"] == "step":
-            replay.add_step(event["step"], float(event["loss"]), event["lr"], found, recorded, first)
+            replay.add_step(event["step"], float(event["loss"]), event["lr"], digests, recorded, first)
     return replay
 
 

@@ -18,31 +18,31 @@ _AROUND: Final = 50  # steps before and after the replay to draw
 
 def lines(replay: Replay) -> Iterator[str]:
     """Yield the lines for a terminal."""
-    steps = [each.step for each in replay.steps]
-    began = f"after step {replay.start}" if replay.start else "from the first weights"
-    placed = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
-    yield f"{replay.folder}  {_span(steps)}  begun {began}  {placed}"
+    steps = [step.step for step in replay.steps]
+    start = f"after step {replay.start}" if replay.start else "from the initial weights"
+    placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
+    yield f"{replay.folder}  {_span(steps)}  started {start}  {placement}"
     yield from _verdict(replay)
     if replay.ended:
-        yield "loss      not known: the script ended before the step was done"
+        yield "loss      unknown: the script ended before the step was done"
     else:
         yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
-    found = replay.examined
-    if found is not None and found.losses:
-        listed = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
-        yield f"samples   {len(found.losses)}; of the largest loss {listed}"
-    if found is not None and found.microbatches:
-        listed = ", ".join(f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(found)[:_SHOWN])
-        yield f"samples   {sum(map(len, replay.samples))}; of the largest loss {listed}"
+    observations = replay.examined
+    if observations is not None and observations.losses:
+        losses = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
+        yield f"samples   {len(observations.losses)}; largest losses: {losses}"
+    if observations is not None and observations.microbatches:
+        losses = ", ".join(f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(observations)[:_SHOWN])
+        yield f"samples   {sum(map(len, replay.samples))}; largest losses: {losses}"
     if replay.layers:
-        largest = sorted(replay.layers, key=lambda each: _order(each.gradient))[:_SHOWN]
-        yield f"gradients largest in {', '.join(f'{each.name} {each.gradient:.3g}' for each in largest)}"
-    if found is not None and found.nonfinite is not None:
-        yield f"first {_where(replay, found.nonfinite)}"
-    broken = [each.name for each in replay.layers if not math.isfinite(each.weight)]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        yield f"weights   {broken[0]}{more} not finite before the step already; replay an earlier one"
+        largest = sorted(replay.layers, key=lambda layer: _order(layer.gradient))[:_SHOWN]
+        yield f"gradients largest in {', '.join(f'{layer.name} {layer.gradient:.3g}' for layer in largest)}"
+    if observations is not None and observations.nonfinite is not None:
+        yield f"first {_describe_nonfinite(replay, observations.nonfinite)}"
+    nonfinite = [layer.name for layer in replay.layers if not math.isfinite(layer.weight)]
+    if nonfinite:
+        suffix = f" and {len(nonfinite) - 1} more" if len(nonfinite) > 1 else ""
+        yield f"weights   {nonfinite[0]}{suffix} not finite before the step; replay an earlier step"
 
 
 def _span(steps: Sequence[int]) -> str:
@@ -52,19 +52,19 @@ def _span(steps: Sequence[int]) -> str:
 
 
 def _verdict(replay: Replay) -> Iterator[str]:
-    known = [each for each in replay.steps if each.recorded is not None]
-    different = replay.different
+    compared = [step for step in replay.steps if step.recorded is not None]
+    first_difference = replay.different
     if replay.same_start is False:
-        yield f"weights   after step {replay.start} are not those whose digest the run has"
-    if different is not None:
-        before = max((each.step for each in known if each.step < different.step), default=None)
-        since = "" if before is None else f"; step {before} is still the same"
-        yield f"digests   step {different.step} is another one than the run's{since}"
-        yield from (f"          {each}" for each in replay.differences)
-    elif known:
-        yield f"digests   {len(known)} of {len(known)} are the run's: the same bits"
+        yield f"weights   after step {replay.start} do not match the digest of the run"
+    if first_difference is not None:
+        before = max((step.step for step in compared if step.step < first_difference.step), default=None)
+        suffix = "" if before is None else f"; step {before} is still the same"
+        yield f"digests   step {first_difference.step} differs from the run{suffix}"
+        yield from (f"          {line}" for line in replay.differences)
+    elif compared:
+        yield f"digests   {len(compared)} of {len(compared)} match the run: the same bits"
     else:
-        yield "digests   none to compare: the run has none of these steps, or its recipe was changed"
+        yield "digests   none to compare: the run has no digest of these steps, or the recipe was changed"
 
 
 def _order(value: float) -> float:
@@ -76,23 +76,26 @@ def _samples(replay: Replay) -> list[tuple[int, int, float]]:
     """Return the index, micro-batch and loss of each sample, with the largest loss first."""
     assert replay.examined is not None
     rows = [
-        (replay.samples[each.microbatch][each.place], each.microbatch, each.loss) for each in replay.examined.losses
+        (replay.samples[sample.microbatch][sample.place], sample.microbatch, sample.loss)
+        for sample in replay.examined.losses
     ]
     return sorted(rows, key=lambda row: _order(row[2]))
 
 
-def _microbatches(found: Examined) -> list[tuple[int, float]]:
+def _microbatches(observations: Examined) -> list[tuple[int, float]]:
     """Return the index and loss of each micro-batch, with the largest loss first."""
-    return sorted(found.microbatches.items(), key=lambda row: _order(row[1]))
+    return sorted(observations.microbatches.items(), key=lambda row: _order(row[1]))
 
 
-def _where(replay: Replay, found: NonFinite) -> str:
-    sample = f", {replay.name_of(replay.samples[found.microbatch][found.place])}" if found.place >= 0 else ""
-    place = f"micro-batch {found.microbatch}{sample}"
-    if found.module == BATCH:
-        return f"{found.what} in the batch, as the dataset gives it, {place}"
-    module = found.module if found.module == LOSS else f"module {found.module}"
-    return f"{found.what} in the {found.phase} of {module}, by {found.operation}, {place}"
+def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
+    sample = (
+        f", {replay.name_of(replay.samples[nonfinite.microbatch][nonfinite.place])}" if nonfinite.place >= 0 else ""
+    )
+    location = f"micro-batch {nonfinite.microbatch}{sample}"
+    if nonfinite.module == BATCH:
+        return f"{nonfinite.what} in the batch, as returned by the dataset, {location}"
+    module = nonfinite.module if nonfinite.module == LOSS else f"module {nonfinite.module}"
+    return f"{nonfinite.what} in the {nonfinite.phase} of {module}, by {nonfinite.operation}, {location}"
 
 
 def sections(replay: Replay) -> Iterator[Section]:
@@ -101,43 +104,43 @@ def sections(replay: Replay) -> Iterator[Section]:
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
         rows = [
-            [str(each.step), f"{each.loss:.6g}", f"{each.lr:.6g}", f"{each.digest:016x}", _match(each)]
-            for each in replay.steps[-_MOST:]
+            [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _match(step)]
+            for step in replay.steps[-_MOST:]
         ]
-        yield Table("Steps", ("step", "loss", "learning rate", "digest", "the run's"), rows)
-    found = replay.examined
-    if found is not None:
-        yield from _examined(replay, found)
+        yield Table("Steps", ("step", "loss", "learning rate", "digest", "matches the run"), rows)
+    observations = replay.examined
+    if observations is not None:
+        yield from _examined(replay, observations)
     if replay.layers:
         rows = [
-            [each.name, f"{each.weight:.4g}", f"{each.gradient:.4g}", f"{each.update:.4g}"]
-            for each in sorted(replay.layers, key=lambda each: _order(each.gradient))[:_MOST]
+            [layer.name, f"{layer.weight:.4g}", f"{layer.gradient:.4g}", f"{layer.update:.4g}"]
+            for layer in sorted(replay.layers, key=lambda layer: _order(layer.gradient))[:_MOST]
         ]
         note = "L2 norms; the gradient is divided by the weight of the step, and not clipped."
         yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
 
 
 def _match(step: ReplayedStep) -> str:
-    return "not known" if step.recorded is None else "another" if step.differs else "the same"
+    return "unknown" if step.recorded is None else "no" if step.differs else "yes"
 
 
-def _examined(replay: Replay, found: Examined) -> Iterator[Section]:
-    note = "Those of the largest loss come first."
-    if found.microbatches:
+def _examined(replay: Replay, observations: Examined) -> Iterator[Section]:
+    note = "Sorted by loss, largest first."
+    if observations.microbatches:
         names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
-        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(found)[:_MOST]]
+        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(observations)[:_MOST]]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
-    if found.losses:
+    if observations.losses:
         rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
-    largest = sorted(found.activations.items(), key=lambda each: _order(each[1]))[:_MOST]
+    largest = sorted(observations.activations.items(), key=lambda activation: _order(activation[1]))[:_MOST]
     rows = [[name, f"{value:.4g}"] for name, value in largest]
     yield Table("Activations", ("module", "largest absolute value"), rows)
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
     """Yield a chart of the replayed losses and the losses that the run logged around them."""
-    steps = [each.step for each in replay.steps]
+    steps = [step.step for step in replay.steps]
     if not steps:
         return
     logged = [
@@ -145,7 +148,7 @@ def _curve(replay: Replay) -> Iterator[Section]:
         for event in read(Path(replay.folder) / EVENTS)
         if event["event"] == "step" and steps[0] - _AROUND <= event["step"] <= steps[-1] + _AROUND
     ]
-    series = {"the run's log": logged, "replay": [(each.step, each.loss) for each in replay.steps]}
+    series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
     if all(finite.values()):
         yield charts.lines("Loss", "step", "loss", finite, from_zero=False)

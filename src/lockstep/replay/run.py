@@ -121,16 +121,16 @@ class Replay:
     ended: str = ""
 
     def add_step(
-        self, step: int, loss: float, lr: float, found: Mapping[Place, int], recorded: Mapping[Place, int], first: int
+        self, step: int, loss: float, lr: float, digests: Mapping[Place, int], recorded: Mapping[Place, int], first: int
     ) -> None:
         """Add a replayed step if it was requested (from `first` on), or if it can be compared."""
         if step >= first or (step, False) in recorded:
-            self.steps.append(ReplayedStep(step, loss, lr, found.get((step, False), 0), recorded.get((step, False))))
+            self.steps.append(ReplayedStep(step, loss, lr, digests.get((step, False), 0), recorded.get((step, False))))
 
     @property
     def different(self) -> ReplayedStep | None:
         """The first step that differs from the step of the run."""
-        return next((each for each in self.steps if each.differs), None)
+        return next((step for step in self.steps if step.differs), None)
 
 
 class OpenedRun(NamedTuple):
@@ -150,9 +150,9 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
     `report` is called on rank 0. Raises UsageError if the run didn't do the steps, or if something they need is gone.
     """
     torch.set_num_threads(1)  # see run/start.py
-    opened = open_run(request)
-    prepared = _prepare(opened)
-    return on_ranks(partial(_as_rank, request, report), (opened, prepared), prepared.placement, prepared.processes)
+    run = open_run(request)
+    prepared = _prepare(run)
+    return on_ranks(partial(_as_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
 
 
 def open_run(request: ReplayRequest) -> OpenedRun:
@@ -160,27 +160,29 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
         raise UsageError(
-            f"{folder}: holds a run of a loop of your own; give its script, such as -- python train.py"
+            f"{folder}: contains a run of a custom training loop; pass its script, such as -- python train.py"
             if (folder / EVENTS).exists()
-            else f"{folder}: is no run; give the folder of one"
+            else f"{folder}: not a run folder; pass the folder of a run"
         )
     check_done(folder, request.last)
     text = json.dumps({"recipe": values(read_run_recipe(config))})
-    words = ["placement.processes=1", *request.overrides, *request.changes]
-    loaded = load_text(text, str(config), folder.name, words)
+    override_words = ["placement.processes=1", *request.overrides, *request.changes]
+    loaded = load_text(text, str(config), folder.name, override_words)
     code = check_code(EvalRequest(str(folder), request.overrides, request.trust, command="replay"), loaded)
-    moved = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
+    data_keys = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
-        if not (key.startswith(_FREE) or key in moved or key in code):
-            raise UsageError(f"{key}: would make another run of it; to see what it changes, give it to --change")
-    kept = _checkpoints(folder)
+        if not (key.startswith(_FREE) or key in data_keys or key in code):
+            raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
+    checkpoints = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)
     if checkpoint is None and loaded.config.recipe.start is not None:
-        later = f"; steps after {min(kept)[0]} can be done again" if kept else ""
-        raise UsageError(f"{folder}: began from weights of another run, which it does not have{later}")
+        later = f"; replay steps after {min(checkpoints)[0]}" if checkpoints else ""
+        raise UsageError(f"{folder}: started from the weights of another run, which are not in it{later}")
     digests = recorded_digests(folder)
-    return OpenedRun(loaded, checkpoint, start, request.last, checkpoint or max(kept, default=(0, None))[1], digests)
+    return OpenedRun(
+        loaded, checkpoint, start, request.last, checkpoint or max(checkpoints, default=(0, None))[1], digests
+    )
 
 
 def check_done(folder: Path, step: int) -> None:
@@ -188,28 +190,32 @@ def check_done(folder: Path, step: int) -> None:
     end = last(folder / EVENTS)
     # A run that was killed or failed did more steps than it logged.
     if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
-        raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; give one of them")
+        raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; use one of these steps")
 
 
 def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     """Return the step and the path of the last checkpoint before a step, or 0 and None if there is none."""
-    return max((each for each in _checkpoints(folder) if each[0] < step), default=(0, None), key=itemgetter(0))
+    return max(
+        (checkpoint for checkpoint in _checkpoints(folder) if checkpoint[0] < step),
+        default=(0, None),
+        key=itemgetter(0),
+    )
 
 
 def recorded_digests(folder: Path) -> dict[Place, int]:
     """Return the digests of a run."""
-    return {(each.step, each.weights): each.value for each in digest_file.read(folder / digest_file.DIGESTS)}
+    return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
-def _prepare(opened: OpenedRun, processes: int | None = None) -> Prepared:
-    prepared = prepare(opened.loaded, processes)
+def _prepare(run: OpenedRun, processes: int | None = None) -> Prepared:
+    prepared = prepare(run.loaded, processes)
     total = prepared.ready.steps.total
-    if opened.last > total:
-        raise UsageError(f"step {opened.last}: the run has {total} steps; give one of them")
+    if run.last > total:
+        raise UsageError(f"step {run.last}: the run has {total} steps; use one of these steps")
     return prepared
 
 
@@ -219,17 +225,17 @@ def _as_rank(
     shared: tuple[OpenedRun, Prepared] | None,
     rendezvous: Rendezvous,
 ) -> int:
-    opened = shared[0] if shared else open_run(request)
-    with open_recipe_rank(rendezvous, opened.loaded) as session:
-        prepared = shared[1] if shared else _prepare(opened, rendezvous.info.size)
+    run = shared[0] if shared else open_run(request)
+    with open_recipe_rank(rendezvous, run.loaded) as session:
+        prepared = shared[1] if shared else _prepare(run, rendezvous.info.size)
         progress = Progress()
         with session.open_world() as world:
             rendezvous.status = lambda: RankStatus("training", progress.step)
-            found = _Steps(request, opened, prepared, world, progress).run()
-            code = EXIT_DONE if found.different is None and found.same_start is not False else EXIT_VERIFICATION
+            result = _Steps(request, run, prepared, world, progress).run()
+            code = EXIT_DONE if result.different is None and result.same_start is not False else EXIT_VERIFICATION
             code = int(world.tell(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
-        report(found)
+        report(result)
     return code
 
 
@@ -238,27 +244,27 @@ class _Steps:
     """The steps on one rank. The training loop drives it, and it records the results of its engine."""
 
     def __init__(
-        self, request: ReplayRequest, opened: OpenedRun, prepared: Prepared, world: World, progress: Progress
+        self, request: ReplayRequest, run: OpenedRun, prepared: Prepared, world: World, progress: Progress
     ) -> None:
         self._request = request
-        self._opened = opened
+        self._opened_run = run
         self._world = world
         self._progress = progress
-        ready = prepared.ready
+        setup = prepared.ready
         self._models: list[nn.Module] = []  # all models built so far. The last one computes.
-        self._task = ObservedTask(ready.task)
-        problem = replace(ready.problem, optional_task=self._task, build_model=self._keep(ready.problem.build_model))
-        self._ready = replace(ready, problem=problem, blank=self._keep(ready.blank))
+        self._task = ObservedTask(setup.task)
+        problem = replace(setup.problem, optional_task=self._task, build_model=self._keep(setup.problem.build_model))
+        self._setup = replace(setup, problem=problem, blank=self._keep(setup.blank))
         self._engine: Engine
         self._loader: Loader
-        prepared = replace(prepared, ready=self._ready)
-        self._engine, self._loader = start_engine(prepared, world, resumes=opened.checkpoint is not None)
-        self._found = Replay(request.folder, opened.start, prepared.resolved.strategy_name, world.size)
+        prepared = replace(prepared, ready=self._setup)
+        self._engine, self._loader = start_engine(prepared, world, resumes=run.checkpoint is not None)
+        self._replay = Replay(request.folder, run.start, prepared.resolved.strategy_name, world.size)
         if request.traced:
-            here = machine.numerics(world.device, compiled=ready.recipe.compile)
-            self._found.trace = Trace(Head(step=request.last, numerics=here, sources=ready.source))
-        self._noted: list[Digest] = []
-        self._digests = StepDigests(world, self._engine.gradients, self._noted.extend, every=1)
+            numerics = machine.numerics(world.device, compiled=setup.recipe.compile)
+            self._replay.trace = Trace(Head(step=request.last, numerics=numerics, sources=setup.source))
+        self._new_digests: list[Digest] = []
+        self._digests = StepDigests(world, self._engine.gradients, self._new_digests.extend, every=1)
         self._sums: list[Sums] = []
         self._rates: list[float] = []
         self._step: Step
@@ -266,20 +272,20 @@ class _Steps:
     def run(self) -> Replay:
         """Run the steps and return the findings. Only rank 0 has all of them."""
         self._resume()
-        self._digests.add_weights(self._opened.start, self._engine.state().model)
-        plan = replace(self._ready.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
+        self._digests.add_weights(self._opened_run.start, self._engine.state().model)
+        plan = replace(self._setup.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
         for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
             pass
         self._digests.collect()
         self._engine.close()
         self._compare()
-        return self._found
+        return self._replay
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
         self._step = step
-        if self._looked_at:
+        if self._is_examined:
             self._examine(microbatches, step)
         sums = self._engine.forward_backward(microbatches, step, observe)
         self._sums.append(sums)
@@ -288,41 +294,41 @@ class _Steps:
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Stepping."""
         self._rates.append(lr)
-        if not self._looked_at:
+        if not self._is_examined:
             return self._engine.update(lr, max_norm)
-        update, self._found.layers = measure_update(
+        update, self._replay.layers = measure_update(
             partial(self._engine.update, lr, max_norm),
-            self._seen("the gradient", self._engine.gradients),
+            self._trace_tensors("the gradient", self._engine.gradients),
             wholes(self._world, self._engine.state().model),
-            self._seen("the weights after the step", lambda: self._engine.state().model),
+            self._trace_tensors("the weights after the step", lambda: self._engine.state().model),
         )
         return update
 
-    def _seen(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
+    def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the full value of each tensor, and add it to the trace, if any."""
-        for name, whole in wholes(self._world, tensors()):
-            if self._found.trace is not None:
-                self._found.trace.add(part, "", name, whole)
-            yield name, whole
+        for name, tensor in wholes(self._world, tensors()):
+            if self._replay.trace is not None:
+                self._replay.trace.add(part, "", name, tensor)
+            yield name, tensor
 
     @property
-    def _looked_at(self) -> bool:
+    def _is_examined(self) -> bool:
         return self._request.examined and self._step.number + 1 == self._request.last
 
     def _keep(self, build: Build) -> Build:
-        def kept() -> nn.Module:
+        def build_and_keep() -> nn.Module:
             self._models.append(build())
             return self._models[-1]
 
-        return kept
+        return build_and_keep
 
     def _resume(self) -> None:
-        path = self._opened.checkpoint
+        path = self._opened_run.checkpoint
         if path is None:
             return
-        snapshot = store.load(path, key=signing_key(self._opened.loaded.config.run.key_file)).snapshot
+        snapshot = store.load(path, key=signing_key(self._opened_run.loaded.config.run.key_file)).snapshot
         check = evaluation_state if self._request.changes else resume_state
-        state = check(path, snapshot, self._ready)
+        state = check(path, snapshot, self._setup)
         self._engine.load(engine_state(snapshot))
         vars(self._progress).update(vars(state.progress))
 
@@ -331,41 +337,41 @@ class _Steps:
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
         """Examine the step in addition to training it, if one process computes the whole model."""
-        self._found.samples = self._loader.samples(step)
-        self._found.name_of = self._ready.data.name_of
-        trace = self._found.trace
-        if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._ready.recipe.compile:
-            for _ in self._seen("the weights before the step", lambda: self._engine.state().model):
+        self._replay.samples = self._loader.samples(step)
+        self._replay.name_of = self._setup.data.name_of
+        trace = self._replay.trace
+        if self._world.size == 1 and isinstance(self._engine, Auditable) and not self._setup.recipe.compile:
+            for _ in self._trace_tensors("the weights before the step", lambda: self._engine.state().model):
                 pass
-            self._found.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
+            self._replay.examined = examine(self._engine, self._models[-1], self._task, microbatches, step, trace)
         elif trace is not None:
             raise UsageError(
-                "--trace: sees one process that computes the whole model, without recipe.compile and "
-                "recipe.model.chunks; replay it without these"
+                "--trace: requires one process that computes the whole model; use placement.processes=1, --change "
+                "recipe.compile=false and --change recipe.model.chunks=1"
             )
 
     def _compare(self) -> None:
-        recorded = {} if self._request.changes else self._opened.digests
-        found = {(each.step, each.weights): each.value for each in self._noted}
-        begun = self._opened.start, True
-        if begun in recorded and begun in found:
-            self._found.same_start = recorded[begun] == found[begun]
-        for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened.start + 1):
-            self._found.add_step(step, float(sums.loss), lr, found, recorded, self._request.first)
-            if self._found.trace is not None:
-                self._found.trace.head.steps[step] = f"{found.get((step, False), 0):016x}"
-        if self._found.different is not None:
-            self._found.differences = self._differences()
+        recorded = {} if self._request.changes else self._opened_run.digests
+        digests = {(digest.step, digest.weights): digest.value for digest in self._new_digests}
+        start_key = self._opened_run.start, True
+        if start_key in recorded and start_key in digests:
+            self._replay.same_start = recorded[start_key] == digests[start_key]
+        for step, (sums, lr) in enumerate(zip(self._sums, self._rates, strict=True), self._opened_run.start + 1):
+            self._replay.add_step(step, float(sums.loss), lr, digests, recorded, self._request.first)
+            if self._replay.trace is not None:
+                self._replay.trace.head.steps[step] = f"{digests.get((step, False), 0):016x}"
+        if self._replay.different is not None:
+            self._replay.differences = self._differences()
 
     def _differences(self) -> list[str]:
         """Return the differences from the machine of the run: libraries, hardware, and the user's files."""
-        path = self._opened.machine
+        path = self._opened_run.machine
         if path is None:
             return []
         state = saved_state.parse_state(path, store.load(path).snapshot.state)
-        here = machine.numerics(self._world.device, compiled=self._ready.recipe.compile)
-        lines = machine.numerics_differences(state.numerics, here)
-        if changed := source_changes(state.source, self._ready.source):
+        numerics = machine.numerics(self._world.device, compiled=self._setup.recipe.compile)
+        lines = machine.numerics_differences(state.numerics, numerics)
+        if changed := source_changes(state.source, self._setup.source):
             lines.append(f"your source files changed since step {state.progress.step} was saved: {changed}")
         return lines
 

@@ -83,53 +83,55 @@ def read(path: Path) -> tuple[Head, list[Traced]]:
         tensors = f"[{','.join(lines)}]"
         return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot read: {error.strerror}") from error
     except (ValidationError, UnicodeError, ValueError) as error:
-        raise UsageError(f"{path}: is no trace; `lockstep replay RUN --step N --trace FILE` writes one") from error
+        raise UsageError(f"{path}: not a trace; write one with `lockstep replay RUN --step N --trace FILE`") from error
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
     """Return whether two traces agree, and a report in lines. Raises UsageError if they are of different steps."""
-    (head, tensors), (other, others) = read(left), read(right)
-    if head.step != other.step:
-        raise UsageError(f"{left} is of step {head.step}, {right} of step {other.step}; trace the same step")
-    differences = [*_earlier(head, other), *_differences(tensors, others)]
-    told = differences or [f"all {len(tensors):,} tensors agree, to the bit"]
-    return not differences, [f"step {head.step}  {left} before, {right} now", *_machines(head, other), *told]
+    (head, tensors), (right_head, right_tensors) = read(left), read(right)
+    if head.step != right_head.step:
+        raise UsageError(
+            f"{left} traces step {head.step}, but {right} traces step {right_head.step}; trace the same step"
+        )
+    differences = [*_earlier(head, right_head), *_differences(tensors, right_tensors)]
+    report = differences or [f"all {len(tensors):,} tensors have the same bits"]
+    return not differences, [f"step {head.step}  {left} before, {right} now", *_machines(head, right_head), *report]
 
 
-def _machines(head: Head, other: Head) -> Iterator[str]:
-    yield from numerics_differences(head.numerics, other.numerics)
-    names = sorted({*head.sources, *other.sources})
-    yield from (f"{name}: another file" for name in names if head.sources.get(name) != other.sources.get(name))
+def _machines(head: Head, other_head: Head) -> Iterator[str]:
+    yield from numerics_differences(head.numerics, other_head.numerics)
+    names = sorted({*head.sources, *other_head.sources})
+    yield from (f"{name}: different file" for name in names if head.sources.get(name) != other_head.sources.get(name))
 
 
-def _earlier(head: Head, other: Head) -> Iterator[str]:
-    steps = (step for step in sorted({*head.steps} & {*other.steps}) if step < head.step)
-    different = next((step for step in steps if head.steps[step] != other.steps[step]), None)
-    if different is not None:
-        yield f"step {different} differs already; trace that one"
+def _earlier(head: Head, other_head: Head) -> Iterator[str]:
+    steps = (step for step in sorted({*head.steps} & {*other_head.steps}) if step < head.step)
+    first_step = next((step for step in steps if head.steps[step] != other_head.steps[step]), None)
+    if first_step is not None:
+        yield f"step {first_step} already differs; trace step {first_step}"
 
 
-def _differences(before: Sequence[Traced], now: Sequence[Traced]) -> Iterator[str]:
+def _differences(before: Sequence[Traced], after: Sequence[Traced]) -> Iterator[str]:
     """Name the first tensor in only one trace, and the first tensor in both traces with different values."""
-    theirs = dict(_numbered(now))
-    ours = dict(_numbered(before))
-    for there, these, those in (("before", ours, theirs), ("now", theirs, ours)):
-        if alone := next((each for place, each in these.items() if place not in those), None):
-            yield f"only {there}: {alone}, and with it {len(these.keys() - those.keys()) - 1:,} more"
-    both = [(each, theirs[place]) for place, each in ours.items() if place in theirs]
-    agree = [each.digest == other.digest for each, other in both]
+    after_tensors = dict(_numbered(after))
+    before_tensors = dict(_numbered(before))
+    for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
+        if unmatched := next((tensor for key, tensor in tensors.items() if key not in opposite), None):
+            yield f"only {side}: {unmatched}, and {len(tensors.keys() - opposite.keys()) - 1:,} more"
+    pairs = [(tensor, after_tensors[key]) for key, tensor in before_tensors.items() if key in after_tensors]
+    agree = [before_tensor.digest == after_tensor.digest for before_tensor, after_tensor in pairs]
     if not all(agree):
         first = agree.index(False)
-        yield f"first difference, after {first:,} tensors that agree: {both[first][0]}"
-        yield f"  norm {both[first][0].norm} before, {both[first][1].norm} now"
-        yield f"{agree.count(False):,} of {len(both):,} tensors differ"
+        yield f"first difference, after {first:,} tensors that agree: {pairs[first][0]}"
+        yield f"  norm {pairs[first][0].norm} before, {pairs[first][1].norm} now"
+        yield f"{agree.count(False):,} of {len(pairs):,} tensors differ"
 
 
 def _numbered(tensors: Sequence[Traced]) -> Iterator[tuple[tuple[str, int], Traced]]:
     """Yield each tensor with its description and the number of earlier tensors with the same description."""
     count: Counter[str] = Counter()
-    for each in tensors:
-        yield (str(each), count[str(each)]), each
-        count[str(each)] += 1
+    for tensor in tensors:
+        yield (str(tensor), count[str(tensor)]), tensor
+        count[str(tensor)] += 1

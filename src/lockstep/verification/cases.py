@@ -72,13 +72,13 @@ class Outcome:
 
     job: TraceJob
     code: int
-    seen: list[Trace]
+    traces: list[Trace]
     message: str
 
     @property
     def figures(self) -> list[Trace]:
         """The traces without times and peak memory, which differ between runs."""
-        return [replace(seen, seconds=0.0, peak_bytes=0) for seen in self.seen]
+        return [replace(rank_trace, seconds=0.0, peak_bytes=0) for rank_trace in self.traces]
 
 
 def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
@@ -91,49 +91,54 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
     if not everything:
         requested = check(loaded)
         _check_promise(requested)
-    ready = _open(loaded)
+    setup = _open(loaded)
     if requested is None:
-        cases = _all(loaded, ready)
+        cases = _all_cases(loaded, setup)
     else:
-        check_cut(requested, ready)
+        check_cut(requested, setup)
         cases = _default_cases(loaded, requested.processes)
-    found = _verify_cases(ready, loaded, cases, steps, tell)
-    if not everything and (refused := [row for row in found.rows if row.verdict == "not possible"]):
-        raise UsageError(refused[0].reason)
-    return found
+    verification = _verify_cases(setup, loaded, cases, steps, tell)
+    if not everything and (impossible := [row for row in verification.rows if row.verdict == "not possible"]):
+        raise UsageError(impossible[0].reason)
+    return verification
 
 
 def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
     """Compare strategies on these numbers of processes, if possible, with one process over a number of steps."""
-    ready = _open(loaded)
-    named = [({"name": each} if isinstance(each, str) else dict(each), count) for each, count in places]
-    cases = [_check_case(_case(loaded, StrategyConfig.model_validate(each), count, {}), ready) for each, count in named]
-    return _verify_cases(ready, loaded, cases, steps, lambda _: None)
+    setup = _open(loaded)
+    strategies = [
+        ({"name": strategy} if isinstance(strategy, str) else dict(strategy), count) for strategy, count in places
+    ]
+    cases = [
+        _check_case(_case(loaded, StrategyConfig.model_validate(strategy), count, {}), setup)
+        for strategy, count in strategies
+    ]
+    return _verify_cases(setup, loaded, cases, steps, lambda _: None)
 
 
 def _open(loaded: Loaded) -> Setup:
     """Open the data and check the recipe in this process."""
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
-    ready = open_cases(loaded)
-    check_chunks(ready)
-    check_sequence_chunks(ready)
-    return ready
+    setup = open_cases(loaded)
+    check_chunks(setup)
+    check_sequence_chunks(setup)
+    return setup
 
 
 def _verify_cases(
-    ready: Setup, loaded: Loaded, cases: Sequence[VerifyCase], steps: int, tell: Callable[[str], None]
+    setup: Setup, loaded: Loaded, cases: Sequence[VerifyCase], steps: int, tell: Callable[[str], None]
 ) -> Verification:
-    recipe = ready.recipe
-    samples = 0 if ready.data.validation is None else len(ready.data.validation)
+    recipe = setup.recipe
+    samples = 0 if setup.data.validation is None else len(setup.data.validation)
     batch = evaluation_batch(recipe)
     evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
     if len(cases) > 2:  # more cases than one process and the requested placement
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        numbers = select_steps(ready.steps, steps)
-        single = _case(loaded, _SINGLE, 1, _PLAIN)
-        job = TraceJob(single.resolved, numbers, evaluated, Path(folder))
-        comparison = _Comparison(job, single, with_validation(ready, evaluated), tell)
+        numbers = select_steps(setup.steps, steps)
+        single_case = _case(loaded, _SINGLE, 1, _PLAIN)
+        job = TraceJob(single_case.resolved, numbers, evaluated, Path(folder))
+        comparison = _Comparison(job, single_case, with_validation(setup, evaluated), tell)
         probed = comparison.look()
         rows = [] if probed.refused else comparison.rows(cases)  # such a model can't run at all
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
@@ -168,40 +173,40 @@ def save_point(job: TraceJob) -> int:
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
     """Return one process, as a separate case, and the requested placement."""
     requested = _case(loaded, loaded.config.placement.strategy, count, {})
-    single = _case(loaded, _SINGLE, 1, {})
-    return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single, requested]
+    single_case = _case(loaded, _SINGLE, 1, {})
+    return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single_case, requested]
 
 
-def _all(loaded: Loaded, ready: Setup) -> list[VerifyCase]:
+def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
     """Return all bit-exact strategies and the strategy of the placement, on all possible numbers of processes."""
     placement = loaded.config.placement
-    own = placement.device != "cpu" and placement.backend != "gloo"  # each process has a separate device
-    gpus = torch.cuda.device_count() if own else 0
+    separate_devices = placement.device != "cpu" and placement.backend != "gloo"  # each process has a separate device
+    gpus = torch.cuda.device_count() if separate_devices else 0
     sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
     requested = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
-    exact = [each for each in ordered if _case_of(loaded, each, 1).resolved.strategy.traits.exactness == "bits"]
-    also = [requested] if requested not in (*exact, "auto") else []
-    return [_check_case(_case_of(loaded, name, size), ready) for name in [*exact, *also] for size in sizes]
+    exact_names = [name for name in ordered if _case_of(loaded, name, 1).resolved.strategy.traits.exactness == "bits"]
+    extra_names = [requested] if requested not in (*exact_names, "auto") else []
+    return [_check_case(_case_of(loaded, name, size), setup) for name in [*exact_names, *extra_names] for size in sizes]
 
 
 def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
     """Return a case with this strategy, with the options of the placement if the placement names the strategy."""
-    given = loaded.config.placement.strategy
-    return _case(loaded, given if given.name == name else StrategyConfig(name=name), processes, {})
+    strategy = loaded.config.placement.strategy
+    return _case(loaded, strategy if strategy.name == name else StrategyConfig(name=name), processes, {})
 
 
 def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
     """Return the placement of `loaded` with a different strategy, number of processes and other changes."""
-    placed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
-    return VerifyCase(resolve(placed, processes))
+    changed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
+    return VerifyCase(resolve(changed, processes))
 
 
-def _check_case(case: VerifyCase, ready: Setup) -> VerifyCase:
+def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
     try:
         check_placement(case.resolved)
         _check_promise(case.resolved)
-        check_cut(case.resolved, ready)
+        check_cut(case.resolved, setup)
     except UsageError as error:
         return replace(case, reason=str(error))
     return case
@@ -211,8 +216,8 @@ def _check_promise(resolved: Resolved) -> None:
     """Raise UsageError for a strategy that makes no promise that verification could check."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
-            f"strategy {resolved.strategy_name}: with these options it cannot be verified: it is neither exact "
-            f"nor close to one process; leave them out, or compare what its runs reach with lockstep eval"
+            f"strategy {resolved.strategy_name}: cannot be verified with these options, because it is neither exact "
+            f"nor close to one process; remove the options, or compare the results of its runs with lockstep eval"
         )
 
 
@@ -220,19 +225,19 @@ def _check_promise(resolved: Resolved) -> None:
 class _Comparison:
     """The reference, which is `single`, and the cases so far. `job` holds the settings that they share."""
 
-    def __init__(self, job: TraceJob, single: VerifyCase, ready: Setup, tell: Callable[[str], None]) -> None:
+    def __init__(self, job: TraceJob, single_case: VerifyCase, setup: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
-        self._single = single
+        self._single = single_case
         self._tell = tell
-        self._ready = ready
+        self._ready = setup
         self._launched = 0
         self._half = save_point(job)
         self._facts = ProbeResult()
 
     def look(self) -> ProbeResult:
         """Probe the data, model and loss in a separate process."""
-        self._tell("a look at data, model and loss")
-        job = self._new(self._single, self._job)
+        self._tell("data, model and loss")
+        job = self._new_job(self._single, self._job)
         code, message = self._launch(probe, self._single, job)
         self._require_success(Outcome(job, code, [], message))
         self._facts = trace.read(job.folder / FACTS, ProbeResult)
@@ -255,8 +260,8 @@ class _Comparison:
             waiting = number, outcome
             carriers.append(case)
         if waiting is not None:
-            others = [each for each in carriers if each.processes != cases[waiting[0]].processes]
-            rows[waiting[0]] = self._resume(rows[waiting[0]], waiting[1], (others or carriers)[0])
+            candidates = [carrier for carrier in carriers if carrier.processes != cases[waiting[0]].processes]
+            rows[waiting[0]] = self._resume(rows[waiting[0]], waiting[1], (candidates or carriers)[0])
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
@@ -271,41 +276,44 @@ class _Comparison:
             # A placement that the user can't have here is not possible. Any other error is a failure.
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
             return replace(row, verdict=verdict, reason=outcome.message), None
-        seconds, peaks = max(seen.seconds for seen in outcome.seen), tuple(seen.peak_bytes for seen in outcome.seen)
+        seconds, peaks = (
+            max(rank_trace.seconds for rank_trace in outcome.traces),
+            tuple(rank_trace.peak_bytes for rank_trace in outcome.traces),
+        )
         row = replace(row, verdict="identical", tolerance=self._case_tolerance(case), seconds=seconds, peak_bytes=peaks)
         row = self._judge(row, case, outcome, "")
         if not row.good:
             shutil.rmtree(outcome.job.folder)
         return row, outcome if row.good else None
 
-    def _resume(self, row: VerdictRow, saved: Outcome, carrier: VerifyCase) -> VerdictRow:
+    def _resume(self, row: VerdictRow, saved_outcome: Outcome, carrier: VerifyCase) -> VerdictRow:
         """Let `carrier` resume from the checkpoint that a case saved halfway, and judge the result."""
-        path = checkpoint_of(saved.job.folder, self._half)
+        path = checkpoint_of(saved_outcome.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
         row = replace(row, resumed_on=carrier.label)
         if outcome.code != EXIT_DONE:
             row = replace(row, verdict="failed", reason=f"resumed on {carrier.label}: {outcome.message}")
         else:
-            row = self._judge(row, carrier, outcome, f" once {carrier.label} resumes from its checkpoint")
-        shutil.rmtree(saved.job.folder)
+            row = self._judge(row, carrier, outcome, f" after {carrier.label} resumed from its checkpoint")
+        shutil.rmtree(saved_outcome.job.folder)
         return row
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
         """Compare an outcome with the reference. If they differ, run both again to get the values."""
-        found = differences(self._reference.seen[0], outcome.seen, outcome.job.first)
-        if not found:
+        found_differences = differences(self._reference.traces[0], outcome.traces, outcome.job.first)
+        if not found_differences:
             return row
-        pairs, again = self._rerun_with_values(case, outcome, found)
-        first = found[0]
-        distance = largest([(difference, each) for difference, each in pairs if each is not None])
-        bounds = [each for each in (row.tolerance, self._case_tolerance(case)) if each is not None]
+        pairs, repeats = self._rerun_with_values(case, outcome, found_differences)
+        first = found_differences[0]
+        distance = largest([(difference, pair_values) for difference, pair_values in pairs if pair_values is not None])
+        bounds = [tolerance for tolerance in (row.tolerance, self._case_tolerance(case)) if tolerance is not None]
         bound = max(bounds, default=None)
-        measured = all(each is None or each.distance is not None for _, each in pairs)
-        near = bound is not None and distance is not None and measured and distance <= bound
-        verdict: Verdict = "within tolerance" if near else "differs"
-        departure = None if near else self._mismatch(case, first, dict(pairs)[first], after, again)
+        all_measured = all(pair_values is None or pair_values.distance is not None for _, pair_values in pairs)
+        within_bound = bound is not None and distance is not None and all_measured and distance <= bound
+        verdict: Verdict = "within tolerance" if within_bound else "differs"
+        departure = None if within_bound else self._mismatch(case, first, dict(pairs)[first], after, repeats)
         row = replace(row, verdict=verdict, largest=distance, tolerance=bound)
-        return replace(row, departure=departure, differing=len(found))
+        return replace(row, departure=departure, differing=len(found_differences))
 
     def _hashes(self, case: VerifyCase) -> str | None:
         """Return a different hash seed for the second run of the reference, if the recipe uses custom code.
@@ -315,30 +323,34 @@ class _Comparison:
         return other_seed() if case.label == self._single.label and import_paths(self._ready.recipe) else None
 
     def _rerun_with_values(
-        self, case: VerifyCase, outcome: Outcome, found: Sequence[Difference]
+        self, case: VerifyCase, outcome: Outcome, found_differences: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
         """Run the reference and the case again for the tensors that differ.
 
         Return the values of all differences, and whether both runs gave the same traces as before.
         """
-        chosen = select_tensors(found)
-        reference = self._require_success(self._run(self._single, replace(self._job, wanted=chosen)))
-        again = self._run(case, replace(outcome.job, wanted=chosen, save_after=None), self._hashes(case))
-        pairs = [(each, values(each, reference.job.folder, again.job.folder)) for each in found]
-        same = reference.figures == self._reference.figures and again.figures == outcome.figures
-        for each in (reference, again):
-            shutil.rmtree(each.job.folder)
-        return pairs, same
+        wanted = select_tensors(found_differences)
+        reference = self._require_success(self._run(self._single, replace(self._job, wanted=wanted)))
+        rerun = self._run(case, replace(outcome.job, wanted=wanted, save_after=None), self._hashes(case))
+        pairs = [
+            (difference, values(difference, reference.job.folder, rerun.job.folder)) for difference in found_differences
+        ]
+        repeats = reference.figures == self._reference.figures and rerun.figures == outcome.figures
+        for case_outcome in (reference, rerun):
+            shutil.rmtree(case_outcome.job.folder)
+        return pairs, repeats
 
-    def _mismatch(self, case: VerifyCase, first: Difference, seen: Values | None, after: str, again: bool) -> Mismatch:
+    def _mismatch(
+        self, case: VerifyCase, first: Difference, pair_values: Values | None, after: str, repeats: bool
+    ) -> Mismatch:
         hashes = not after and self._hashes(case) is not None
-        distance = seen.distance if seen else None
+        distance = pair_values.distance if pair_values else None
         diagnosis = Diagnosis(
             first,
             self._facts,
             case.label,
             bool(after),
-            again,
+            repeats,
             hashes,
             distance,
             _command(self._job.resolved.loaded, case),
@@ -349,9 +361,9 @@ class _Comparison:
             name=diagnosis.name,
             microbatch=diagnosis.microbatch,
             ranks=first.ranks,
-            index=seen.index if seen else None,
-            reference=seen.reference if seen else first.reference,
-            found=seen.found if seen else first.found,
+            index=pair_values.index if pair_values else None,
+            reference=pair_values.reference if pair_values else first.reference,
+            found=pair_values.found if pair_values else first.found,
             cause=cause(diagnosis),
             after=after,
         )
@@ -361,8 +373,8 @@ class _Comparison:
         traits, steps = case.resolved.strategy.traits, len(self._job.numbers)
         if traits.exactness == "bits":
             return None
-        more = comm_tolerance(unit_roundoff(traits.sent), case.processes, steps) if traits.sent else 0.0
-        return self._rounding_tolerance() + more
+        comm = comm_tolerance(unit_roundoff(traits.sent), case.processes, steps) if traits.sent else 0.0
+        return self._rounding_tolerance() + comm
 
     def _rounding_tolerance(self) -> float:
         """Return the tolerance for sums in a different order. See core/tolerance.py."""
@@ -376,12 +388,12 @@ class _Comparison:
 
     def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
         """Run a case. `hashes` is a different hash seed for Python, or None to keep the seed."""
-        job = self._new(case, job)
+        job = self._new_job(case, job)
         code, message = self._launch(work, case, job, hashes)
         ranks = range(case.processes) if code == EXIT_DONE else ()
         return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], message)
 
-    def _new(self, case: VerifyCase, job: TraceJob) -> TraceJob:
+    def _new_job(self, case: VerifyCase, job: TraceJob) -> TraceJob:
         """Return the job for this placement, with a new folder."""
         self._launched += 1
         job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._launched))
@@ -403,26 +415,26 @@ class _Comparison:
     def _require_success(self, outcome: Outcome) -> Outcome:
         """Return an outcome that the comparison can't do without, or raise its error."""
         if outcome.code == EXIT_USAGE:
-            raise UsageError(f"the reference, one process: {outcome.message}")
+            raise UsageError(f"reference on one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
-            raise TrainingError(f"the reference, one process: {outcome.message}")
+            raise TrainingError(f"reference on one process: {outcome.message}")
         return outcome
 
 
 def _command(loaded: Loaded, case: VerifyCase) -> str:
     """Return the command that verifies only this placement of a recipe."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
-    words = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
-    return f"{shlex.join(words)} --json found.json"
+    command = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
+    return f"{shlex.join(command)} --json found.json"
 
 
 def _with_own_streams(
-    body: Callable[[Setup | None, Rendezvous], int], ready: Setup | None, rendezvous: Rendezvous
+    body: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
     """Run in a worker. Output of the worker goes to the terminal. Only the agent's report of its end is caught."""
     sys.stderr = sys.__stderr__
     try:
-        return body(ready, rendezvous)
+        return body(setup, rendezvous)
     except OwnCodeError as error:
         if rendezvous.info.size == 1:
             raise

@@ -20,19 +20,19 @@ from lockstep.verification.trace import AVERAGE, DATA, GRADIENT, LOSS, MODEL, OP
 
 EVALUATED: Final = "evaluated sum"  # the kind of a difference in evaluation, if training agrees
 _OTHER_DATA: Final = (
-    "the data set gives this process other samples than the reference: what it gives depends on the process, the time "
-    "or what was fetched before; make it a function of the index and of the generators that are seeded for each sample"
+    "the dataset returns different samples in this process than in the reference: each sample depends on the process, "
+    "the time or earlier fetches; make it a function of the index and of the generators that are seeded for each sample"
 )
 # The meaning of each kind of difference if nothing else explains it.
 _BY_KIND: Final = {
-    OWN_LOSS: "the forward pass of this micro-batch gives something else in this process",
-    LOSS: "the losses of the micro-batches agree and their sum does not: they were added in another order",
-    GRADIENT: "the losses agree and the gradients do not: they were added in another order, or one is missing",
-    MODEL: "the gradients agree and the weights do not: the optimizer's step does something else when it is cut",
-    OPTIMIZER: "the weights agree and the optimizer's state does not",
-    AVERAGE: "the weights agree and their average does not",
-    SCALARS: "all tensors agree, and the engine's own figures do not",
-    EVALUATION: "training agrees and evaluation does not: samples were left out, counted twice or computed anew",
+    OWN_LOSS: "the forward pass of this micro-batch has a different result in this process",
+    LOSS: "the losses of the micro-batches agree, but their sum differs: they were added in a different order",
+    GRADIENT: "the losses agree, but the gradients differ: they were added in a different order, or one is missing",
+    MODEL: "the gradients agree, but the weights differ: the optimizer's step has a different result on shards",
+    OPTIMIZER: "the weights agree, but the optimizer state differs",
+    AVERAGE: "the weights agree, but their average differs",
+    SCALARS: "all tensors agree, but the figures of the engine differ",
+    EVALUATION: "training agrees, but the evaluation differs: samples were skipped, counted twice or computed again",
 }
 
 
@@ -77,31 +77,33 @@ class Diagnosis:
 def cause(diagnosis: Diagnosis) -> str:
     """Return the most likely cause, in words."""
     if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
-        return _of_buffer(diagnosis)
+        return _buffer_cause(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
     if diagnosis.first.what == DATA:
-        known = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
-        return known or (of_hashes(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA)
+        data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
+        return data_cause or (
+            hash_seed_cause(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA
+        )
     if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
     if _by_hashes(diagnosis):
-        return of_hashes(diagnosis.probed.at("model", "loss"))
+        return hash_seed_cause(diagnosis.probed.at("model", "loss"))
     notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
             return notes[FOREIGN_RANDOMNESS]
-        return f"perhaps what was noted, which may matter after more micro-batches: {next(iter(notes.values()))}"
+        return f"possibly a note, which may only matter after more micro-batches: {next(iter(notes.values()))}"
     return _without_suspect(diagnosis)
 
 
-def of_hashes(where: str = "") -> str:
-    """Return the cause if a different hash seed changes the numbers. `where` is a location such as ` (net.py:12)`."""
+def hash_seed_cause(location: str = "") -> str:
+    """Return the cause if a different hash seed changes the numbers. `location` is a text such as ` (net.py:12)`."""
     return (
-        f"the order of a set of strings, or hash(), in code{where} that goes through one: Python draws it anew at each "
-        f"start, unless {VARIABLE} is set; go through sorted(...) instead"
+        f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
+        f"{VARIABLE} is set; iterate over sorted(...) instead"
     )
 
 
@@ -113,8 +115,8 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
     first = diagnosis.first
     if not diagnosis.again:
         return (
-            "a second run of the same saw something else again: a kernel is not deterministic, processes do not wait "
-            "for each other, or something depends on the clock, the system's randomness or the process"
+            "a second run of the same placement had a different result again: a kernel is not deterministic, processes "
+            "do not wait for each other, or something depends on the clock, the system's randomness or the process"
         )
     if diagnosis.place == "single on 1" and not diagnosis.resumed:
         return (
@@ -123,40 +125,40 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
         )
     if diagnosis.resumed:
         return (
-            "the checkpoint does not hold all that the rest of the run depends on: state in plain attributes, in "
-            "buffers with persistent=False or in globals, or the strategy saves or loads it wrongly; the run itself "
+            "the checkpoint does not contain all state that the rest of the run depends on, such as plain attributes, "
+            "buffers with persistent=False or globals, or the strategy saves or loads it incorrectly; the run itself "
             "agreed"
         )
-    found = _BY_KIND.get(first.what, "the strategy computes something else")
+    meaning = _BY_KIND.get(first.what, "the strategy has a different result")
     if diagnosis.probed.traits:
-        return f"{found}; perhaps since {diagnosis.probed.traits[0]}"
-    return f"{found}; {_advice(diagnosis)}"
+        return f"{meaning}; possibly because {diagnosis.probed.traits[0]}"
+    return f"{meaning}; {_advice(diagnosis)}"
 
 
 def _advice(diagnosis: Diagnosis) -> str:
     """Return what to do about a difference that user code doesn't explain."""
-    place = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
-    subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), place) if part)
+    tensor = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
+    subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), tensor) if part)
     step = "" if diagnosis.first.step is None else f" in step {diagnosis.first.step}"
     amount = "" if diagnosis.distance is None else f", by {diagnosis.distance:.3g}"
     command = diagnosis.command or "lockstep verify with --json FILE"
-    other = "use strategy single" if diagnosis.place.startswith("ddp ") else "use strategy ddp"
+    advice = "use strategy single" if diagnosis.place.startswith("ddp ") else "use strategy ddp"
     return (
-        f"the first to differ is the {subject}{step}{amount}, and nothing in the code of the model explains it: "
-        f"{other} until this is mended, and send the output of `{command}`"
+        f"the first difference is in the {subject}{step}{amount}, and nothing in the code of the model explains it; "
+        f"{advice} until this is fixed, and send the output of `{command}`"
     )
 
 
-def _of_buffer(diagnosis: Diagnosis) -> str:
+def _buffer_cause(diagnosis: Diagnosis) -> str:
     first, probed = diagnosis.first, diagnosis.probed
     module, _, name = first.name.rpartition(".")
     kind = probed.changed_buffers[first.name]
     subject = f"{name} of {module or 'the model'}{probed.at(first.name)} differs from step {first.step} on"
     if kind == SPECTRAL_KIND:
-        return f"{subject}: torch's spectral_norm moves it at each forward pass, and each process by its own only"
+        return f"{subject}: torch's spectral_norm updates it in each forward pass, and each process only runs its own"
     if is_norm(first.name, kind):
         return (
             f"{subject}: {kind} is a custom BatchNorm, and each process keeps the statistics of its own micro-batches; "
-            f"derive it from torch's BatchNorm, whose running statistics Lockstep moves once a step"
+            f"derive it from torch's BatchNorm, whose running statistics Lockstep updates once per step"
         )
-    return f"{subject}: this model updates buffers outside BatchNorm, and each process by its own micro-batches only"
+    return f"{subject}: this model updates buffers outside BatchNorm, and each process only sees its own micro-batches"

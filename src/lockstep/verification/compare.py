@@ -15,7 +15,7 @@ from lockstep.verification import trace
 from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace, Wanted
 
 EVALUATION: Final = "evaluation"
-NOT_THERE: Final = "not there"
+NOT_THERE: Final = "missing"
 
 _BUDGET_BYTES: Final = 512 << 20  # for tensors that are written whole
 
@@ -61,17 +61,19 @@ class Values:
 
 def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
     """Return all differences in the order in which they arose. The case began at position `first`."""
-    found: list[Difference] = []
+    found_differences: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
-            seen = {rank.rank: rank.steps[position - first].seen.get(kind, {}) for rank in ranks}
-            found += _of_kind(position, expected.number + 1, kind, expected.seen.get(kind, {}), seen)
+            observations = {rank.rank: rank.steps[position - first].seen.get(kind, {}) for rank in ranks}
+            found_differences += _compare_kind(
+                position, expected.number + 1, kind, expected.seen.get(kind, {}), observations
+            )
     evaluations = {rank.rank: rank.evaluation for rank in ranks}
-    found += _of_kind(None, None, EVALUATION, reference.evaluation, evaluations)
-    return found
+    found_differences += _compare_kind(None, None, EVALUATION, reference.evaluation, evaluations)
+    return found_differences
 
 
-def _of_kind(
+def _compare_kind(
     position: int | None,
     step: int | None,
     what: str,
@@ -86,25 +88,25 @@ def _of_kind(
     holders = () if what in (DATA, OWN_LOSS) else (0,)
     for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
         value = expected.get(name, NOT_THERE)
-        found = {rank: seen[name] for rank, seen in ranks.items() if name in seen}
-        wrong = tuple(rank for rank, each in found.items() if each != value)
-        if not found or not found.keys() >= {*holders}:
+        rank_values = {rank: observations[name] for rank, observations in ranks.items() if name in observations}
+        different_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != value)
+        if not rank_values or not rank_values.keys() >= {*holders}:
             yield Difference(position, step, what, name, holders, value, NOT_THERE)
-        elif wrong:
-            yield Difference(position, step, what, name, wrong, value, found[wrong[0]])
+        elif different_ranks:
+            yield Difference(position, step, what, name, different_ranks, value, rank_values[different_ranks[0]])
 
 
 def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
     """Return the tensors to inspect: the first that differs, and others that fit into the budget."""
-    chosen: list[Wanted] = []
+    wanted: list[Wanted] = []
     room = _BUDGET_BYTES
-    for each in differences:
-        if each.wanted is not None:
-            room -= trace.size_of(each.reference)
-            if chosen and room < 0:
+    for difference in differences:
+        if difference.wanted is not None:
+            room -= trace.size_of(difference.reference)
+            if wanted and room < 0:
                 break
-            chosen.append(each.wanted)
-    return frozenset(chosen)
+            wanted.append(difference.wanted)
+    return frozenset(wanted)
 
 
 def values(difference: Difference, reference: Path, found: Path) -> Values | None:
@@ -115,47 +117,59 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
     if difference.wanted is None:
         return _figures(difference)
     expected = trace.load_tensor(reference, 0, difference.wanted)
-    other = trace.load_tensor(found, difference.ranks[0], difference.wanted)
-    return None if expected is None or other is None else farthest(expected, other)
+    actual = trace.load_tensor(found, difference.ranks[0], difference.wanted)
+    return None if expected is None or actual is None else farthest(expected, actual)
 
 
-def farthest(reference: Tensor, found: Tensor) -> Values | None:
+def farthest(reference: Tensor, actual: Tensor) -> Values | None:
     """Return the pair of elements that differ most, or None if all elements are equal."""
-    if reference.shape != found.shape or reference.dtype != found.dtype:
-        one, other = (f"{each.dtype} of shape {tuple(each.shape)}" for each in (reference, found))
-        return Values(None, one, other, None)
-    expected, seen = reference.double().flatten(), found.double().flatten()
-    distance = (expected - seen).abs()
-    same = expected.isnan() & seen.isnan() | (expected == seen)
-    distance = torch.where(same, 0.0, distance.nan_to_num(math.inf, math.inf))
+    if reference.shape != actual.shape or reference.dtype != actual.dtype:
+        reference_text, actual_text = (
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (reference, actual)
+        )
+        return Values(None, reference_text, actual_text, None)
+    expected, actual_values = reference.double().flatten(), actual.double().flatten()
+    distance = (expected - actual_values).abs()
+    equal = expected.isnan() & actual_values.isnan() | (expected == actual_values)
+    distance = torch.where(equal, 0.0, distance.nan_to_num(math.inf, math.inf))
     if not distance.numel() or not bool(distance.max() > 0):
         return None
-    at = int(distance.argmax())
-    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(at), reference.shape))
+    position = int(distance.argmax())
+    index = tuple(int(coordinate) for coordinate in torch.unravel_index(torch.tensor(position), reference.shape))
     scale = float(expected.nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return Values(index, f"{float(expected[at]):.9g}", f"{float(seen[at]):.9g}", float(distance[at]), scale)
+    return Values(
+        index,
+        f"{float(expected[position]):.9g}",
+        f"{float(actual_values[position]):.9g}",
+        float(distance[position]),
+        scale,
+    )
 
 
-def largest(found: Sequence[tuple[Difference, Values]]) -> float | None:
+def largest(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
     """Return the largest distance, relative to the largest magnitude of its kind in its step.
 
     Returns None if there are no values with a distance.
     """
     scales: dict[tuple[int | None, str], float] = {}
-    for difference, each in found:
+    for difference, pair_values in pairs:
         key = difference.position, difference.what
-        scales[key] = max(scales.get(key, 0.0), each.scale)
-    measured = [(each.distance, scales[key.position, key.what]) for key, each in found if each.distance is not None]
-    return max((distance / scale if scale else math.inf for distance, scale in measured), default=None)
+        scales[key] = max(scales.get(key, 0.0), pair_values.scale)
+    ratios = [
+        (pair_values.distance, scales[key.position, key.what])
+        for key, pair_values in pairs
+        if pair_values.distance is not None
+    ]
+    return max((distance / scale if scale else math.inf for distance, scale in ratios), default=None)
 
 
 def _figures(difference: Difference) -> Values:
     """Compare metrics that are in the differences themselves, as hexadecimal text."""
-    one, other = _float(difference.reference), _float(difference.found)
-    if one is None or other is None:
+    expected, actual = _float(difference.reference), _float(difference.found)
+    if expected is None or actual is None:
         return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's can be long
-    distance = abs(one - other)
-    return Values(None, repr(one), repr(other), math.inf if math.isnan(distance) else distance, abs(one))
+    distance = abs(expected - actual)
+    return Values(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
 
 
 def _float(text: str) -> float | None:

@@ -17,14 +17,14 @@ _BYTES: Final = 16 << 20  # for tensors outside of modules. A larger tensor is a
 _NO_STATE: Final = (ModuleType, type, str, bytes, int, float, complex, torch.device, torch.dtype, torch.Generator)
 
 
-def held_tensors(value: Any, placed: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value refers to. Skips objects with an id in `placed`."""
-    return list(_tensors(value, {*placed}, _DEPTH))
+def held_tensors(value: Any, placed_ids: Collection[int]) -> list[Tensor]:
+    """Return the tensors that a value refers to. Skips objects with an id in `placed_ids`."""
+    return list(_tensors(value, {*placed_ids}, _DEPTH))
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """Return a digest of tensors. A tensor without plain bytes counts by its shape only."""
-    return digest(each if _is_plain(each) else torch.zeros(each.shape, dtype=torch.bool) for each in tensors)
+    return digest(tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors)
 
 
 def parts(value: Any) -> Iterable[Any]:
@@ -38,31 +38,31 @@ def parts(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _tensors(value: Any, seen: set[int], depth: int) -> Iterator[Tensor]:
-    if isinstance(value, _NO_STATE) or value is None or id(value) in seen:
+def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
+    if isinstance(value, _NO_STATE) or value is None or id(value) in seen_ids:
         return
-    seen.add(id(value))
+    seen_ids.add(id(value))
     if isinstance(value, Tensor):
         if value.numel() * value.element_size() <= _BYTES:
             yield value
     elif isinstance(value, nn.Module):
-        yield from _of_module(value, seen, depth)
+        yield from _module_tensors(value, seen_ids, depth)
     elif depth:
-        for each in parts(value):
-            yield from _tensors(each, seen, depth - 1)
+        for part in parts(value):
+            yield from _tensors(part, seen_ids, depth - 1)
 
 
-def _of_module(module: nn.Module, seen: set[int], depth: int) -> Iterator[Tensor]:
+def _module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
     """Yield all parameters and buffers regardless of size, and the tensors in the attributes of each submodule."""
-    for part in [module, *(each for each in module.modules() if id(each) not in seen)]:
-        seen.add(id(part))
+    for part in [module, *(submodule for submodule in module.modules() if id(submodule) not in seen_ids)]:
+        seen_ids.add(id(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
+            if tensor is not None and id(tensor) not in seen_ids:
+                seen_ids.add(id(tensor))
                 yield tensor
-        for name, each in list(vars(part).items()):
+        for name, attribute in list(vars(part).items()):
             if depth and not name.startswith("_"):
-                yield from _tensors(each, seen, depth - 1)
+                yield from _tensors(attribute, seen_ids, depth - 1)
 
 
 def _is_plain(tensor: Tensor) -> bool:

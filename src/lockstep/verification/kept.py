@@ -62,17 +62,17 @@ class Kept:
 
     def changes(self, after: Self) -> Mapping[str, str]:
         """Return the values that changed and how they changed, with the line if it is known."""
-        found: dict[str, str] = {}
-        for (model, before), (_, now) in zip(self._models, after._models, strict=False):
-            for name, change in before.attribute_changes(now).items():
-                found[f"{name}{_OF_MODEL}"] = _told(change, _place_in(model, name))
-            found |= {f"{name}{_OF_MODEL}": "a buffer" for name in before.buffer_changes(now)}
+        changes: dict[str, str] = {}
+        for (model, before), (_, state_after) in zip(self._models, after._models, strict=False):
+            for name, change in before.attribute_changes(state_after).items():
+                changes[f"{name}{_OF_MODEL}"] = _describe(change, _place_in(model, name))
+            changes |= {f"{name}{_OF_MODEL}": "a buffer" for name in before.buffer_changes(state_after)}
         for name, change in self._globals.changes(after._globals).items():
-            values = [held[name] for held in (self._variables, after._variables) if name in held]
-            same = len(values) == 2 and values[0] is values[1]
-            if not values or (same and ("." in name or _is_state(values[1]))) or after._carries(name, values):
-                found[name.removeprefix(_MAIN)] = _told(change, after._globals.place(name))
-        return found
+            values = [variables[name] for variables in (self._variables, after._variables) if name in variables]
+            is_same_object = len(values) == 2 and values[0] is values[1]
+            if not values or (is_same_object and ("." in name or _is_state(values[1]))) or after._carries(name, values):
+                changes[name.removeprefix(_MAIN)] = _describe(change, after._globals.place(name))
+        return changes
 
     def _carries(self, name: str, values: Sequence[Any]) -> bool:
         """Return whether a variable that was set to a new value carries tensors from one step to the next."""
@@ -85,60 +85,64 @@ class Kept:
 
     def texts(self) -> dict[str, str]:
         """Return the state as text by name, so that another process can compare its own state with it."""
-        found: dict[str, str] = {}
-        placed = self._placed_ids()
+        texts: dict[str, str] = {}
+        placed_ids = self._placed_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
-                found[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
-            found |= {f"{name}{_OF_MODEL}": text for name, text in (state.attributes | state.buffers).items()}
-        found |= self._globals.values
+                texts[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
+            texts |= {f"{name}{_OF_MODEL}": text for name, text in (state.attributes | state.buffers).items()}
+        texts |= self._globals.values
         for name, value in self._variables.items():
-            if id(value) in placed or isinstance(value, Tensor):
+            if id(value) in placed_ids or isinstance(value, Tensor):
                 continue
-            tensors = digest_of(held_tensors(value, placed))
+            tensors = digest_of(held_tensors(value, placed_ids))
             if isinstance(value, nn.Module):
-                found[name] = f"module {tensors} {value.training}"
+                texts[name] = f"module {tensors} {value.training}"
             else:  # in addition to its text, which may contain the time
-                found[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
-        return found
+                texts[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
+        return texts
 
     def likelihoods(self) -> dict[str, int]:
         """Return how likely each variable is to affect later steps, as a number: lower is more likely.
 
         Metrics that a loop adds up are probably only for its author to read, and certainly if nothing else reads them.
         """
-        placed, found = self._placed_ids(), {}
+        placed_ids, likelihoods = self._placed_ids(), {}
         for name, value in self._variables.items():
-            kind = _likelihood(value, placed)
-            unused = kind != _TENSOR and isinstance(value, _PLAIN) and not is_used(self._scopes[name], _variable(name))
-            found[name] = _UNUSED if unused else kind
-        return found
+            kind = _likelihood(value, placed_ids)
+            is_unused = (
+                kind != _TENSOR and isinstance(value, _PLAIN) and not is_used(self._scopes[name], _variable(name))
+            )
+            likelihoods[name] = _UNUSED if is_unused else kind
+        return likelihoods
 
     def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
         """Return the state that this process lacks, compared with the `texts` of another process at the same step."""
-        found: dict[str, tuple[int, str]] = {}
+        lost_state: dict[str, tuple[int, str]] = {}
         models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
-        for key, now in self.texts().items():
+        for key, text_now in self.texts().items():
             name = key.removeprefix(_TENSORS)
-            was = before.get(key, now)
-            if was == now or (name in self._scopes and self._is_set_anew(name)):
+            text_before = before.get(key, text_now)
+            if text_before == text_now or (name in self._scopes and self._is_set_anew(name)):
                 continue
-            if name.startswith(_MODE) and f"{_MODE}the model" in found:  # the whole model includes its parts
+            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the whole model includes its parts
                 continue
-            place = _place_in(*models[name]) if name in models else self._globals.place(name)
-            told = likelihoods.get(name, _STATE), _told(change_of(was, now), place)
-            shown = name.removeprefix(_MAIN)
-            found[shown] = min(found.get(shown, told), told)
-        likely = {name: told for name, (order, told) in _sorted(found) if order <= _COUNT}
-        if not likely:
-            likely = {name: told for name, (order, told) in _sorted(found) if order == _FIGURE}
-        if not likely:  # positions of iterators can't be compared
-            likely = {name.removeprefix(_MAIN): told for name, told in self._iterators()}
-        return Lost(likely, {name: told for name, (order, told) in _sorted(found) if order == _UNUSED})
+            location = _place_in(*models[name]) if name in models else self._globals.place(name)
+            entry = likelihoods.get(name, _STATE), _describe(change_of(text_before, text_now), location)
+            label = name.removeprefix(_MAIN)
+            lost_state[label] = min(lost_state.get(label, entry), entry)
+        likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order <= _COUNT}
+        if not likely_state:
+            likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order == _FIGURE}
+        if not likely_state:  # positions of iterators can't be compared
+            likely_state = {name.removeprefix(_MAIN): description for name, description in self._iterators()}
+        return Lost(
+            likely_state, {name: description for name, (order, description) in _sorted(lost_state) if order == _UNUSED}
+        )
 
     def _placed_ids(self) -> set[int]:
-        tensors = [each for model, _ in self._models for each in (*model.parameters(), *model.buffers())]
-        return {id(each) for each in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
+        tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
+        return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
     def _is_set_anew(self, name: str) -> bool:
         return is_carried(self._scopes[name], _variable(name)) is False
@@ -146,14 +150,14 @@ class Kept:
     def _iterators(self) -> Iterator[tuple[str, str]]:
         for name, value in self._variables.items():
             code = getattr(value, "gi_code", None)
-            ours = code is not None and "/lockstep/" in code.co_filename
+            is_lockstep = code is not None and "/lockstep/" in code.co_filename
             if (
                 isinstance(value, Iterator)
                 and not isinstance(value, count)
-                and not ours
+                and not is_lockstep
                 and not self._is_set_anew(name)
             ):
-                yield name, _told("an iterator, which begins anew", self._globals.place(name))
+                yield name, _describe("an iterator, which starts again", self._globals.place(name))
 
 
 def _place_in(model: nn.Module, name: str) -> str:
@@ -169,7 +173,7 @@ def _is_state(value: Any) -> bool:
     likely metrics that a loop prints at its end.
     """
     if isinstance(value, dict | list | deque):
-        return not all(isinstance(each, int | float) for each in (value.values() if isinstance(value, dict) else value))
+        return not all(isinstance(item, int | float) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, Generator | np.random.Generator | np.random.RandomState | Random | count)
 
 
@@ -180,10 +184,10 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _likelihood(value: Any, placed: Collection[int]) -> int:
+def _likelihood(value: Any, placed_ids: Collection[int]) -> int:
     if _is_figure(value):
         return _FIGURE
-    if held_tensors(value, placed):
+    if held_tensors(value, placed_ids):
         return _TENSOR
     return _COUNT if isinstance(value, int) and not isinstance(value, bool) else _STATE
 
@@ -194,13 +198,13 @@ def _is_figure(value: Any, depth: int = 2) -> bool:
         return True
     if isinstance(value, Tensor):
         return not value.ndim and value.is_floating_point()
-    held = list(parts(value)) if depth and not isinstance(value, nn.Module | str | int) else []
-    figures = [_is_figure(each, depth - 1) for each in held]
-    return any(figures) and all(figure or isinstance(each, int) for figure, each in zip(figures, held, strict=True))
+    items = list(parts(value)) if depth and not isinstance(value, nn.Module | str | int) else []
+    figures = [_is_figure(item, depth - 1) for item in items]
+    return any(figures) and all(figure or isinstance(item, int) for figure, item in zip(figures, items, strict=True))
 
 
-def _sorted(found: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
-    return sorted(found.items(), key=lambda each: each[1][0])
+def _sorted(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:
+    return sorted(entries.items(), key=lambda entry: entry[1][0])
 
 
 def _variable(name: str) -> str:
@@ -208,5 +212,5 @@ def _variable(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _told(change: str, where: str) -> str:
-    return f"{change}, {where}" if where else change
+def _describe(change: str, location: str) -> str:
+    return f"{change}, {location}" if location else change

@@ -42,7 +42,7 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import own_modules
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
-from lockstep.verification.causes import of_hashes
+from lockstep.verification.causes import hash_seed_cause
 from lockstep.verification.kept import Kept, Lost
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
@@ -132,7 +132,7 @@ def verify(
     placement is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
-        return _of_recipe(str(function), processes, strategies, steps or _STEPS)
+        return _verify_recipe(str(function), processes, strategies, steps or _STEPS)
     if isinstance(function, str | Path):
         function = script(Path(function), ())
     rows = list(check_placements(function, processes, strategies, steps, seed=seed))
@@ -145,23 +145,26 @@ def verify(
 def check_compared(rows: Sequence[Checked]) -> None:
     """Raise UsageError if no placement was possible, so that nothing was compared."""
     if all(row.verdict == "not possible" for row in rows):
-        raise UsageError("nothing was compared: none of these placements is possible for the loop; choose others")
+        raise UsageError("nothing was compared, because the loop supports none of these placements; use different ones")
 
 
-def _of_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
+def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
-        found = verify_on(loaded, _places(processes, strategies), steps)
-    if not found.agree:
-        raise VerificationError(against(found))
-    return [Checked(each.strategy, each.processes, each.verdict, len(found.steps), each.reason) for each in found.rows]
+        verification = verify_on(loaded, _places(processes, strategies), steps)
+    if not verification.agree:
+        raise VerificationError(against(verification))
+    return [
+        Checked(row.strategy, row.processes, row.verdict, len(verification.steps), row.reason)
+        for row in verification.rows
+    ]
 
 
 def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
     """Return one process, if `processes` contains 1, and each strategy on each larger number of processes."""
-    alone: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
-    return [*alone, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
+    single: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
+    return [*single, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
 def check_placements(
@@ -186,7 +189,7 @@ def check_placements(
         code, message = loop.run("single", 1, "reference")
         if code != EXIT_DONE:
             kind = UsageError if code == EXIT_USAGE else VerificationError
-            raise kind(f"the reference, one process: {message}")
+            raise kind(f"reference on one process: {message}")
         reference = loop.trace("reference")
         places = _places(processes, strategies)
         if reference.warnings and 1 not in processes:
@@ -194,10 +197,10 @@ def check_placements(
         agreeing: list[tuple[Asked, int]] = []
         for number, (strategy, count) in enumerate(places):
             if count == 1:
-                again = _again(loop, reference, can_be_spawned(function))
-                if again.verdict == "identical":
+                rerun = _run_again(loop, reference, can_be_spawned(function))
+                if rerun.verdict == "identical":
                     agreeing.append((strategy, count))
-                yield again
+                yield rerun
                 continue
             code, message = loop.run(strategy, count, str(number))
             label = _label(strategy)
@@ -205,15 +208,15 @@ def check_placements(
                 unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
                 yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
                 continue
-            found = loop.trace(str(number))
-            departure = _mismatch(reference, found)
+            placement_trace = loop.trace(str(number))
+            departure = _mismatch(reference, placement_trace)
             if departure:
-                reads, kept, traits = loop.witnessed(strategy, count, f"{number}-witnessed")
-                cause = _likely_cause(reads, kept)
-                departure += cause or _of_model(traits, _command(function, label, count))
+                reads, changes, traits = loop.witnessed(strategy, count, f"{number}-witnessed")
+                cause = _likely_cause(reads, changes)
+                departure += cause or _model_cause(traits, _command(function, label, count))
             else:
                 agreeing.append((strategy, count))
-            yield Checked(label, count, "differs" if departure else "identical", len(found.steps), departure)
+            yield Checked(label, count, "differs" if departure else "identical", len(placement_trace.steps), departure)
         if seed is not None and agreeing and not reference.warnings and len(reference.first_run) > 1:
             yield _resume(loop, reference, agreeing, seed)
 
@@ -227,51 +230,53 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
     # Several ranks agree to stop while the next step computes, so they can't stop after the first step.
-    stop = Random(seed).randint(min(count, 2), last)
-    others = [each for each in agreeing if each[1] != count]
-    carrier, size = others[0] if others else ("single", 1)
-    resumed = f"stopped after step {stop} (seed {seed}) and resumed by {_label(carrier)} on {size}"
+    stop_step = Random(seed).randint(min(count, 2), last)
+    candidates = [placement for placement in agreeing if placement[1] != count]
+    carrier, size = candidates[0] if candidates else ("single", 1)
+    resumed = f"stopped after step {stop_step} (seed {seed}) and resumed by {_label(carrier)} on {size}"
     row = Checked(_label(strategy), count, "failed", resumed=resumed)
-    code, message = loop.run(strategy, count, "stopped", stop=stop)
+    code, message = loop.run(strategy, count, "stopped", stop=stop_step)
     if code != EXIT_DONE:
         return replace(row, reason=message)
     code, message = loop.run(carrier, size, "resumed", resumes="stopped")
     if code != EXIT_DONE:
         return replace(row, reason=f"resumed: {message}")
-    found = loop.trace("resumed")
-    departure = _mismatch(replace(reference, steps=reference.steps[stop:]), found)
+    resumed_trace = loop.trace("resumed")
+    departure = _mismatch(replace(reference, steps=reference.steps[stop_step:]), resumed_trace)
     if not departure:
-        return replace(row, verdict="identical", steps=len(found.steps))
+        return replace(row, verdict="identical", steps=len(resumed_trace.steps))
     # A second run to the same step shows values that differ between any two runs, such as a time.
-    again = [loop.run(strategy, count, name, stop=stop, witness=True)[0] for name in ("stopped-again", "stopped-twice")]
-    if again == [EXIT_DONE, EXIT_DONE]:
+    codes = [
+        loop.run(strategy, count, name, stop=stop_step, witness=True)[0] for name in ("stopped-again", "stopped-twice")
+    ]
+    if codes == [EXIT_DONE, EXIT_DONE]:
         loop.forget_varying("stopped-again", "stopped-twice")
         loop.run(carrier, size, "resumed-again", resumes="stopped-again", witness=True)
     departure += _lost_state(loop.lost("resumed-again"))
     if not loop.has_folder("reference"):
-        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed: --no-resume skips this check"
-    return replace(row, verdict="differs", steps=len(found.steps), reason=departure)
+        departure += "; lockstep.join has no dir=, so runs of this loop are never resumed; --no-resume skips this check"
+    return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=departure)
 
 
 def _lost_state(lost: Lost) -> str:
     """Return the likely cause: the state of the script that a resume lost."""
     if lost.likely:
         return (
-            f"; likely cause: no checkpoint holds {_listed(lost.likely)}; keep it in run.state from step to step, or "
-            "compute the value from step.number"
+            f"; likely cause: no checkpoint contains {_list_changes(lost.likely)}; store it in run.state, or compute "
+            "it from step.number"
         )
-    unused = f"; or {_listed(lost.unused)}, which it seems not to read" if lost.unused else ""
+    unused_text = f"; or {_list_changes(lost.unused)}, which it does not seem to read" if lost.unused else ""
     return (
-        "; likely cause: the loop depends on something that no checkpoint holds, and that is in none of the variables "
-        f"that it reads: a file, the clock, or the state of an object of a library{unused}"
+        "; likely cause: the loop depends on something that is in no checkpoint and in none of the variables that it "
+        f"reads: a file, the clock, or the state of an object of a library{unused_text}"
     )
 
 
-def _listed(changes: Mapping[str, str]) -> str:
+def _list_changes(changes: Mapping[str, str]) -> str:
     return list_some([f"{name} ({change})" for name, change in changes.items()], _SHOWN)
 
 
-def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
+def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
     """Run the reference again, with a different hash seed if the function can be sent to a new process.
 
     A fault in the data doesn't always show in a few steps, because they see each sample once. Therefore a warning in
@@ -283,40 +288,40 @@ def _again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
     code, message = loop.run("single", 1, "again", hashes)
     if code != EXIT_DONE:
         return Checked("single", 1, "failed", reason=message)
-    found = loop.trace("again")
-    departure = _mismatch(reference, found)
+    rerun_trace = loop.trace("again")
+    departure = _mismatch(reference, rerun_trace)
     if not departure:
-        note = "" if hashes else "with the same order of sets: give a function of a module, not of this script"
-        return Checked("single", 1, "identical", len(found.steps), note)
+        note = "" if hashes else "with the same hash seed; to test another one, pass a function of an importable module"
+        return Checked("single", 1, "identical", len(rerun_trace.steps), note)
     if hashes and loop.run("single", 1, "third")[0] == EXIT_DONE and not _mismatch(reference, loop.trace("third")):
-        departure += f"; likely cause: {of_hashes()}"
-    return Checked("single", 1, "differs", len(found.steps), departure)
+        departure += f"; likely cause: {hash_seed_cause()}"
+    return Checked("single", 1, "differs", len(rerun_trace.steps), departure)
 
 
-def _likely_cause(reads: Mapping[str, str], kept: Mapping[str, str]) -> str:
-    causes = [f"{what} ({where})" for what, where in reads.items()]
-    found = f"the loop reads {' and '.join(causes)}" if causes else ""
-    if kept:
-        names = [f"{name} ({change})" for name, change in kept.items()]
-        found += f"{', and ' if found else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
-    return f"; likely cause: {found}; let the loop follow from its data and its model alone" if found else ""
+def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
+    causes = [f"{source} ({location})" for source, location in reads.items()]
+    cause = f"the loop reads {' and '.join(causes)}" if causes else ""
+    if changes:
+        names = [f"{name} ({change})" for name, change in changes.items()]
+        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
+    return f"; likely cause: {cause}; make the loop depend only on its data and its model" if cause else ""
 
 
-def _of_model(traits: Sequence[str], command: str) -> str:
+def _model_cause(traits: Sequence[str], command: str) -> str:
     """Return the part of the model that may depend on the strategy, or else the advice for the user."""
     if traits:
-        return f"; perhaps since {traits[0]}"
+        return f"; possibly because {traits[0]}"
     return (
-        f"; nothing in the loop or its model was found that explains it: use strategy ddp or zero1 until this is "
-        f"mended, and send the output of `{command}`"
+        f"; nothing in the loop or its model explains it; use strategy ddp or zero1 until this is fixed, and send the "
+        f"output of `{command}`"
     )
 
 
 def _command(function: Callable[[], object], strategy: str, count: int) -> str:
     """Return the command that verifies only this placement of a script, or the call for a function."""
     if isinstance(function, partial) and function.func is run_script:
-        words = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
-        return shlex.join(words)
+        command = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
+        return shlex.join(command)
     return f"lockstep.verify(..., processes=({count},), strategies=({strategy!r},))"
 
 
@@ -357,9 +362,9 @@ class _Loop:
         """
         folder = self.folder / name
         folder.mkdir()
-        given = strategy if isinstance(strategy, str) else dict(strategy)
+        strategy_config = strategy if isinstance(strategy, str) else dict(strategy)
         stopped = None if resumes is None else self.folder / resumes
-        work = partial(self._work, given, folder, witness, stop, stopped)
+        work = partial(self._work, strategy_config, folder, witness, stop, stopped)
         code, text = in_workers_silently(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
 
@@ -370,10 +375,11 @@ class _Loop:
     def forget_varying(self, name: str, other: str) -> None:
         """Remove values that differ from the run `other` from the recorded state of a stopped run."""
         states = [
-            plainfile.parse_json((self.folder / each / _STATE).read_text(encoding="utf-8")) for each in (name, other)
+            plainfile.parse_json((self.folder / run_name / _STATE).read_text(encoding="utf-8"))
+            for run_name in (name, other)
         ]
-        texts, others = (dict(state["texts"]) for state in states)
-        states[0]["texts"] = {key: text for key, text in texts.items() if others.get(key) == text}
+        texts, other_texts = (dict(state["texts"]) for state in states)
+        states[0]["texts"] = {key: text for key, text in texts.items() if other_texts.get(key) == text}
         (self.folder / name / _STATE).write_text(json.dumps(states[0]), encoding="utf-8")
 
     def lost(self, name: str) -> Lost:
@@ -386,11 +392,11 @@ class _Loop:
         path = self.folder / name / _TRACE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
-            raise UsageError("the function made no step: go through run.steps(...) in it")
+            raise UsageError("the function took no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read(self.folder / name / EVENTS)]
-        plans = [{key: each[key] for key in _PLAN} for each in events if each["event"] == "started"]
-        return Trace(steps, plans, [each["text"] for each in events if each["event"] == "warning"])
+        plans = [{key: event[key] for key in _PLAN} for event in events if event["event"] == "started"]
+        return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
     def witnessed(
         self, strategy: Asked, count: int, name: str
@@ -401,13 +407,13 @@ class _Loop:
         """
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
-        kept: dict[str, str] = {}
+        changes: dict[str, str] = {}
         traits: dict[str, None] = {}
         for path in sorted((self.folder / name).glob(_WITNESSED.format("*"))):
-            found = plainfile.parse_json(path.read_text(encoding="utf-8"))
-            reads, kept = {**reads, **found["reads"]}, {**kept, **found["kept"]}
-            traits |= dict.fromkeys(found["traits"])
-        return reads, kept, [*traits]
+            observations = plainfile.parse_json(path.read_text(encoding="utf-8"))
+            reads, changes = {**reads, **observations["reads"]}, {**changes, **observations["kept"]}
+            traits |= dict.fromkeys(observations["traits"])
+        return reads, changes, [*traits]
 
     def _work(
         self,
@@ -423,7 +429,7 @@ class _Loop:
         sys.stderr = sys.__stderr__
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
-        kept: dict[str, str] = {}
+        changes: dict[str, str] = {}
         states: list[Kept] = []
         traits = ModelTraits()
 
@@ -431,15 +437,15 @@ class _Loop:
             if rank == 0:
                 with (folder / _TRACE).open("a", encoding="utf-8") as trace:
                     trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
-            if witness and states and not kept:
-                kept.update(states[0].changes(_kept(ambient)))
+            if witness and states and not changes:
+                changes.update(states[0].changes(_kept(ambient)))
             if self.steps is not None and number >= self.steps:
                 raise _Enough
             if stop is None or rank or len(ambient.runs) > 1:
                 return
             if witness and number == stop:
-                now = _kept(ambient)
-                state = {"texts": now.texts(), "likelihoods": now.likelihoods()}
+                state_now = _kept(ambient)
+                state = {"texts": state_now.texts(), "likelihoods": state_now.likelihoods()}
                 (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
                 signal.raise_signal(signal.SIGUSR1)  # the run saves itself after step `stop`, and ends
@@ -448,8 +454,8 @@ class _Loop:
         if rank == 0 and witness and resumes is not None:
             before = plainfile.parse_json((resumes / _STATE).read_text(encoding="utf-8"))
             sinks.append(_LostState(before, folder / _LOST, lambda: _kept(ambient)))
-        place, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
-        ambient = WorkerContext(rendezvous, strategy, place, keeps, observe, sinks, self.guarded)
+        run_folder, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
+        ambient = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
         recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
@@ -462,12 +468,12 @@ class _Loop:
                 if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
                     raise
             if not ambient.runs:
-                raise UsageError("it joined no run: call lockstep.join in it")
+                raise UsageError("the function joined no run; call lockstep.join in it")
             for run in ambient.runs:
                 run.close()
         if witness:
-            found = {"reads": reads, "kept": kept, "traits": traits.texts(own_modules(()).items())}
-            (folder / _WITNESSED.format(rank)).write_text(json.dumps(found), encoding="utf-8")
+            observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
+            (folder / _WITNESSED.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 
 
@@ -483,8 +489,8 @@ class _LostState:
     def write(self, event: Event, time: float) -> None:
         """See Sink. The loop over run.steps writes its first event when the script asks for the first step."""
         if isinstance(event, Started) and not self._path.exists():
-            lost = self._state().lost(self._before["texts"], self._before["likelihoods"])
-            self._path.write_text(json.dumps(lost), encoding="utf-8")
+            lost_state = self._state().lost(self._before["texts"], self._before["likelihoods"])
+            self._path.write_text(json.dumps(lost_state), encoding="utf-8")
 
     def close(self) -> None:
         """See Sink."""
@@ -502,39 +508,43 @@ def _record_reads(
     """
 
     def computing() -> int:
-        found = max((run._computing for run in ambient.runs), default=0)
-        if found and not states:
+        microbatch = max((run._computing for run in ambient.runs), default=0)
+        if microbatch and not states:
             states.append(_kept(ambient))
             for run in ambient.runs:
                 if run._model is not None:
                     traits.watch(run._model)
-        return found
+        return microbatch
 
-    with record_reads(computing) as found:
+    with record_reads(computing) as recorded:
         try:
             yield
         finally:
-            generators = {what: f"{what} random generator" for what in (PYTHON, NUMPY)}
-            reads |= {generators.get(what, what): where for what, where in found.items() if what != TORCH}
+            generators = {source: f"{source} random generator" for source in (PYTHON, NUMPY)}
+            reads |= {
+                generators.get(source, source): location for source, location in recorded.items() if source != TORCH
+            }
 
 
 def _kept(ambient: WorkerContext) -> Kept:
     return Kept([run._model for run in ambient.runs if run._model is not None])
 
 
-def _mismatch(reference: Trace, found: Trace) -> str:
+def _mismatch(reference: Trace, actual: Trace) -> str:
     """Return the first difference, or "" if there is none."""
-    for plan, other_plan in zip(reference.plans, found.plans, strict=False):
-        if wrong := next((key for key in _PLAN if plan[key] != other_plan[key]), None):
-            return f"run.steps: {wrong.removeprefix('train_')} is {other_plan[wrong]:,}, not {plan[wrong]:,}"
-    for (number, loss, digests), (other, other_loss, others) in zip(reference.steps, found.steps, strict=False):
-        if number != other:
-            return f"step {other} where the reference has step {number}"
+    for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
+        if key := next((name for name in _PLAN if plan[name] != other_plan[name]), None):
+            return f"run.steps: {key.removeprefix('train_')} is {other_plan[key]:,}, not {plan[key]:,}"
+    for (number, loss, digests), (actual_number, other_loss, actual_digests) in zip(
+        reference.steps, actual.steps, strict=False
+    ):
+        if number != actual_number:
+            return f"step {actual_number}, but the reference has step {number}"
         if loss != other_loss:
             return f"step {number}: the loss is {float.fromhex(other_loss)!r}, not {float.fromhex(loss)!r}"
-        names = [name for name in digests if digests[name] != others.get(name)]
+        names = [name for name in digests if digests[name] != actual_digests.get(name)]
         if names:
-            return f"step {number}: after the same loss other weights: {list_some(names, _SHOWN)}"
-    if len(reference.steps) != len(found.steps):
-        return f"{len(found.steps)} steps, not {len(reference.steps)}"
+            return f"step {number}: the same loss, but different weights: {list_some(names, _SHOWN)}"
+    if len(reference.steps) != len(actual.steps):
+        return f"{len(actual.steps)} steps, not {len(reference.steps)}"
     return ""

@@ -62,9 +62,9 @@ def size_of(digest: str) -> int:
     return int(digest.partition(":")[2])
 
 
-def write(path: Path, seen: Any) -> None:
+def write(path: Path, content: Any) -> None:
     """Write a dataclass of plain values."""
-    path.write_text(json.dumps(asdict(seen)), encoding="utf-8")
+    path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
 def read(path: Path, kind: type[T]) -> T:
@@ -79,15 +79,15 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
     """Write a tensor of a rank."""
-    safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _place(folder, rank, wanted))
+    safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, wanted))
 
 
 def load_tensor(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
     """Return a tensor that a rank wrote, or None if it had no such tensor."""
-    path = _place(folder, rank, wanted)
+    path = _tensor_path(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _place(folder: Path, rank: int, wanted: Wanted) -> Path:
+def _tensor_path(folder: Path, rank: int, wanted: Wanted) -> Path:
     # A tensor name may be longer than a file name can be.
     return folder / f"rank-{rank}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:32]}.safetensors"

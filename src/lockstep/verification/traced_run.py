@@ -75,30 +75,30 @@ def open_cases(loaded: Loaded) -> Setup:
     return replace(open_unplaced(loaded), guarded=False)  # differences must be found and named, not rejected
 
 
-def with_validation(ready: Setup, count: int) -> Setup:
+def with_validation(setup: Setup, count: int) -> Setup:
     """Keep only the first `count` samples of the validation split."""
-    whole = ready.data.validation
-    if whole is None:
-        return ready
-    return replace(ready, data=replace(ready.data, validation=FirstSamples(whole, min(count, len(whole)))))
+    validation = setup.data.validation
+    if validation is None:
+        return setup
+    return replace(setup, data=replace(setup.data, validation=FirstSamples(validation, min(count, len(validation)))))
 
 
-def probe(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run the process that probes data, model and loss (probe/probe.py), and write its findings to the folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        facts = facts_of(ready or _open_job(job), session.device)
+        facts = facts_of(setup or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)
     return EXIT_DONE
 
 
-def work(job: TraceJob, ready: Setup | None, rendezvous: Rendezvous) -> int:
+def work(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run one rank of a case."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        prepared = Prepared(job.resolved, ready or _open_job(job))
+        prepared = Prepared(job.resolved, setup or _open_job(job))
         with session.open_world() as world:
-            traced = _TracedRun(job, prepared, world)
-            rendezvous.status = traced.status
-            trace.write(trace.file_of(job.folder, world.rank), traced.run())
+            traced_run = _TracedRun(job, prepared, world)
+            rendezvous.status = traced_run.status
+            trace.write(trace.file_of(job.folder, world.rank), traced_run.run())
     return EXIT_DONE
 
 
@@ -165,13 +165,13 @@ class _TracedRun:
 
     def forward_backward(self, microbatches: Sequence[MicroBatch], step: Step, observe: bool = False) -> Sums:
         """See Stepping."""
-        data = {str(each.index): digest(tensors_of(each.batch)) for each in microbatches}
-        began = time.perf_counter()
+        data = {str(microbatch.index): digest(tensors_of(microbatch.batch)) for microbatch in microbatches}
+        start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
         loss = trace.text(float(sums.total))  # waits for the device
-        self._seconds += time.perf_counter() - began
-        seen = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
-        self._steps.append(StepTrace(step.number, seen))
+        self._seconds += time.perf_counter() - start
+        observations = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
+        self._steps.append(StepTrace(step.number, observations))
         self._note({trace.GRADIENT: self._engine.gradients()})
         return sums
 
@@ -180,47 +180,50 @@ class _TracedRun:
 
         If sequences are split into chunks, the losses belong to chunks, which differ between placements.
         """
-        own = [each for each in microbatches if not each.dummy]
-        if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(own):
+        real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
+        if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
             return {}
-        return {str(each.index): trace.text(float(loss)) for each, loss in zip(own, sums.own_losses, strict=True)}
+        return {
+            str(microbatch.index): trace.text(float(loss))
+            for microbatch, loss in zip(real_microbatches, sums.own_losses, strict=True)
+        }
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Stepping."""
-        seen = self._steps[-1].seen
-        began = time.perf_counter()
+        observations = self._steps[-1].seen
+        start = time.perf_counter()
         update = self._engine.update(lr, max_norm)
-        seen[trace.NORM] = {} if update.norm is None else {"": trace.text(float(update.norm))}
-        self._seconds += time.perf_counter() - began
+        observations[trace.NORM] = {} if update.norm is None else {"": trace.text(float(update.norm))}
+        self._seconds += time.perf_counter() - start
         state = self._engine.state()
         self._note({trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
         if self._world.rank == 0:  # rank 0 stands for all ranks of a sharded engine
-            seen[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
+            observations[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
         return update
 
     def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
         """Add digests of tensors to the step. Sharded tensors are gathered, some at a time, and noted by rank 0."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
-            found = {}
-            for name, whole in wholes(self._world, tensors):
-                found[name] = digest([whole])
-                wanted = Wanted(position, kind, name)
-                if wanted in self._job.wanted:
-                    trace.keep(self._job.folder, self._world.rank, wanted, whole)
+            digests = {}
+            for name, tensor in wholes(self._world, tensors):
+                digests[name] = digest([tensor])
+                request = Wanted(position, kind, name)
+                if request in self._job.wanted:
+                    trace.keep(self._job.folder, self._world.rank, request, tensor)
             # In the order of the state.
-            self._steps[-1].seen[kind] = {name: found[name] for name in tensors if name in found}
+            self._steps[-1].seen[kind] = {name: digests[name] for name in tensors if name in digests}
 
     def _save(self, progress: Progress) -> list[Saved]:
-        done = self._job.save_after
-        if done is None or progress.step != self._job.numbers[done - 1] + 1:  # a later multiple of the interval
-            return []
+        save_after = self._job.save_after
+        if save_after is None or progress.step != self._job.numbers[save_after - 1] + 1:
+            return []  # a later multiple of the interval
         state, folder = self._engine.state(), self._job.folder / store.FOLDER
         snapshot = store.Snapshot(state.model, state.optimizer, state.ema, {"engine": state.scalars})
         if not snapshot.is_whole:
-            shards.save(self._world, folder, done, snapshot, keep=1, best=False)
+            shards.save(self._world, folder, save_after, snapshot, keep=1, best=False)
         elif self._world.rank == 0:
-            store.save(folder, done, snapshot, keep=1, best=False)
+            store.save(folder, save_after, snapshot, keep=1, best=False)
         return []
 
     def _evaluate(self) -> dict[str, str]:
@@ -232,6 +235,6 @@ class _TracedRun:
         return {name: trace.text(value.tolist()) for name, value in sums.items()}
 
 
-def checkpoint_of(folder: Path, done: int) -> Path:
-    """Return the path of the checkpoint that a case saved after `done` steps."""
-    return folder / store.FOLDER / store.step_name(done)
+def checkpoint_of(folder: Path, steps_done: int) -> Path:
+    """Return the path of the checkpoint that a case saved after `steps_done` steps."""
+    return folder / store.FOLDER / store.step_name(steps_done)
