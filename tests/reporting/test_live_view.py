@@ -26,7 +26,7 @@ def test_a_run_alone_has_progress_figures_a_curve_and_what_happened() -> None:
     assert rest[0].split("│")[0].strip() == "1.98"
     assert rest[0].split("│")[1].startswith("█")
     assert rest[5].split("│")[0].strip() == "0.4321"
-    assert rest[-1].endswith("evaluated after step 69: loss/validation 0.1023  top1 98.61 %  top5 100.00 %")
+    assert rest[-1].endswith("evaluated after step 69: loss/validation 0.1023, top1 98.61 %, top5 100.00 %")
 
 
 def test_several_runs_have_a_line_of_curve_each_and_names_before_what_happened() -> None:
