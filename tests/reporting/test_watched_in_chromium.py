@@ -84,7 +84,7 @@ def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(browse: Brow
         cell = "document.querySelector('tbody').textContent"
         last = f"{TRACE}.data[0].y.at(-1)"
         assert await tab.value(f"{TRACE}.data[0].y.length") == 10
-        assert "step 10/690" in await tab.value("document.querySelector('section').textContent")
+        assert "step10/690" in await tab.value("document.querySelector('section').textContent")
         live.publish(stepped(11, 0.125), evaluated())
         await tab.until(f"{last} === 0.125")
         assert await tab.value("document.querySelector('progress').value") == 69
@@ -154,7 +154,7 @@ def test_it_fits_a_phone_and_follows_the_system_colours(browse: Browse, live: Li
         await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
         assert await tab.value("document.documentElement.scrollWidth") <= width
         ground = await tab.value("getComputedStyle(document.body).backgroundColor")
-        text = await tab.value(f"getComputedStyle({TRACE}.querySelector('.legendtext')).fill")
+        text = await tab.value(f"getComputedStyle({TRACE}.querySelector('.ytick text')).fill")
         dark, bright = ("rgb(13, 17, 23)", "rgb(230, 237, 243)"), ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
         assert (ground, text) == (dark if scheme == "dark" else bright)
 
@@ -167,7 +167,7 @@ def test_what_runs_are_called_is_text(browse: Browse, tmp_path: Path) -> None:
     async def look(tab: Tab) -> None:
         assert await tab.value("document.images.length") == 0
         assert "<img src=x" in await tab.value("document.querySelector('h2').textContent")
-        assert "<img src=x" in await tab.value(f"{TRACE}.querySelector('.legendtext').textContent")
+        assert "<img src=x" in await tab.value(f"{TRACE}.data[0].meta.name")
 
     with live.server:
         visit(browse, live, look)

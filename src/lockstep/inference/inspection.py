@@ -19,7 +19,7 @@ from lockstep.inference.residuals import residuals
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_validation
 from lockstep.reporting import wording
-from lockstep.reporting.charts import lines
+from lockstep.reporting.charts import RUNS, lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import History, evaluation_curve
 from lockstep.reporting.run_view import RunView
@@ -77,7 +77,19 @@ def inspect_runs(
         sections.append(Words("", [f"Nothing of {folder}: {reason}" for folder, reason in problems.items()]))
     if by_position := {folder: each.line for folder, each in done.items() if each.line}:
         x, y = "tokens before it in the context", "loss"
-        sections.append(lines("Loss by position", x, y, by_position, note=_BY_POSITION, from_zero=False))
+        names = [each.folder for each in found]  # of all runs, for the colors of the other charts
+        sections.append(
+            lines(
+                "Loss by position",
+                x,
+                y,
+                by_position,
+                names=names,
+                legend=RUNS,
+                note=_BY_POSITION,
+                from_zero=False,
+            )
+        )
     sections += [section for each in done.values() for section in each.sections]
     return Inspection(sections, [*problems.values()])
 

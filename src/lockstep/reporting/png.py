@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import UsageError
-from lockstep.reporting.charts import Chart, plain
+from lockstep.reporting.charts import KEY_HEIGHT, Chart, plain
 from lockstep.reporting.page import Section
 
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
 _SCALE: Final = 2
+_MOST_ABOVE: Final = 8  # traces whose names are above the chart
+_BESIDE: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
 
 
 def check_png() -> None:
@@ -38,6 +40,11 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     for chart, path in zip(charts, paths, strict=True):
         title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
         layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
+        keys = len(chart.figure["data"])
+        if chart.legend and keys > 1:  # an image has no legend of the page
+            layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * keys}
+            # plotly gives a legend above the chart half of the height, and one beside it all of the height.
+            layout |= {"legend": _BESIDE} if keys > _MOST_ABOVE else {}
         size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
         drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
     write_fig_from_object_sync(drawn, kopts={"path": _browser()})
