@@ -98,7 +98,7 @@ def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
     (failed / "result.json").write_text('{"event": "failed", "reason": "loss is nan\\u001b[2J"}')
     before = files(tmp_path)
     assert watch(str(first), code=0).stdout.splitlines()[-2].startswith(f"{first} is done in 0:02")
-    assert f"{saved} stopped by SIGTERM; another start" in watch(str(saved), str(first), code=75).stdout
+    assert f"{saved} stopped by SIGTERM; start it again" in watch(str(saved), str(first), code=75).stdout
     assert watch(str(failed), code=1).stdout.splitlines()[-1] == f"{failed} failed: loss is nan\\x1b[2J"
     assert files(tmp_path) == before
 
@@ -181,8 +181,8 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
     warnings = [each.words for each in found.notices if each.kind == "warning"]
-    assert f"{run}/events.jsonl:3: not an event; left out" in warnings
-    assert f"{run}/events.jsonl:4: not an event; left out" in warnings
+    assert f"{run}/events.jsonl:3: not an event; skipped" in warnings
+    assert f"{run}/events.jsonl:4: not an event; skipped" in warnings
     assert sum("an event of no known form is left out" in each for each in warnings) == 2
     assert found.status.step == 69
 

@@ -125,7 +125,7 @@ def test_files_that_were_skipped_are_counted_once() -> None:
     skipped = [(time, Skipped(step=9, epoch=0, samples=576, files=("a.jpg", "b.jpg"))) for time in (163.0, 164.0)]
     runs = [viewed(*GOING, *skipped), viewed(name="runs/b", state="died"), viewed(name="runs/c", state="died")]
     [words] = [each for each in sections(runs) if isinstance(each, Words)]
-    assert words.paragraphs[0].startswith("runs/b, runs/c ended without a reason, as SIGKILL")
+    assert words.paragraphs[0].startswith("runs/b, runs/c ended without recording a reason")
     assert words.paragraphs[1:] == ["runs/a skipped 2 unreadable files; see skipped.txt"]
     assert words.title == "Why runs stopped"
     assert not any(isinstance(each, Words) for each in sections([viewed(*GOING)]))

@@ -13,7 +13,7 @@ from lockstep.reporting.run_log import History, RunStart, RunStatus
 
 State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
-_NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
+_NO_REASON: Final = "ended without recording a reason (killed, out of memory or host lost); see logs/ in the run folder"
 STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
 _MOST_NAMES: Final = 5  # names of runs in a line
 _ACTIVE: Final = ("running", "queued")
@@ -212,7 +212,7 @@ def _placement(start: RunStart) -> str:
 
 def _why(run: RunView) -> str:
     """Return why a run ended early, or empty text if it didn't."""
-    stopped = f"stopped by {run.status.reason or 'a signal'}; another start resumes there"
+    stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 

@@ -71,10 +71,14 @@ def job_of(folder: Path) -> Submitted | None:
         raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it holds the number of the job") from error
 
 
-def failure(folder: Path) -> str:
-    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure."""
+def failure(folder: Path, *, ignore_transient: bool = False) -> str:
+    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure.
+
+    With `ignore_transient`, a failure after which a scheduler starts the run again doesn't count.
+    """
     found = json_in(folder / RESULT)
-    reason = found.get("reason") if found.get("event") == "failed" else None
+    is_failure = found.get("event") == "failed" and not (ignore_transient and found.get("cause") == "transient")
+    reason = found.get("reason") if is_failure else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
 
 
