@@ -51,7 +51,7 @@ def files(run: Path) -> dict[str, tuple[int, int]]:
 def test_a_run_that_begins_is_killed_resumes_and_ends(start: Start, killed: Start) -> None:
     """The page is asked while the run stands still, and what is left of its log is shown as it is resumed."""
     seen = start("watch", "run", "--wait", "--port", "0")
-    seen.until(lambda: "waiting for a run to begin" in seen.out)
+    seen.until(lambda: "waiting for a run to start" in seen.out)
     training = (*DIGITS, "placement.processes=1", "run.save_every={steps: 5}")
     killed("train", *training, run="run", step=8)
     seen.until(lambda: "saved after step 5" in seen.out)
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", started())
     with PageServer("127.0.0.1", 0) as server:
         port = server.url.rstrip("/").rpartition(":")[2]
-        assert watch(str(run), "--port", port, code=2).stderr.startswith(f"error: --port {port}: cannot listen there")
+        assert watch(str(run), "--port", port, code=2).stderr.startswith(f"error: --port {port}: cannot listen: ")
 
 
 def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(

@@ -176,7 +176,10 @@ def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
     stream = Terminal()
     write(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
     assert "single on 1" in stream.getvalue()
-    assert "left out, for want of room: waiting, data, computing, peak memory, efficiency" in stream.getvalue()
+    assert (
+        "hidden, because the terminal is too narrow: waiting, data, computing, peak memory, efficiency"
+        in stream.getvalue()
+    )
 
 
 def test_the_files(tmp_path: Path) -> None:

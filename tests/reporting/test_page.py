@@ -63,7 +63,7 @@ def test_the_policy_allows_its_own_two_scripts_alone(html: str) -> None:
 
 
 def test_a_tile_that_would_be_loaded_is_none() -> None:
-    with pytest.raises(ValueError, match=r"a tile of https://example\.org/x\.png"):
+    with pytest.raises(ValueError, match=r"Tile\.source: expected a data: URI, got https://example\.org/x\.png"):
         page("t", [Tiles("t", [Tile("https://example.org/x.png", ["x"])])])
 
 

@@ -93,7 +93,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         if not self.source.startswith("data:"):  # a browser would load any other URI
-            raise ValueError(f"a tile of {self.source[:40]}")
+            raise ValueError(f"Tile.source: expected a data: URI, got {self.source[:40]}")
 
 
 @dataclass(frozen=True)
