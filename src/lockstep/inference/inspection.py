@@ -6,6 +6,7 @@ Each run is evaluated in this process. Its task decides which examples the page 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -90,7 +91,10 @@ def inspect_runs(
                 from_zero=False,
             )
         )
-    sections += [section for each in done.values() for section in each.sections]
+    of_runs = [(folder, section) for folder, each in done.items() for section in each.sections]
+    if len(found) == 1:  # the heading of the page is its name
+        of_runs = [(run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in of_runs]
+    sections += [section for _, section in of_runs]
     return Inspection(sections, [*problems.values()])
 
 
