@@ -71,6 +71,17 @@ def test_many_runs_have_their_progress_in_one_table() -> None:
     assert not still.done
 
 
+def test_a_live_page_shows_a_figure_of_a_single_run_once() -> None:
+    sections = live_sections([viewed(*GOING)])
+    [bar, *_], [grid, *_] = sections, [each for each in sections if isinstance(each, Figures) and each.title == "Run"]
+    assert isinstance(bar, ProgressBar)
+    assert {name for name, _ in grid.figures}.isdisjoint(name for name, _ in bar.figures)
+    assert "starts" in dict(grid.figures)
+    [told] = [each for each in sections if each.title == "Latest events"]
+    assert isinstance(told, Table)
+    assert told.columns == ["time", "event"]
+
+
 def test_the_name_of_a_run_alone_is_in_no_row() -> None:
     run = viewed(*GOING, (162.0, saved()), (163.0, saved()))
     for page in (sections([run]), live_sections([run])):

@@ -8,6 +8,7 @@ import pytest
 from browser import Browse, Tab, chromium
 from component import require_chromium
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped, write
+from view_examples import GOING, viewed
 
 from lockstep.jobs.reader import Watch
 from lockstep.reporting import page_server
@@ -159,6 +160,28 @@ def test_it_fits_a_phone_and_follows_the_system_colours(browse: Browse, live: Li
         assert (ground, text) == (dark if scheme == "dark" else bright)
 
     visit(browse, live, look, scheme, width)
+
+
+def test_a_table_stays_open_and_scrolled_as_rows_come(browse: Browse) -> None:
+    saves = [(200.0 + number, saved()) for number in range(20)]
+    server = PageServer("127.0.0.1", 0)
+
+    def publish(count: int) -> None:
+        server.publish([viewed(*GOING, *saves[:count], name=f"runs/{number}") for number in range(4)], over=False)
+
+    async def look(tab: Tab) -> None:
+        await tab.width(390)
+        await tab.until(f"{TRACE}?.querySelector('.main-svg')")
+        runs, open_ = "document.querySelector('.wide')", "document.querySelector('details:has(table)')"
+        await tab.value(f"({open_}.open = true, {runs}.scrollTo(120, 0))")
+        publish(9)
+        await tab.until(f"{open_}.textContent.includes('36 rows')")
+        assert await tab.value(f"[{open_}.open, {runs}.scrollLeft]") == [True, 120]
+        assert tab.problems == []
+
+    with server:
+        publish(8)
+        browse(server.url, look)
 
 
 def test_what_runs_are_called_is_text(browse: Browse, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ const note = document.getElementById("note");
 const switches = document.getElementById("switches");
 const shown = new Map();
 let tag = "", over = false;
-// A table that the reader opened stays open.
+// A table that the reader opened stays open, and keeps its place when it is scrolled.
 const replace = (section, html) => {
   const isOpen = section.querySelector("details")?.open;
+  const left = section.querySelector(".wide")?.scrollLeft;
   section.innerHTML = html;
   if (isOpen) section.querySelector("details")?.setAttribute("open", "");
+  if (left) section.querySelector(".wide")?.scrollTo(left, 0);
 };
 const update = ({title, parts}) => {
   document.title = title;

@@ -1,6 +1,6 @@
 """A page about any number of runs, with tables and charts. For runs in progress, it also shows progress bars."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -51,13 +51,14 @@ def live_sections(runs: Sequence[RunView]) -> list[Section]:
 
     A few runs have a progress bar each, with all figures. Many runs have theirs in the table of runs.
     """
-    rows = [[clock(notice.time), name, notice.words] for name, notice in reversed(latest(runs, _NOTICES))]
-    told = _of_runs(Table("Latest events", ["time", "run", "event"], rows), runs, at=1)
     has_bars = len(runs) <= _MOST_BARS
     outline = _outline(runs, with_progress=not has_bars)
     progress: list[Section] = [*map(_progress, runs)] if has_bars else outline[:1]
     rest = outline if has_bars else outline[1:]
-    shown = [*progress, *curve_sections(_histories(runs)), told, *rest, _starts(runs), _saves(runs)]
+    if len(runs) == 1:
+        known = {name for name, _ in _progress(runs[0]).figures}
+        rest = [_without(each, known) if isinstance(each, Figures) else each for each in rest]
+    shown = [*progress, *curve_sections(_histories(runs)), _events(runs), *rest, _starts(runs), _saves(runs)]
     return _filled(shown)
 
 
@@ -185,12 +186,18 @@ def _filled(shown: Sequence[Section]) -> list[Section]:
     ]
 
 
-def _of_runs(table: Table, runs: Sequence[RunView], at: int = 0) -> Table:
-    """Return a table without its column of run names if there is a single run."""
-    if len(runs) > 1:
-        return table
-    rows = [[cell for place, cell in enumerate(row) if place != at] for row in table.rows]
-    return replace(table, columns=[each for place, each in enumerate(table.columns) if place != at], rows=rows)
+def _without(grid: Figures, names: Collection[str]) -> Figures:
+    return replace(grid, figures=[(name, value) for name, value in grid.figures if name not in names])
+
+
+def _events(runs: Sequence[RunView]) -> Table:
+    """Return a table of the latest events. It only names the runs if there are several."""
+    events = [*reversed(latest(runs, _NOTICES))]
+    if len(runs) == 1:
+        rows = [[clock(notice.time), notice.words] for _, notice in events]
+        return Table("Latest events", ["time", "event"], rows)
+    rows = [[clock(notice.time), name, notice.words] for name, notice in events]
+    return Table("Latest events", ["time", "run", "event"], rows)
 
 
 def _progress(run: RunView) -> ProgressBar:
