@@ -15,9 +15,10 @@ import lockstep
 from lockstep.config.load import load, to_yaml
 from lockstep.errors import UsageError
 from lockstep.jobs.reader import runs_by_name
+from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import JsonLines
-from lockstep.reporting.page import Table
-from lockstep.reporting.run_page import charts, sections
+from lockstep.reporting.page import Figures, Table
+from lockstep.reporting.run_page import curve_sections, sections
 from lockstep.runs.runs import machine_of
 from lockstep.training.events import Event
 
@@ -45,14 +46,14 @@ def tables(*folders: Path) -> dict[str, list[dict[str, str]]]:
 
 
 def test_a_page_of_two_runs() -> None:
-    run_folder("a", started(), stepped(), evaluated(), saved(), done())
+    run_folder("a", started(), stepped(30, 0.75), stepped(), evaluated(), saved(), done())
     run_folder("b", started(), stepped(30, 0.5), overrides=("recipe.optimizer.lr=0.3", "placement.processes=2"))
     assert report().stdout == "written report.html\n"
     html = Path("report.html").read_text(encoding="utf-8")
     charts = [json.loads(text) for text in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', html)]
     loss = next(each for each in charts if each["layout"]["yaxis"]["title"]["text"] == "loss")
     drawn = {trace["name"]: trace["y"] for trace in loss["data"]}
-    assert drawn == {"runs/a, training": [0.43214], "runs/a, validation": [0.1023], "runs/b, training": [0.5]}
+    assert drawn == {"runs/a, training": [0.75, 0.43214], "runs/a, validation": [0.1023], "runs/b, training": [0.5]}
     assert "<title>2 runs</title>" in html
 
 
@@ -92,6 +93,9 @@ def test_tables() -> None:
     first, second = found["Runs"]
     assert first == {
         "run": "runs/a",
+        "recipe.optimizer.lr.value": "0.1",
+        "placement.strategy.name": "single",
+        "placement.processes": "1",
         "state": "done",
         "step": "690/690",
         "time": "0:04",
@@ -101,40 +105,53 @@ def test_tables() -> None:
         "samples/s": "4,416",
         "starts": "1",
         "weights": "0123456789ab",
-        "machine": "2 cores of EPYC, torch 2.15.0",
     }
     assert (second["state"], second["step"], second["starts"], second["weights"]) == ("died", "50/690", "2", "")
-    assert [[*row.values()] for row in found["What differs"]] == [
-        ["runs/a", "0.1", "single", "1"],
-        ["runs/b", "0.3", "ddp", "2"],
-    ]
+    assert [*second.values()][:4] == ["runs/b", "0.3", "ddp", "2"]
+    assert "What differs" not in found
     assert [list(row.values()) for row in found["Restarts"]] == [
         ["runs/b", "0", "0:00", "single on 1, cpu", "0"],
         ["runs/b", "46", "0:02", "ddp on 2, cpu", "23"],
     ]
     assert [list(row.values()) for row in found["Checkpoints"]] == [
-        ["runs/a", "690", "0:03", "0.10 s", "0123456789ab", "best so far"]
+        ["runs/a", "690", "0:03", "0.10 s", "0123456789ab", "yes"]
     ]
 
 
+def test_more_than_three_keys_that_differ_have_a_table() -> None:
+    run_folder("a", started(), stepped(), done())
+    run_folder(
+        "b", started(), stepped(), done(), overrides=("recipe.seed=1", "recipe.epochs=9", "recipe.clip_norm=2.5")
+    )
+    assert {"recipe.seed", "recipe.epochs", "recipe.clip_norm"} < tables()["Runs"][1].keys()
+    overrides = ("recipe.seed=2", "recipe.batch=128")
+    run_folder("c", started(), stepped(), done(), overrides=overrides)
+    found = tables()
+    assert [*found["What differs"][2].values()] == ["runs/c", "2", "25", "128", "1.0"]
+    assert found["Runs"][2].keys().isdisjoint({"recipe.seed", "machine"})  # one machine is named below the table
+
+
 def test_the_charts_begin_with_the_losses_and_end_with_the_machine() -> None:
-    run_folder("a", started(), stepped(), evaluated(), replace(evaluated(), weights="ema"), done())
+    twice = [replace(evaluated(), step=step, weights=weights) for weights in ("model", "ema") for step in (46, 69)]
+    run_folder("a", started(), stepped(46), *twice, stepped(), done())
     found, _ = runs_by_name([Path("runs")])
-    drawn = charts({run.folder: run.history for run in found})
+    drawn = [each for each in curve_sections({run.folder: run.history for run in found}) if isinstance(each, Chart)]
     assert [each.title for each in drawn] == [
         *("loss", "top1", "top5", "loss/validation/ema", "top1/ema", "top5/ema"),
         *("samples/s", "learning rate", "norm of the gradient", "peak memory, MiB"),
     ]
-    assert drawn[-1].figure["data"][0]["y"] == [1000 / 2**20]
+    assert drawn[-1].figure["data"][0]["y"] == [1000 / 2**20] * 2
     percent = {each.title: "tickformat" in each.figure["layout"]["yaxis"] for each in drawn}
     assert (percent["top1"], percent["top1/ema"], percent["loss"]) == (True, True, False)
 
 
 def test_one_run_differs_from_none() -> None:
     run_folder("a", started(), stepped(), done())
-    found = tables(Path("runs/a"), Path("runs"))  # named twice
-    assert len(found["Runs"]) == 1
-    assert not {"What differs", "Restarts"} & found.keys()
+    runs, _ = runs_by_name([Path("runs/a"), Path("runs")])  # named twice
+    grid, *others = sections(runs)
+    assert isinstance(grid, Figures)
+    assert dict(grid.figures)["machine"] == "2 cores of EPYC, torch 2.15.0"
+    assert not {"Runs", "What differs", "Restarts"} & {each.title for each in others}
 
 
 def test_runs_of_strangers(here: Path) -> None:

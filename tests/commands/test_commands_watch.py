@@ -51,7 +51,7 @@ def files(run: Path) -> dict[str, tuple[int, int]]:
 def test_a_run_that_begins_is_killed_resumes_and_ends(start: Start, killed: Start) -> None:
     """The page is asked while the run stands still, and what is left of its log is shown as it is resumed."""
     seen = start("watch", "run", "--wait", "--port", "0")
-    seen.until(lambda: "waiting for a run to begin" in seen.out)
+    seen.until(lambda: "waiting for a run to start" in seen.out)
     training = (*DIGITS, "placement.processes=1", "run.save_every={steps: 5}")
     killed("train", *training, run="run", step=8)
     seen.until(lambda: "saved after step 5" in seen.out)
@@ -98,7 +98,7 @@ def test_how_runs_ended_and_with_which_code(tmp_path: Path) -> None:
     (failed / "result.json").write_text('{"event": "failed", "reason": "loss is nan\\u001b[2J"}')
     before = files(tmp_path)
     assert watch(str(first), code=0).stdout.splitlines()[-2].startswith(f"{first} is done in 0:02")
-    assert f"{saved} stopped by SIGTERM; another start" in watch(str(saved), str(first), code=75).stdout
+    assert f"{saved} stopped by SIGTERM; start it again" in watch(str(saved), str(first), code=75).stdout
     assert watch(str(failed), code=1).stdout.splitlines()[-1] == f"{failed} failed: loss is nan\\x1b[2J"
     assert files(tmp_path) == before
 
@@ -107,7 +107,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", started())
     with PageServer("127.0.0.1", 0) as server:
         port = server.url.rstrip("/").rpartition(":")[2]
-        assert watch(str(run), "--port", port, code=2).stderr.startswith(f"error: --port {port}: cannot listen there")
+        assert watch(str(run), "--port", port, code=2).stderr.startswith(f"error: --port {port}: cannot listen: ")
 
 
 def test_of_a_folder_the_runs_that_go_on_are_watched_and_those_that_begin(
@@ -181,8 +181,8 @@ def test_lines_that_are_no_events_are_left_out_and_said(tmp_path: Path) -> None:
     found = followed.view(None)
     assert [point.step for point in found.history.curves["loss/train"]] == [1, 2]
     warnings = [each.words for each in found.notices if each.kind == "warning"]
-    assert f"{run}/events.jsonl:3: not an event; left out" in warnings
-    assert f"{run}/events.jsonl:4: not an event; left out" in warnings
+    assert f"{run}/events.jsonl:3: not an event; skipped" in warnings
+    assert f"{run}/events.jsonl:4: not an event; skipped" in warnings
     assert sum("an event of unknown form was skipped" in each for each in warnings) == 2
     assert found.status.step == 69
 

@@ -104,7 +104,7 @@ def test_figures_as_json(folder: Path) -> None:
 def test_a_table_for_people(folder: Path) -> None:
     run_folder(folder, "a", STARTED, STEP, STOPPED, job=12)
     head, line, why = show().stdout.splitlines()
-    assert why == "runs/a stopped by SIGTERM; another start resumes there"
+    assert why == "runs/a stopped by SIGTERM; start it again to resume"
     assert head.split() == ["run", "state", "loss", "step", "job", "left", "last", "samples/s", "epoch"]
     assert line.split()[:7] == ["runs/a", "saved", "train", "0.2500", "10/50", "12", "0:40"]
     assert line.split()[-4:] == ["d", "ago", "64", "1/5"]
@@ -155,10 +155,26 @@ def test_why_a_run_failed(folder: Path) -> None:
     (run_folder(folder, "odd", STARTED) / "result.json").write_text('{"event": "failed", "reason": [1]}')
     *_, bad, odd = show().stdout.splitlines()
     assert bad == "runs/bad failed: loss is nan at step 2\\x1b[2J"
-    assert odd.startswith("runs/odd ended without a reason, as SIGKILL")
+    assert odd.startswith("runs/odd ended without recording a reason")
     assert states() == {"runs/bad": "failed", "runs/done": "done", "runs/odd": "died"}
     failures = {each["run"]: each["failure"] for each in json.loads(show("--json").stdout)}
     assert failures == {"runs/bad": "loss is nan at step 2\\x1b[2J", "runs/done": None, "runs/odd": None}
+
+
+@pytest.mark.parametrize(
+    ("cause", "state", "why"),
+    [
+        ("data", "failed", "failed: train.bin: not found"),
+        ("transient", "saved", "stopped by SIGTERM; start it again to resume"),  # a scheduler starts it again
+    ],
+)
+def test_a_saved_run_whose_next_start_failed_has_the_reason_of_that_start(
+    folder: Path, cause: str, state: str, why: str
+) -> None:
+    failed = {"event": "failed", "time": 120.0, "exit_code": 1, "reason": "train.bin: not found", "cause": cause}
+    (run_folder(folder, "a", STARTED, STEP, STOPPED) / "result.json").write_text(json.dumps(failed), encoding="utf-8")
+    assert show().stdout.splitlines()[-1] == f"runs/a {why}"
+    assert states() == {"runs/a": state}
 
 
 @pytest.mark.parametrize(
@@ -202,7 +218,7 @@ def test_a_log_of_wrong_types_is_one_line(folder: Path) -> None:
     assert all(line.startswith("runs/") for line in table[1:])
     [silent] = [line for line in ends if "reason" in line]
     assert silent.count("runs/") == 5
-    assert " more ended without a reason" in silent
+    assert " more ended without recording a reason" in silent
     assert len(found.stderr.splitlines()) == found.stdout.count("unreadable")
     assert found.stderr.count("not a log of this version") > 100
 

@@ -50,8 +50,9 @@ class Page:
             if found := re.search(r'<script type="application/json"[^>]*>(.*?)</script>', body):
                 self.charts[title] = json.loads(found[1])["data"]
             elif "<thead>" in body:
-                names = re.findall(r"<th scope=col>(.*?)</th>", body)
-                cells = re.findall(r"<t[hd](?: scope=row| class=long)?>(.*?)</t[hd]>", body.partition("<tbody>")[2])
+                names = re.findall(r"<th scope=col(?: class=long)?>(.*?)</th>", body)
+                cell = r"<t[hd](?: scope=row| class=long)?>(?:<span>)?(.*?)(?:</span>)?</t[hd]>"
+                cells = re.findall(cell, body.partition("<tbody>")[2])
                 self.tables[title] = [dict(zip(names, row, strict=True)) for row in chunks(cells, len(names))]
             self.tiles += re.findall(r'<img src="(.*?)" alt="(.*?)">', body)
             self.texts[title] = unescape(re.sub("<[^>]*>", "", body))
@@ -64,7 +65,7 @@ def chunks(cells: list[str], size: int) -> list[list[str]]:
 def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
     command = run("report", "run", "--examples", TRUST)
     page = Page(tmp_path / "report.html")
-    right, wrong = page.charts["run: samples by class"]
+    right, wrong = page.charts["samples by class"]
     matrix = [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)]
     assert matrix == json.loads((trained / "last-evaluation.json").read_text())["confusion"]
     last = events(trained, "evaluated")[-1]
@@ -79,7 +80,7 @@ def test_the_matrix_is_that_of_the_runs_evaluation(run, trained, tmp_path):
     for source, name in page.tiles:
         number = int(name.removeprefix("sample "))
         assert torch.equal(pixels(source)[7::14, 7::14], validation.images[number, 0])
-        assert f"true {int(validation.targets[number])} " in page.texts["run: worst mistakes"]
+        assert f"true {int(validation.targets[number])} " in page.texts["worst mistakes"]
 
 
 def both(right: dict, wrong: dict) -> list:
@@ -136,8 +137,8 @@ def test_the_loss_by_position_adds_up_to_the_runs_own(run, tmp_path):
     # 60 tokens, of which each but the first is a target once: the last window lacks one.
     mean = sum(loss * (5 - (place == 12)) for place, loss in zip(trace["x"], trace["y"], strict=True)) / 59
     assert mean == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["loss"], rel=1e-6)
-    assert "There are no samples: " in page.texts["run: samples of text"]
-    assert "with --tokenizer. --tokenizer is an option of `lockstep predict`." in page.texts["run: samples of text"]
+    assert "There are no samples: " in page.texts["samples of text"]
+    assert "with --tokenizer. --tokenizer is an option of `lockstep predict`." in page.texts["samples of text"]
 
 
 def test_samples_of_text_are_what_predict_generates(run, tmp_path):
@@ -145,7 +146,7 @@ def test_samples_of_text_are_what_predict_generates(run, tmp_path):
     data = "{name: text, root: text.txt, options: {context: 12, stride: 1}}"
     run("train", plain(tmp_path, stored.TOKENS, data, 4, 0.02))
     run("report", "run", "--examples")
-    text = Page(tmp_path / "report.html").texts["run: samples of text"]
+    text = Page(tmp_path / "report.html").texts["samples of text"]
     given = text.partition("sample 0")[2].split()[0]
     words = ("--tokens", "120", "--temperature", "0.8", "--seed", "0")
     assert given == run("predict", "run", "--prompt", given[:6], *words).out.strip()
@@ -160,10 +161,10 @@ def test_a_regression(run, tmp_path):
     page = Page(tmp_path / "report.html")
     [row] = page.tables["What the models do"]
     assert row["compared with the log"] == "equal"
-    drawn, _ = page.charts["run: predicted price"]
+    drawn, _ = page.charts["predicted price"]
     errors = [abs(one - other) for one, other in zip(drawn["x"], drawn["y"], strict=True)]
     assert sum(errors) / len(errors) == pytest.approx(events(tmp_path / "run", "evaluated")[-1]["mae"], rel=1e-6)
-    worst = page.tables["run: largest errors"][0]
+    worst = page.tables["largest errors"][0]
     assert abs(float(worst["true"]) - float(worst["predicted"])) == pytest.approx(max(errors), rel=1e-4)
 
 
@@ -174,7 +175,7 @@ def test_classes_of_a_table_have_the_numbers_of_their_samples(run, tmp_path):
     run("report", "run", "--examples", "recipe.model.name=nets:Embedding")
     page = Page(tmp_path / "report.html")
     assert page.tables["What the models do"][0]["compared with the log"] == "equal"
-    assert page.tables["run: worst mistakes"][0].keys() >= {"sample", "true", "predicted"}
+    assert page.tables["worst mistakes"][0].keys() >= {"sample", "true", "predicted"}
     assert page.tiles == []
 
 
@@ -185,7 +186,7 @@ def test_the_pixels_of_a_segmentation(run, tmp_path):
     page = Page(tmp_path / "report.html")
     assert page.tables["What the models do"][0]["compared with the log"] == "equal"
     matrix = json.loads((tmp_path / "run" / "last-evaluation.json").read_text())["confusion"]
-    right, wrong = page.charts["run: pixels by class"]
+    right, wrong = page.charts["pixels by class"]
     assert [[int(one or other or 0) for one, other in zip(*rows, strict=True)] for rows in both(right, wrong)] == matrix
 
 

@@ -12,6 +12,7 @@ from event_examples import SHA, done, evaluated, started, stepped
 from lockstep.comparison.output import Display, write
 from lockstep.comparison.page import sections, title
 from lockstep.comparison.result import Comparison, ResultRow, columns, conclusion, to_json
+from lockstep.reporting.charts import Chart
 from lockstep.reporting.jsonl import figures
 from lockstep.reporting.page import Table, Words
 from lockstep.reporting.run_log import History, history
@@ -28,7 +29,7 @@ def a_history(seconds: float, weights: str = SHA, ranks: int = 1) -> History:
         seconds_by_rank={what: [each] * ranks for what, each in spent.items()},
         peak_bytes_by_rank=[(rank + 1) << 20 for rank in range(ranks)],
     )
-    events = [(started(), 0.0), (stepped(), 1.0), (evaluated(), 2.0), (end, seconds)]
+    events = [(started(), 0.0), (stepped(23), 1.0), (stepped(), 1.5), (evaluated(), 2.0), (end, seconds)]
     return history([figures(event, time) for event, time in events])
 
 
@@ -175,7 +176,10 @@ def test_a_narrow_terminal_gets_whole_columns_and_what_is_asked_for(
     stream = Terminal()
     write(Comparison("digits", ROWS[:4]), tmp_path, stream, with_page=False, with_png=False)
     assert "single on 1" in stream.getvalue()
-    assert "left out, for want of room: waiting, data, computing, peak memory, efficiency" in stream.getvalue()
+    assert (
+        "hidden, because the terminal is too narrow: waiting, data, computing, peak memory, efficiency"
+        in stream.getvalue()
+    )
 
 
 def test_the_files(tmp_path: Path) -> None:
@@ -202,17 +206,16 @@ def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
         "Throughput",
         "Speed-up over one process",
         "Scaling efficiency",
+        "loss",
         "Where each second goes",
         "Peak memory of each rank",
-        "loss",
-        "top1",
     ]
     words, table, time, *_ = found
     assert isinstance(words, Words)
     assert isinstance(table, Table)
     assert words.paragraphs[1] == "ddp on 4 failed: lost a rank"
     assert len(table.rows) == len(ROWS)
-    assert not isinstance(time, Words | Table)
+    assert isinstance(time, Chart)
     drawn_lines = {trace["name"]: (trace["x"], trace["y"]) for trace in time.figure["data"]}
     assert drawn_lines == {  # each strategy begins at the one process of its recipe
         "ddp": ([1, 2], [40, 25]),
@@ -222,11 +225,50 @@ def test_a_page_has_the_table_and_a_chart_for_each_question() -> None:
     }
 
 
+def sweep(*variants: str) -> Comparison:
+    """Return a sweep whose runs end at a top1 of 10 %, 20 % and so on."""
+    rows = [a_row("single", 1, 40.0, variant=variant) for variant in variants]
+    for number, row in enumerate(rows, start=1):
+        row.history.evaluated["top1"] = number / 10  # type: ignore[index]
+    return Comparison("digits", tuple(rows))
+
+
+def test_the_page_of_a_sweep_begins_with_results_and_ends_with_seconds() -> None:
+    page = sections(sweep("recipe.optimizer.lr=1.5", "recipe.optimizer.lr=0.01", "recipe.optimizer.lr=0.1"))
+    names = ["Runs", "loss", "top1 by recipe.optimizer.lr", "Where each second goes", "Peak memory of each rank"]
+    assert [section.title for section in page] == names
+    table, curves, results, seconds, _ = page
+    assert isinstance(table, Table)
+    assert table.columns[0] == "recipe"  # the title names the placement
+    assert isinstance(curves, Chart)
+    assert [*dict.fromkeys(trace["meta"]["name"] for trace in curves.figure["data"])] == [row[0] for row in table.rows]
+    assert isinstance(seconds, Chart)
+    assert seconds.figure["data"][0]["y"] == [row[0] for row in table.rows]
+    assert isinstance(results, Chart)
+    [line] = results.figure["data"]
+    assert (line["x"], line["y"]) == ([0.01, 0.1, 1.5], [0.2, 0.3, 0.1])
+    assert results.figure["layout"]["xaxis"]["type"] == "log"
+    assert results.figure["layout"]["yaxis"]["tickformat"] == ".0%"
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        ("recipe.seed=1", "recipe.seed=2"),
+        ("recipe.seed=1", "recipe.seed=2", "recipe.epochs=3"),
+        ("recipe.batchnorm=sync", "recipe.batchnorm=local", "recipe.batchnorm=off"),
+        ("recipe.seed=1", "recipe.seed=2", "recipe.seed=nan"),
+    ],
+)
+def test_a_sweep_over_other_things_than_a_number_has_no_chart_of_results(variants: tuple[str, ...]) -> None:
+    assert not [section for section in sections(sweep(*variants)) if " by " in section.title]
+
+
 def test_where_seconds_go_is_a_mean_of_the_ranks() -> None:
     row = replace(ROWS[1], history=replace(ROWS[1].history, last={**ROWS[1].history.last}))
     row.history.last["seconds_by_rank"] = {"computing": [1.0, 3.0], "waiting": [3.0, 1.0]}  # type: ignore[index]
     [chart] = [each for each in sections(Comparison("digits", (row,))) if each.title == "Where each second goes"]
-    assert not isinstance(chart, Words | Table)
+    assert isinstance(chart, Chart)
     assert {trace["name"]: trace["x"] for trace in chart.figure["data"]} == {"computing": [2.0], "waiting": [2.0]}
 
 

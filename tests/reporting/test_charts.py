@@ -30,6 +30,8 @@ def test_an_axis_of_one_value_begins_at_zero() -> None:
 def test_training_is_drawn_thin_beside_validation_in_one_colour() -> None:
     chart = curves("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
     drawn = {trace["name"]: trace["line"] for trace in chart.figure["data"]}
+    assert chart.legend == "runs"
+    assert not chart.figure["layout"]["showlegend"]  # the page has one
     assert [*drawn] == ["a, validation", "b, training", "b, validation", "c, training"]
     assert drawn["b, training"] == {**drawn["b, validation"], "width": 1}
     assert len({line["color"] for line in drawn.values()}) == 3
@@ -38,6 +40,32 @@ def test_training_is_drawn_thin_beside_validation_in_one_colour() -> None:
 def test_no_two_of_32_lines_look_alike() -> None:
     chart = curves("loss", {f"run {number}": POINTS for number in range(32)}, "loss")
     assert len({json.dumps(trace["line"]) for trace in chart.figure["data"]}) == 32
+
+
+def test_the_color_of_a_name_depends_on_its_place_in_the_page_alone() -> None:
+    names = ["a", "b", "c"]
+    chart = curves("loss", {"c": POINTS, "b": POINTS}, "loss", names=names)
+    same = lines("by position", "x", "y", {"c": [(1, 2.0)]}, names=names, legend="runs")
+    found = [(trace["meta"]["name"], trace["meta"]["place"], trace["line"]) for trace in chart.figure["data"]]
+    assert [(name, place) for name, place, _ in found] == [("b", 1), ("c", 2)]
+    assert same.figure["data"][0]["line"] == found[1][2]
+    assert found[0][2] != found[1][2]
+
+
+def test_percentages_and_rates_begin_at_zero() -> None:
+    modes = [
+        curves("t", {"a": POINTS}, "y", percent=percent, from_zero=from_zero).figure["layout"]["yaxis"].get("rangemode")
+        for percent, from_zero in ((True, False), (False, True), (False, False))
+    ]
+    assert modes == ["tozero", "tozero", None]
+
+
+def test_a_legend_of_one_name_or_of_repeated_colors_is_left_out() -> None:
+    shown = [
+        bars("t", "x", {f"rank {rank}": [1.0] for rank in range(ranks)}, ["a"], stacked=False).figure["layout"]
+        for ranks in (1, 8, 9)
+    ]
+    assert [layout["showlegend"] for layout in shown] == [False, True, False]
 
 
 def test_names_are_text() -> None:

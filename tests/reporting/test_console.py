@@ -68,7 +68,7 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
         "top1             98.33 %, best 98.61 %",
         "top5             100.00 %",
         "time             0:43",
-        "samples/s        1,000, evaluating and saving included",
+        "samples/s        1,000, including evaluations and saves",
         "skipped samples  2",
         "run folder       runs/x",
         "next             lockstep report runs/x",

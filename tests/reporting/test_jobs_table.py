@@ -80,7 +80,7 @@ def test_a_terminal_gets_colours_and_what_it_has_room_for(
     monkeypatch.delenv("NO_COLOR", raising=False)
     head, *rows = lines(RUNNING, QUEUED, terminal=True)
     assert "\x1b[32mrunning" in rows[0]
-    said = f"left out, for want of room: {left_out}"
+    said = f"hidden, because the terminal is too narrow: {left_out}"
     assert rows[2:] == ([said] if left_out else [])
     plain = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join([head, *rows[:2]])).splitlines()
     assert columns == "40" or max(map(len, plain)) <= int(columns)
@@ -95,7 +95,7 @@ def test_keys_in_which_recipes_differ_are_columns_and_the_rest_is_named() -> Non
     head, a, b, c, rest = lines(*runs)
     assert head.split() == ["run", "state", *(f"key{number}" for number in range(5))]
     assert (a.split()[2:], b.split()[2:], c.split()[2:]) == (["1"] * 5, ["2"] * 5, [])
-    assert rest == "they also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
+    assert rest == "the runs also differ in a.key5, a.key6, loss.name, optimizer.lr.value"
 
 
 def test_headings_of_keys_are_short_where_no_two_are_alike() -> None:

@@ -122,7 +122,7 @@ def test_a_log_that_a_folder_replaced_is_not_written_on(tmp_path: Path) -> None:
     sink = JsonLines(path)
     path.rename(tmp_path / "aside")
     path.mkdir()
-    with pytest.raises(TrainingError, match=r"events\.jsonl: was replaced while the run writes to it"):
+    with pytest.raises(TrainingError, match=r"events\.jsonl: was replaced while the run was writing to it"):
         sink.write(stepped(1), 1.5)
     sink.close()
 
@@ -131,6 +131,6 @@ def test_a_log_that_was_removed_is_not_written_on(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     sink = JsonLines(path)
     path.unlink()
-    with pytest.raises(TrainingError, match=r"events\.jsonl: was removed while the run writes to it"):
+    with pytest.raises(TrainingError, match=r"events\.jsonl: was removed while the run was writing to it"):
         sink.write(stepped(1), 1.5)
     sink.close()

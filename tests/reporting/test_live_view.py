@@ -26,7 +26,7 @@ def test_a_run_alone_has_progress_figures_a_curve_and_what_happened() -> None:
     assert rest[0].split("│")[0].strip() == "1.98"
     assert rest[0].split("│")[1].startswith("█")
     assert rest[5].split("│")[0].strip() == "0.4321"
-    assert rest[-1].endswith("evaluated after step 69: loss/validation 0.1023  top1 98.61 %  top5 100.00 %")
+    assert rest[-1].endswith("evaluated after step 69: loss/validation 0.1023, top1 98.61 %, top5 100.00 %")
 
 
 def test_several_runs_have_a_line_of_curve_each_and_names_before_what_happened() -> None:
@@ -49,7 +49,7 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
 
 
 def test_before_a_run_begins_and_while_its_log_is_read() -> None:
-    assert drawn() == ["waiting for a run to begin"]
+    assert drawn() == ["waiting for a run to start"]
     assert drawn(viewed(*GOING, whole=False))[1] == "reading its log: epoch 3/30  step 69/690"
 
 
@@ -64,7 +64,7 @@ def test_in_a_pipe_each_line_is_written_once() -> None:
         return [each.partition("  ")[2] for each in stream.getvalue().splitlines()]
 
     view.show((), 99.0)
-    assert stream.getvalue() == "waiting for a run to begin\n"
+    assert stream.getvalue() == "waiting for a run to start\n"
     assert new(100.0) == []
     first = new(101.0, viewed(*GOING[:3]))
     assert (first[0], first[1].partition("  ")[2], first[2][:22]) == (

@@ -19,10 +19,10 @@ SKIPPED = Skipped(step=0, epoch=0, samples=0, files=("a.jpg", "b\x1b.jpg"))
     [
         (started(), "start", "started: single on 1, cpu"),
         (replace(started(46, RESUMED_FROM), again=23), "start", "resumed after step 46: single on 1, cpu, 23 later"),
-        (evaluated(), "evaluation", "evaluated after step 69: loss/validation 0.1023  top1 98.61 %  top5 100.00 %"),
+        (evaluated(), "evaluation", "evaluated after step 69: loss/validation 0.1023, top1 98.61 %, top5 100.00 %"),
         (saved(), "checkpoint", "saved after step 690: runs/x/checkpoints/step-00000690, best so far"),
         (WARNED, "warning", r"warning: the \x1b[2Jnumbers\nmay differ"),
-        (SKIPPED, "warning", r"skipped 2 files that cannot be read: a.jpg, b\x1b.jpg"),
+        (SKIPPED, "warning", r"skipped 2 unreadable files: a.jpg, b\x1b.jpg"),
         (CORRUPTED, "warning", r"audit at step 12: rank 1 (a\x1b) got"),
         (stopped(), "end", "stopped by SIGTERM after step 690"),
         (done(), "end", f"done after step 690, weights sha256 {SHA}"),

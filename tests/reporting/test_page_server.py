@@ -86,10 +86,10 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            UsageError, match=f"--port {port}: cannot listen there: .*; choose another, or 0 for any free"
+            UsageError, match=f"--port {port}: cannot listen: .*; use a different port, or 0 for any free port"
         ):
             PageServer("127.0.0.1", port)
-    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1: cannot listen there"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1: cannot listen: "):
         PageServer("192.0.2.1", 0)
     with pytest.raises(UsageError, match="--host no host: no address"):
         PageServer("no host", 0)

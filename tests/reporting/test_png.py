@@ -8,8 +8,9 @@ from PIL import Image
 
 from lockstep.errors import UsageError
 from lockstep.reporting import png
-from lockstep.reporting.charts import bars, lines
-from lockstep.reporting.png import check_png, write_png
+from lockstep.reporting.charts import bars, curves, lines
+from lockstep.reporting.png import check_png, image_layout, write_png
+from lockstep.reporting.thinning import Point
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -32,11 +33,23 @@ def test_a_picture_of_each_chart(tmp_path: Path) -> None:
             assert green not in colours
 
 
+@pytest.mark.parametrize(("runs", "orientation"), [(2, "h"), (15, "v")])
+def test_an_image_has_a_legend_of_its_own(runs: int, orientation: str) -> None:
+    points = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0)]
+    chart = curves("loss", {f"run {number}": points for number in range(runs)}, "loss")
+    layout = image_layout(chart)
+    assert not chart.figure["layout"]["showlegend"]  # on a page
+    assert layout["showlegend"]
+    assert layout["legend"]["orientation"] == orientation
+    assert layout["height"] >= 19 * runs  # a line for each name
+    assert not image_layout(curves("loss", {"a": points}, "loss"))["showlegend"]
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(png, "find_spec", lambda name: None if name == "kaleido" else name)
-    with pytest.raises(UsageError, match=r"--png needs kaleido, not installed; pip install 'lockstep-train\[png\]'"):
+    with pytest.raises(UsageError, match=r"--png: kaleido is not installed; run pip install 'lockstep-train\[png\]'"):
         check_png()
     monkeypatch.setattr(png, "find_spec", lambda name: name)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UsageError, match="--png needs Chromium or Chrome, which is not found"):
+    with pytest.raises(UsageError, match="--png: Chromium or Chrome not found; install it"):
         check_png()

@@ -65,9 +65,9 @@ def test_the_exit_code_is_that_of_the_worst_run(states: list[str], code: int) ->
 def test_how_a_run_ended() -> None:
     assert ending(viewed(*GOING, (162.0, done()), state="done")).endswith(f"\nweights sha256 {SHA}")
     saved = viewed(*GOING, (162.0, stopped()), state="saved")
-    assert ending(saved) == "runs/a stopped by SIGTERM; another start resumes there"
+    assert ending(saved) == "runs/a stopped by SIGTERM; start it again to resume"
     assert ending(viewed(*GOING, state="failed", failure="loss is nan")) == "runs/a failed: loss is nan"
-    assert ending(viewed(*GOING, state="died")).startswith("runs/a ended without a reason, as SIGKILL")
+    assert ending(viewed(*GOING, state="died")).startswith("runs/a ended without recording a reason")
     assert ending(viewed(state="unreadable")) == "runs/a cannot be read: its log is damaged"
 
 

@@ -48,6 +48,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Tiles("Mistakes", [Tile(PIXEL, [EVIL, LONG])] * 24, LONG),
         Passages("Text", [Passage(EVIL, f"  {EVIL}\n", LONG)], LONG),
         Table("What differs", ["run", *["recipe.optimizer.weight_decay"] * 9], [["a" * 20, *["0.0005"] * 9]]),
+        curves("top1", {LONG: POINTS}, "top1", training={EVIL: POINTS}, names=[EVIL, LONG], from_zero=True),
     ]
     path = tmp_path_factory.mktemp("page") / "page.html"
     path.write_text(page("Two runs", sections), encoding="utf-8")
@@ -124,12 +125,66 @@ def test_lines_are_brighter_on_a_dark_ground(browse: Browse, file: Path) -> None
         assert contrast(ground, stroke) >= 4.5, scheme
 
 
-def test_a_click_in_the_legend_takes_a_curve_away(browse: Browse, file: Path) -> None:
-    shown = "document.getElementById('chart-2').data.map(trace => trace.visible ?? true)"
-    # plotly waits for a second click, which would leave this curve alone
-    wait = "new Promise(done => setTimeout(done, 600))"
-    found = visit(browse, file, shown, "click #chart-2 .legendtoggle", wait, shown)
-    assert [found[0], found[-1]] == [[True, True], ["legendonly", True]]
+def test_a_tick_box_of_the_page_takes_a_run_out_of_all_charts(browse: Browse, file: Path) -> None:
+    charts = "[2, 10].map(number => document.getElementById(`chart-${number}`))"
+    shown = f"{charts}.map(chart => chart.data.map(trace => trace.visible))"
+    legends = f"{charts}.map(chart => chart.querySelectorAll('.legendtext').length)"
+    box, none, every = ("#legend input", "#legend button:last-of-type", "#legend button")
+    open_, count = (
+        "document.querySelector('#legend details').open = true",
+        "document.querySelector('summary').textContent",
+    )
+    before, own, _, *found = visit(
+        browse,
+        file,
+        *(shown, legends, open_, count, f"click {box}", shown, count),
+        *(f"click {none}", shown, count, f"click {every}", shown, count),
+    )
+    everything = [[True, True], [True, True]]
+    assert (before, own) == (everything, [0, 0])
+    assert found == [
+        "2 runs",
+        *([[False, True], [False, True]], "1 of 2 runs"),
+        *([[False, False], [False, False]], "0 of 2 runs"),
+        *(everything, "2 runs"),
+    ]
+
+
+def test_training_or_validation_is_taken_out_of_all_charts(browse: Browse, file: Path) -> None:
+    shown = "document.getElementById('chart-10').data.map(trace => [trace.meta.part, trace.visible])"
+    names = "[...document.querySelectorAll('#parts label')].map(label => label.textContent)"
+    assert visit(browse, file, names, "click #parts input", shown) == [
+        ["training", "validation"],
+        [["training", False], ["validation", True]],
+    ]
+
+
+def test_an_axis_from_zero_can_be_drawn_close(browse: Browse, file: Path) -> None:
+    lowest = "document.getElementById('chart-10')._fullLayout.yaxis.range[0]"
+    zero, close = visit(browse, file, lowest, "click #zero", lowest)
+    assert (zero, close != 0) == (0, True)
+
+
+def test_a_color_in_the_legend_is_that_of_the_curves(browse: Browse, file: Path) -> None:
+    legend = "[...document.querySelectorAll('#legend line')].map(line => getComputedStyle(line).stroke)"
+    curve = "[...document.querySelectorAll('#chart-2 .js-line')].map(line => getComputedStyle(line).stroke)"
+    for scheme in ("light", "dark"):
+        one, other = visit(browse, file, legend, curve, scheme=scheme)
+        assert one == other
+        assert len(set(one)) == 2  # type: ignore[call-overload]
+
+
+def test_a_wide_table_keeps_its_names_and_has_a_shadow(browse: Browse, file: Path) -> None:
+    table = "document.querySelector('.wide')"
+    scrolled = f"({table}.scrollLeft = 300, {table}.scrollLeft)"
+    left = f"{table}.querySelector('tbody th').getBoundingClientRect().left - {table}.getBoundingClientRect().left"
+    width = f"{table}.querySelector('tbody th').getBoundingClientRect().width / innerWidth"
+    shadow = f"getComputedStyle({table}).backgroundImage"
+    found = visit(browse, file, scrolled, left, width, shadow, width=420)
+    assert found[:2] == [300, 0]
+    assert isinstance(found[2], float)
+    assert found[2] < 0.5
+    assert str(found[3]).count("linear-gradient") == 2
 
 
 def test_a_matrix_shows_each_count_that_is_there(browse: Browse, file: Path) -> None:
@@ -169,7 +224,7 @@ def test_what_runs_are_called_is_text(browse: Browse, file: Path) -> None:
         file,
         "document.title",
         "document.querySelector('tbody th').textContent",
-        "document.querySelector('#chart-2 .legendtext').textContent",
+        "document.querySelector('#legend label').textContent",
     )
     assert (title, cell, name) == ("Two runs", EVIL, EVIL)
 
@@ -192,7 +247,9 @@ def test_a_page_is_no_wider_than_the_window(browse: Browse, file: Path, width: i
 
 def test_names_of_keys_break_at_their_dots_and_words_where_there_is_no_room(browse: Browse, file: Path) -> None:
     table = "[...document.querySelectorAll('.wide')].at(-1)"
-    lines = f"(range => (range.selectNodeContents({table}.querySelector('tbody th')), range.getClientRects().length))"
+    lines = (
+        f"(range => (range.selectNodeContents({table}.querySelector('tbody th span')), range.getClientRects().length))"
+    )
     assert visit(browse, file, f"{table}.scrollWidth <= {table}.clientWidth", f"{lines}(new Range())", width=1500) == [
         True,
         1,
@@ -208,7 +265,8 @@ def test_text_stands_out_from_its_ground(browse: Browse, file: Path, tmp_path: P
         "getComputedStyle(document.body).backgroundColor",
         "getComputedStyle(document.querySelector('td')).color",
         "getComputedStyle(document.querySelector('.note')).color",
-        "getComputedStyle(document.querySelector('#chart-2 .legendtext')).fill",
+        "getComputedStyle(document.querySelector('#chart-6 .legendtext')).fill",
+        "getComputedStyle(document.querySelector('#legend label')).color",
         "getComputedStyle(document.querySelector('#chart-5 .ytick text')).fill",
         "getComputedStyle(document.querySelector('figcaption')).color",
         "getComputedStyle(document.querySelector('pre')).color",

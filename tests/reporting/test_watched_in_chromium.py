@@ -8,6 +8,7 @@ import pytest
 from browser import Browse, Tab, chromium
 from component import require_chromium
 from event_examples import RESUMED_FROM, done, evaluated, saved, started, stepped, write
+from view_examples import GOING, viewed
 
 from lockstep.jobs.reader import Watch
 from lockstep.reporting import page_server
@@ -84,7 +85,7 @@ def test_numbers_change_as_the_log_grows_and_a_run_resumes_and_ends(browse: Brow
         cell = "document.querySelector('tbody').textContent"
         last = f"{TRACE}.data[0].y.at(-1)"
         assert await tab.value(f"{TRACE}.data[0].y.length") == 10
-        assert "step 10/690" in await tab.value("document.querySelector('section').textContent")
+        assert "step10/690" in await tab.value("document.querySelector('section').textContent")
         live.publish(stepped(11, 0.125), evaluated())
         await tab.until(f"{last} === 0.125")
         assert await tab.value("document.querySelector('progress').value") == 69
@@ -154,11 +155,33 @@ def test_it_fits_a_phone_and_follows_the_system_colours(browse: Browse, live: Li
         await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
         assert await tab.value("document.documentElement.scrollWidth") <= width
         ground = await tab.value("getComputedStyle(document.body).backgroundColor")
-        text = await tab.value(f"getComputedStyle({TRACE}.querySelector('.legendtext')).fill")
+        text = await tab.value(f"getComputedStyle({TRACE}.querySelector('.ytick text')).fill")
         dark, bright = ("rgb(13, 17, 23)", "rgb(230, 237, 243)"), ("rgb(255, 255, 255)", "rgb(27, 31, 36)")
         assert (ground, text) == (dark if scheme == "dark" else bright)
 
     visit(browse, live, look, scheme, width)
+
+
+def test_a_table_stays_open_and_scrolled_as_rows_come(browse: Browse) -> None:
+    saves = [(200.0 + number, saved()) for number in range(20)]
+    server = PageServer("127.0.0.1", 0)
+
+    def publish(count: int) -> None:
+        server.publish([viewed(*GOING, *saves[:count], name=f"runs/{number}") for number in range(4)], over=False)
+
+    async def look(tab: Tab) -> None:
+        await tab.width(390)
+        await tab.until(f"{TRACE}?.querySelector('.main-svg')")
+        runs, open_ = "document.querySelector('.wide')", "document.querySelector('details:has(table)')"
+        await tab.value(f"({open_}.open = true, {runs}.scrollTo(120, 0))")
+        publish(9)
+        await tab.until(f"{open_}.textContent.includes('36 rows')")
+        assert await tab.value(f"[{open_}.open, {runs}.scrollLeft]") == [True, 120]
+        assert tab.problems == []
+
+    with server:
+        publish(8)
+        browse(server.url, look)
 
 
 def test_what_runs_are_called_is_text(browse: Browse, tmp_path: Path) -> None:
@@ -167,7 +190,7 @@ def test_what_runs_are_called_is_text(browse: Browse, tmp_path: Path) -> None:
     async def look(tab: Tab) -> None:
         assert await tab.value("document.images.length") == 0
         assert "<img src=x" in await tab.value("document.querySelector('h2').textContent")
-        assert "<img src=x" in await tab.value(f"{TRACE}.querySelector('.legendtext').textContent")
+        assert "<img src=x" in await tab.value(f"{TRACE}.data[0].meta.name")
 
     with live.server:
         visit(browse, live, look)

@@ -15,7 +15,7 @@ def test_started_tells_what_a_sample_costs() -> None:
     assert [wording.start_lines(each, "")[-1] for each in (known, on_a_card, unknown)] == [
         "24.3 GFLOP for each sample, forward and backward; peak of the devices 1.978 PFLOP/s",
         "24.3 GFLOP for each sample, forward and backward; the peak of this device is not known, so there is no MFU",
-        "FLOP of a sample not counted: the model does not run without values, on torch's meta device",
+        "FLOP per sample not counted: the model does not run on the meta device of torch",
     ]
 
 
@@ -64,7 +64,7 @@ def test_lines() -> None:
     expected = "stopped by SIGTERM after step 690; the same command with run.dir=runs/a resumes"
     assert wording.stop_line(stopped(), "runs/a") == expected
     assert wording.stop_line(stopped(), "runs/a", of_recipe=False).endswith("; the same script resumes in runs/a")
-    assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; the run keeps nothing"
+    assert wording.stop_line(stopped(), None) == "stopped by SIGTERM after step 690; nothing is saved"
 
 
 def test_summary_counts_what_this_start_did() -> None:
@@ -72,9 +72,9 @@ def test_summary_counts_what_this_start_did() -> None:
     rows = dict(wording.summary(dataclasses.replace(done(), skipped_samples=0), of_recipe, "my runs/x"))
     assert rows["next"] == "lockstep report 'my runs/x', lockstep predict 'my runs/x' ..."
     assert not [name for name in rows if name.startswith("skipped")]
-    assert wording.summary(done(), started(), None)[-1] == ("run folder", "none: the run keeps nothing")
+    assert wording.summary(done(), started(), None)[-1] == ("run folder", "none: nothing is saved")
     rows = dict(wording.summary(done(), started(46, RESUMED_FROM), "runs/x"))
-    assert rows["samples/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, evaluating and saving included"
+    assert rows["samples/s"] == f"{(43110 - 46 * 64) / 43.11:,.0f}, including evaluations and saves"
 
 
 def test_a_run_of_no_time_has_no_speed() -> None:

@@ -1,15 +1,21 @@
 """The results of a comparison as tables and charts of a page."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
+from math import isfinite
 from statistics import fmean
 from typing import Final
 
 from lockstep.comparison.result import MIB, PARTS, Comparison, ResultRow, columns, conclusion
 from lockstep.reporting.charts import Chart, bars, lines
 from lockstep.reporting.page import Section, Table, Words
+from lockstep.reporting.run_log import Figure
 from lockstep.reporting.run_page import chart
 
+_FEWEST: Final = 3  # values of a sweep that have a chart of the results
+_WIDE: Final = 20  # the ratio of the largest to the smallest value from which their axis is logarithmic
 _SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
 _THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
@@ -29,9 +35,15 @@ def title(comparison: Comparison) -> str:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return the sections of the page: the table, charts over the number of processes, and the curves."""
+    """Return the sections of the page: the table, the results, and then time and memory.
+
+    The results of a sweep are its curves. The results of several placements are the charts over the number of
+    processes, followed by the curves.
+    """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     cells = columns(comparison)
+    if _is_sweep(comparison):
+        del cells["placement"]  # the title has it
     note = (
         "Speed-up, efficiency and bits are relative to one process with the same recipe."
         if "same bits" in cells
@@ -41,10 +53,21 @@ def sections(comparison: Comparison) -> list[Section]:
         Words("", [*machine, *conclusion(comparison)]),
         Table("Runs", [*cells], [*zip(*cells.values(), strict=True)], note),
         *_scaling_charts(comparison),
-        *_inside(comparison.done),
-        *_curves(comparison.done),
+        *_curves(comparison),
+        *_over_values(comparison),
+        *_inside(comparison),
     ]
     return [section for section in page_sections if not isinstance(section, Words) or section.paragraphs]
+
+
+def _is_sweep(comparison: Comparison) -> bool:
+    """Return whether the rows have the same placement and differ in their recipes."""
+    placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
+    return len(placements) == 1 < len(variants)
+
+
+def _label(comparison: Comparison, row: ResultRow) -> str:
+    return row.variant if _is_sweep(comparison) else row.label
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
@@ -52,16 +75,17 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
+    over_processes = partial(lines, x="processes", legend="strategies")
     time = _series(comparison, lambda row: row.seconds)
-    yield lines("Time of the whole training", "processes", "seconds", time)
+    yield over_processes("Time of the whole training", y="seconds", series=time)
     throughput = _series(comparison, lambda row: row.samples_per_s)
-    yield lines("Throughput", "processes", "samples/s", throughput, note=_THROUGHPUT)
+    yield over_processes("Throughput", y="samples/s", series=throughput, note=_THROUGHPUT)
     speed_up = _series(comparison, comparison.speed_up)
     ideal = {"ideal": [(float(number), float(number)) for number in numbers]}
-    yield lines("Speed-up over one process", "processes", "times", speed_up | ideal, ideal="ideal")
+    yield over_processes("Speed-up over one process", y="times", series=speed_up | ideal, ideal="ideal")
     efficiency = _series(comparison, comparison.efficiency)
     ideal = {"ideal": [(float(number), 1.0) for number in numbers]}
-    yield lines("Scaling efficiency", "processes", "speed-up / processes", efficiency | ideal, ideal="ideal")
+    yield over_processes("Scaling efficiency", y="speed-up / processes", series=efficiency | ideal, ideal="ideal")
 
 
 def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
@@ -81,24 +105,66 @@ def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) 
     return {name: sorted(points) for name, points in series.items()}
 
 
-def _inside(rows: Sequence[ResultRow]) -> Iterator[Chart]:
+def _inside(comparison: Comparison) -> Iterator[Chart]:
     """Yield charts of the time and memory of each placement."""
-    spent = [row for row in rows if row.spent]
+    spent = [row for row in comparison.done if row.spent]
     parts = [part for part in _SPENT if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
-        yield bars("Where each second goes", "seconds", means, [row.label for row in spent], note=_SECONDS)
-    with_peak = [row for row in rows if row.peak_bytes]
+        yield bars(
+            "Where each second goes", "seconds", means, [_label(comparison, row) for row in spent], note=_SECONDS
+        )
+    with_peak = [row for row in comparison.done if row.peak_bytes]
     if with_peak:
         peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
         peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
-        labels = [row.label for row in with_peak]
+        labels = [_label(comparison, row) for row in with_peak]
         yield bars("Peak memory of each rank", "MiB", peaks, labels, stacked=False, note=_MEMORY)
 
 
-def _curves(rows: Sequence[ResultRow]) -> Iterator[Chart]:
+def _curves(comparison: Comparison) -> Iterator[Chart]:
     """Yield charts of the loss and of the task's figures, with the curves of all placements."""
-    histories = {row.label: row.history for row in rows}
+    histories = {_label(comparison, row): row.history for row in comparison.done}
     for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
-        if (figure_chart := chart(figure, histories)).figure["data"]:
+        if (figure_chart := chart(figure, histories)) is not None:
             yield figure_chart
+
+
+def _over_values(comparison: Comparison) -> Iterator[Chart]:
+    """Yield a chart of the last evaluation over the value that a sweep changes, if it changes a number."""
+    rows = comparison.done if _is_sweep(comparison) else []
+    points, keys, figures = [], set(), set()
+    for row in rows:
+        key, _, text = row.variant.partition("=")
+        value, figure = _number(text), row.history.figure or _last_loss(row)
+        if value is None or figure is None:
+            return
+        keys.add(key)
+        figures.add((figure.name, figure.is_fraction))
+        points.append((value, figure.value))
+    if len(points) < _FEWEST or len(keys) > 1 or len(figures) > 1:
+        return
+    [key], [(name, is_fraction)] = keys, figures
+    low, high = min(points)[0], max(points)[0]
+    yield lines(
+        f"{name} by {key}",
+        key,
+        name,
+        {name: sorted(points)},
+        from_zero=is_fraction,
+        percent=is_fraction,
+        log_x=low > 0 and high / low >= _WIDE,
+    )
+
+
+def _number(text: str) -> float | None:
+    """Return a finite number from its text, or None."""
+    with suppress(ValueError):
+        if isfinite(number := float(text)):
+            return number
+    return None
+
+
+def _last_loss(row: ResultRow) -> Figure | None:
+    value = row.history.of_evaluation("loss")
+    return None if value is None else Figure("loss", value, is_fraction=False)

@@ -6,6 +6,7 @@ Each run is evaluated in this process. Its task decides which examples the page 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from lockstep.inference.residuals import residuals
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.validation_pass import EvaluatedBatch, Validation, open_validation
 from lockstep.reporting import wording
-from lockstep.reporting.charts import lines
+from lockstep.reporting.charts import RUNS, lines
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import History, evaluation_curve
 from lockstep.reporting.run_view import RunView
@@ -77,8 +78,23 @@ def inspect_runs(
         sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if curves := {folder: inspection.line for folder, inspection in inspections.items() if inspection.line}:
         x, y = "tokens before it in the context", "loss"
-        sections.append(lines("Loss by position", x, y, curves, note=_BY_POSITION, from_zero=False))
-    sections += [section for inspection in inspections.values() for section in inspection.sections]
+        names = [run.folder for run in runs]  # of all runs, for the colors of the other charts
+        sections.append(
+            lines(
+                "Loss by position",
+                x,
+                y,
+                curves,
+                names=names,
+                legend=RUNS,
+                note=_BY_POSITION,
+                from_zero=False,
+            )
+        )
+    of_runs = [(folder, section) for folder, inspection in inspections.items() for section in inspection.sections]
+    if len(runs) == 1:  # the heading of the page is its name
+        of_runs = [(run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in of_runs]
+    sections += [section for _, section in of_runs]
     return Inspection(sections, [*problems.values()])
 
 

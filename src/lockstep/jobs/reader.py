@@ -88,7 +88,9 @@ class RunReader:
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
         judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
-        failed = failure(self.folder) if judged == "died" else ""
+        # A saved run has failed if a later start ended before its first event.
+        has_ended = judged in ("died", "saved")
+        failed = failure(self.folder, ignore_transient=judged == "saved") if has_ended else ""
         return RunView(
             str(self.folder),
             "unreadable" if self.problem else "failed" if failed else judged,

@@ -150,5 +150,5 @@ def _curve(replay: Replay) -> Iterator[Section]:
     ]
     series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}
-    if all(finite.values()):
+    if all(finite.values()) and max(map(len, finite.values())) > 1:
         yield charts.lines("Loss", "step", "loss", finite, from_zero=False)

@@ -12,8 +12,9 @@ from lockstep.reporting.thinning import Point
 _COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
 _GREY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
-_HEIGHT: Final = 340  # without the legend, which has a line for each trace on a phone
-_KEY_HEIGHT: Final = 19
+_HEIGHT: Final = 340  # without the chart's own legend, which has a line for each trace on a phone
+KEY_HEIGHT: Final = 19  # of a line of a legend
+_MOST_KEYS: Final = 8  # more bars in a group have no legend, because their colors repeat
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
 _LONGEST_TICK: Final = 16  # characters of a tick's text
@@ -21,6 +22,7 @@ _MOST_TICKS: Final = 16
 # From low to high, on the diagonal and outside of it. All are light, so that the same text color is readable on them.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
 _ON_SHADES: Final = "#1b1f24"
+RUNS: Final = "runs"  # the heading of runs in the legend of a page
 _MARKED: Final = 60  # lines with fewer points than this have markers
 
 
@@ -29,12 +31,17 @@ class Chart:
     """A chart with its heading. `figure` is a plotly figure with `data` and `layout`.
 
     If `axes` is set, the reader can choose the x axis. Each trace's `meta` has its x values by the name of the axis.
+
+    If `legend` is set, the legend of the page lists the traces under this heading, with a tick box for each name, and
+    the chart has no legend. Each trace's `meta` has its `name`, its `place` in the legend, and the `part` of the run
+    that it shows (training, validation, or empty).
     """
 
     title: str
     figure: Mapping[str, Any]
     axes: tuple[str, ...] = ()
     note: str = ""
+    legend: str = ""
 
 
 def curves(
@@ -43,29 +50,39 @@ def curves(
     y: str,
     *,
     training: Mapping[str, Sequence[Point]] | None = None,
+    names: Sequence[str] = (),
     percent: bool = False,
+    from_zero: bool = False,
     noisy: bool = False,
+    note: str = "",
 ) -> Chart:
-    """Return curves by name, over samples or over seconds.
+    """Return curves by name, over samples or over seconds. The legend of the page lists them as runs.
 
     `training` has training curves, which are drawn as thin lines. If it is set, curves with the same name are
     validation curves and have the same color. Training curves can be smoothed. With `noisy`, all curves can.
+
+    `names` has the names of all runs of the page. The color of a curve depends on the position of its name there, so
+    that a run has the same color in all charts. The y axis begins at zero for percentages and with `from_zero`.
     """
     data = []
-    beside = training or {}
-    for number, name in enumerate(dict.fromkeys([*lines, *beside])):
-        if name in beside:
-            thin = _curve(f"{name}, training", beside[name], _line(number) | {"width": 1}, noisy=True)
-            data.append({**thin, "opacity": 0.7})
+    by_training = training or {}
+    places = _places([*names, *lines, *by_training])
+    for name in sorted({*lines, *by_training}, key=places.__getitem__):
+        if name in by_training:
+            thin = _curve(name, places[name], by_training[name], "training", noisy=True)
+            data.append({**thin, "line": thin["line"] | {"width": 1}, "opacity": 0.7})
         if name in lines:
-            data.append(_curve(f"{name}, validation" if beside else name, lines[name], _line(number), noisy=noisy))
-    layout = _layout("samples", y, len(data))
+            part = "validation" if by_training else ""
+            data.append(_curve(name, places[name], lines[name], part, noisy=noisy))
+    layout = _layout("samples", y, 0)
     if percent:
         layout["yaxis"]["tickformat"] = ".0%"
+    if percent or from_zero:
+        layout["yaxis"]["rangemode"] = "tozero"
     for axis in "xy":
         if len({value for each in data for value in each[axis]} - {None}) == 1:  # else plotly's ticks have ten digits
             layout[f"{axis}axis"]["rangemode"] = "tozero"
-    return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"))
+    return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"), note=note, legend=RUNS)
 
 
 def lines(
@@ -74,22 +91,35 @@ def lines(
     y: str,
     series: Mapping[str, Sequence[tuple[float, float]]],
     *,
+    names: Sequence[str] = (),
+    legend: str = "",
     note: str = "",
     ideal: str = "",
     from_zero: bool = True,
+    percent: bool = False,
+    log_x: bool = False,
 ) -> Chart:
-    """Return lines over an integer, such as the number of processes. The line named `ideal` is dotted and gray."""
+    """Return lines over numbers, such as the number of processes. The line named `ideal` is dotted and gray.
+
+    `names` decides the colors as in `curves`, and `legend` is the heading of the lines in the legend of the page.
+    """
     data = []
-    for number, (name, points) in enumerate(series.items()):
-        line = _GREY if name == ideal else _line(number)
+    places = _places([*names, *series])
+    for name, points in series.items():
+        line = _GREY if name == ideal else _line(places[name])
         trace = _trace(name, [point[0] for point in points], [point[1] for point in points], line, size=8)
+        trace["meta"] = {"name": name, "place": places[name], "part": ""}
         data.append({**trace, "mode": "lines"} if name == ideal else trace)
-    layout = _layout(x, y, len(data))
-    places = sorted({each[0] for all_ in series.values() for each in all_})
-    if len(places) <= _MOST_TICKS:
-        layout["xaxis"] |= {"tickmode": "array", "tickvals": places}
+    layout = _layout(x, y, 0 if legend else len(data))
+    values = sorted({each[0] for all_ in series.values() for each in all_})
+    if percent:
+        layout["yaxis"]["tickformat"] = ".0%"
+    if log_x:
+        layout["xaxis"]["type"] = "log"
+    elif len(values) <= _MOST_TICKS:
+        layout["xaxis"] |= {"tickmode": "array", "tickvals": values}
     layout["yaxis"]["rangemode"] = "tozero" if from_zero else "normal"
-    return Chart(title, {"data": data, "layout": layout}, note=note)
+    return Chart(title, {"data": data, "layout": layout}, note=note, legend=legend)
 
 
 def bars(
@@ -97,7 +127,8 @@ def bars(
 ) -> Chart:
     """Return horizontal bars, one for each name in `of`, starting at the top. `parts` has their lengths, by part.
 
-    If `stacked` is true, the parts form a single bar. Otherwise, they are grouped below each other.
+    If `stacked` is true, the parts form a single bar. Otherwise, they are grouped below each other, in their order from
+    the top. If there are more parts than colors, there is no legend.
     """
     data = [
         {
@@ -110,10 +141,11 @@ def bars(
         }
         for number, (name, values) in enumerate(parts.items())
     ]
-    layout = _layout(x, "", len(data))
+    keys = len(data) if len(data) <= _MOST_KEYS else 0
+    layout = _layout(x, "", keys)
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
     layout["barmode"] = "stack" if stacked else "group"
-    layout["height"] = 80 + _KEY_HEIGHT * len(data) + _BAR_HEIGHT * len(of) * (1 if stacked else -(-len(data) // 2))
+    layout["height"] = 80 + KEY_HEIGHT * keys + _BAR_HEIGHT * len(of) * (1 if stacked else -(-len(data) // 2))
     return Chart(title, {"data": data, "layout": layout}, note=note)
 
 
@@ -161,7 +193,7 @@ def matrix(
     ticks = {"tickmode": "array", "tickvals": places, "ticktext": shown, "showgrid": False, "zeroline": False}
     layout["xaxis"] |= ticks
     layout["yaxis"] |= {**ticks, "autorange": "reversed"}
-    layout |= {"height": 100 + _CELL_HEIGHT * max(len(names), 4), "showlegend": False}
+    layout["height"] = 100 + _CELL_HEIGHT * max(len(names), 4)
     return Chart(title, {"data": data, "layout": layout}, note=note)
 
 
@@ -189,15 +221,18 @@ def _short(count: int) -> str:
     return next((f"{count / unit:.3g}{sign}" for least, unit, sign in sizes if count > least), str(count))
 
 
-def _layout(x: str, y: str, traces: int) -> dict[str, Any]:
+def _layout(x: str, y: str, keys: int) -> dict[str, Any]:
+    """Return the layout of a chart whose own legend has this number of keys. A single key is not shown."""
+    own = keys if keys > 1 else 0
     return {
-        "height": _HEIGHT + _KEY_HEIGHT * traces,
+        "height": _HEIGHT + KEY_HEIGHT * own,
         "autosize": True,
         "margin": {"l": 10, "r": 10, "t": 10, "b": 10},
         "xaxis": {"title": {"text": x}, "automargin": True, "exponentformat": "SI"},
         "yaxis": {"title": {"text": y, "standoff": 12}, "automargin": True, "exponentformat": "SI"},
         "legend": {"orientation": "h", "traceorder": "normal", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "showlegend": True,
+        "showlegend": own > 0,
+        "hoverlabel": {"namelength": -1},
     }
 
 
@@ -213,11 +248,17 @@ def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str,
     }
 
 
-def _curve(name: str, points: Sequence[Point], line: Mapping[str, Any], *, noisy: bool) -> dict[str, Any]:
+def _curve(name: str, place: int, points: Sequence[Point], part: str, *, noisy: bool) -> dict[str, Any]:
     samples = [point.samples for point in points]
     seconds = [round(point.seconds, 3) for point in points]
-    meta = {"samples": samples, "seconds": seconds, "noisy": noisy}
-    return {**_trace(name, samples, [point.value for point in points], line, size=5), "meta": meta}
+    meta = {"samples": samples, "seconds": seconds, "noisy": noisy, "name": name, "place": place, "part": part}
+    full = f"{name}, {part}" if part else name
+    return {**_trace(full, samples, [point.value for point in points], _line(place), size=5), "meta": meta}
+
+
+def _places(names: Sequence[str]) -> dict[str, int]:
+    """Return the position of each name, ignoring duplicates."""
+    return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
 def _line(number: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
     print_unfolded(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
-    lines = [f"they also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
+    lines = [f"the runs also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
     for line in [*lines, *endings(runs)]:
         console.print(line, soft_wrap=True)
 

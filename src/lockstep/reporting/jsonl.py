@@ -39,7 +39,7 @@ class JsonLines:
         text = json.dumps(figures(event, time), allow_nan=False, ensure_ascii=False) + "\n"
         if not self._is_in_place():
             done = "replaced" if os.path.lexists(self._path) else "removed"
-            raise HostError(f"{self._path}: was {done} while the run writes to it; start again")
+            raise HostError(f"{self._path}: was {done} while the run was writing to it; start the run again")
         with os_error_as(HostError, f"{self._path}: event not written"):
             self._append(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
 
@@ -83,7 +83,7 @@ def figures(event: Event, time: float) -> dict[str, Any]:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log. An unfinished last line is skipped, because the log may still be growing."""
     if not os.path.lexists(path):
-        raise UsageError(f"{path}: not found; give the {EVENTS} of a run folder")
+        raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
     yield from Tail(path, strict=True).new()
 
 
@@ -137,7 +137,7 @@ class Tail:
             raise UsageError(
                 f"{place}: {long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
             )
-        self.problems.append(f"{place}: not an event; left out")
+        self.problems.append(f"{place}: not an event; skipped")
         return None
 
 

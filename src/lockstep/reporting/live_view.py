@@ -17,7 +17,7 @@ _KINDS: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkp
 _CURVE: Final = "loss/train"
 _HEIGHT: Final = 6  # lines of the curve of a single run; with several runs, each curve has one line
 _NOTICES: Final = 8
-_WAITING: Final = "waiting for a run to begin"
+_WAITING: Final = "waiting for a run to start"
 _LINE_S: Final = 10.0  # between two progress lines of a run, if not on a terminal
 _BEFORE: Final = 5  # earlier notices of a run to print at first, if not on a terminal
 

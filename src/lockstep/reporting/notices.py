@@ -52,9 +52,10 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
         case "skipped":
             files = event.get("files")
             names = [printable_line(each) for each in files if isinstance(each, str)] if isinstance(files, list) else []
-            return "warning", f"skipped {len(names):,} files that cannot be read: {', '.join(names[:3])}"
+            return "warning", f"skipped {wording.format_count(len(names), 'unreadable file')}: {', '.join(names[:3])}"
         case "evaluated":
-            words = "  ".join(f"{name} {wording.figure(value, name in fractions)}" for name, value in figures(event))
+            named = figures(event)
+            words = ", ".join(f"{name} {wording.curve_value(name, value, name in fractions)}" for name, value in named)
             return "evaluation", f"evaluated after step {step}: {words}"
         case "saved":
             best = ", best so far" if event.get("best") is True else ""

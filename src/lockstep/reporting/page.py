@@ -11,8 +11,9 @@ from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jinja2 import Environment, Template
 from markupsafe import Markup
@@ -20,14 +21,58 @@ from markupsafe import Markup
 from lockstep.common.text import printable
 from lockstep.reporting.charts import Chart
 
+_LONG: Final = 24  # characters; a column with a longer cell is left-aligned and may wrap
+_MOST_UNFOLDED: Final = 10  # rows of a table that can be folded
+
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading. The first cell of each row is its name."""
+    """A table with a heading. The first cell of each row is its name.
+
+    If the table is `grouped`, the first cell of each row is the name of its group instead. Consecutive rows of a group
+    are below its name, which isn't shown if there is only one group. A `folded` table of more than ten rows is closed
+    until the reader opens it.
+    """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    note: str = ""
+    grouped: bool = False
+    folded: bool = False
+    done: Sequence[float] = ()
+
+    @property
+    def headings(self) -> Sequence[str]:
+        """The headings of the columns, without that of the groups."""
+        return self.columns[1:] if self.grouped else self.columns
+
+    @property
+    def groups(self) -> list[tuple[str, list[Sequence[str]]]]:
+        """The rows by group. The name is empty if it isn't shown."""
+        if not self.grouped:
+            return [("", [*self.rows])]
+        found = [(name, [row[1:] for row in rows]) for name, rows in groupby(self.rows, key=lambda row: row[0])]
+        return found if len(found) > 1 else [("", rows) for _, rows in found]
+
+    @property
+    def long(self) -> list[bool]:
+        """For each column, whether it is left-aligned and may wrap."""
+        rows = [row for _, rows in self.groups for row in rows]
+        return [at > 0 and any(len(row[at]) > _LONG for row in rows) for at in range(len(self.headings))]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the reader has to open the table."""
+        return self.folded and len(self.rows) > _MOST_UNFOLDED
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A grid of figures with their names, with a heading unless `title` is empty."""
+
+    title: str
+    figures: Sequence[tuple[str, str]]
     note: str = ""
 
 
@@ -48,7 +93,7 @@ class Tile:
 
     def __post_init__(self) -> None:
         if not self.source.startswith("data:"):  # a browser would load any other URI
-            raise ValueError(f"a tile of {self.source[:40]}")
+            raise ValueError(f"Tile.source: expected a data: URI, got {self.source[:40]}")
 
 
 @dataclass(frozen=True)
@@ -80,15 +125,15 @@ class Passages:
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """A progress bar for `done` of `total`, with lines of text."""
+    """A progress bar for `done` of `total`, with a grid of figures by name."""
 
     title: str
     done: int
     total: int
-    lines: Sequence[str]
+    figures: Sequence[tuple[str, str]]
 
 
-Section = Table | Chart | Words | Tiles | Passages | ProgressBar
+Section = Table | Chart | Words | Figures | Tiles | Passages | ProgressBar
 
 
 def page(title: str, sections: Sequence[Section]) -> str:
@@ -125,7 +170,7 @@ def _document(title: str, sections: Sequence[Section], script: str, every_ms: in
         title=title,
         sections=sections,
         figures=[Markup("" if text == "null" else text) for text in figures],
-        first_curves=next((at for at, each in enumerate(sections) if isinstance(each, Chart) and each.axes), None),
+        first_listed=next((at for at, each in enumerate(sections) if isinstance(each, Chart) and each.legend), None),
         every_ms=every_ms,
         hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
         style=Markup(_part("page.css")),
@@ -154,4 +199,6 @@ def _part(name: str) -> str:
 
 
 def _figure(section: Section) -> dict[str, Any] | None:
-    return {**section.figure, "axes": section.axes} if isinstance(section, Chart) else None
+    if not isinstance(section, Chart):
+        return None
+    return {**section.figure, "axes": section.axes, "legend": section.legend}

@@ -4,6 +4,14 @@ const note = document.getElementById("note");
 const switches = document.getElementById("switches");
 const shown = new Map();
 let tag = "", over = false;
+// A table that the reader opened stays open, and keeps its place when it is scrolled.
+const replace = (section, html) => {
+  const isOpen = section.querySelector("details")?.open;
+  const left = section.querySelector(".wide")?.scrollLeft;
+  section.innerHTML = html;
+  if (isOpen) section.querySelector("details")?.setAttribute("open", "");
+  if (left) section.querySelector(".wide")?.scrollTo(left, 0);
+};
 const update = ({title, parts}) => {
   document.title = title;
   const keys = new Set(parts.map(({key}) => key));
@@ -16,13 +24,14 @@ const update = ({title, parts}) => {
   parts.forEach(({key, html, figure}, number) => {
     const known = shown.get(key);
     const section = known?.section ?? document.createElement("section");
-    if (!known || (!figure && known.html !== html)) section.innerHTML = html;
+    if (!known || (!figure && known.html !== html)) replace(section, html);
     const there = sections.querySelectorAll(":scope > section")[number];
     if (there !== section) sections.insertBefore(section, there ?? null);
     const text = JSON.stringify(figure);
     if (figure && known?.text !== text) add(section.querySelector(".chart"), figure);
     shown.set(key, {section, html, text});
   });
+  list();
   const first = sections.querySelector(":scope > :has(> .chart)");
   switches.hidden = !first;
   if (first && first.previousElementSibling !== switches) sections.insertBefore(switches, first);

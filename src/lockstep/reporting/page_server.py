@@ -98,14 +98,14 @@ class PageServer:
         `host` is the Host header of the request, and `tag` the ETag of the answer that the client has.
         """
         if not is_own(host, self._host):
-            return Answer(HTTPStatus.FORBIDDEN, body=b"this name is not one of this machine")
+            return Answer(HTTPStatus.FORBIDDEN, body=b"Host: not a name or address of this machine")
         match path.partition("?")[0]:
             case "/":
                 found = self._page
             case "/data":
                 found = self._current()
             case _:
-                return Answer(HTTPStatus.NOT_FOUND, body=b"there is / and /data")
+                return Answer(HTTPStatus.NOT_FOUND, body=b"not found: this server has / and /data")
         return Answer(HTTPStatus.NOT_MODIFIED, tag=found.tag) if tag == found.tag else found
 
     def _current(self) -> Answer:
@@ -162,7 +162,7 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         def log_message(self, *_: object) -> None:
             """Print nothing, because the terminal shows the runs."""
 
-    with os_error_as(UsageError, f"--host {host}: no address of this machine"):
+    with os_error_as(UsageError, f"--host {host}: not an address of this machine"):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
     opened: dict[socket.socket, float] = {}  # open connections with their start times
@@ -196,8 +196,8 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         return Listener((host, port), Request)
     except OSError as error:
         where = f"--port {port}" if error.errno in (errno.EADDRINUSE, errno.EACCES) else f"--host {host}"
-        hint = "; choose another, or 0 for any free one" if where.startswith("--port") else ""
-        raise UsageError(f"{where}: cannot listen there: {error.strerror}{hint}") from error
+        hint = "; use a different port, or 0 for any free port" if where.startswith("--port") else ""
+        raise UsageError(f"{where}: cannot listen: {error.strerror}{hint}") from error
 
 
 def _hang_up(connection: socket.socket) -> None:

@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.errors import UsageError
-from lockstep.reporting.charts import Chart, plain
+from lockstep.reporting.charts import KEY_HEIGHT, Chart, plain
 from lockstep.reporting.page import Section
 
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
 _SCALE: Final = 2
+_MOST_ABOVE: Final = 8  # traces whose names are above the chart
+_BESIDE: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
 
 
 def check_png() -> None:
     """Raise UsageError if kaleido or a browser is missing. Both are needed to render charts."""
     if find_spec("kaleido") is None:
-        raise UsageError("--png needs kaleido, not installed; pip install 'lockstep-train[png]'")
+        raise UsageError("--png: kaleido is not installed; run pip install 'lockstep-train[png]'")
     if not _browser():
-        raise UsageError("--png needs Chromium or Chrome, which is not found; on Debian: apt-get install chromium")
+        raise UsageError("--png: Chromium or Chrome not found; install it (on Debian: apt-get install chromium)")
 
 
 def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
@@ -36,12 +38,24 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
     drawn: list[dict[str, Any]] = []
     for chart, path in zip(charts, paths, strict=True):
-        title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
-        layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
+        layout = image_layout(chart)
         size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
         drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
     write_fig_from_object_sync(drawn, kopts={"path": _browser()})
     return paths
+
+
+def image_layout(chart: Chart) -> dict[str, Any]:
+    """Return the layout of a chart with its title and its own legend, because an image has no legend of the page."""
+    title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
+    layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
+    keys = len(chart.figure["data"])
+    if chart.legend and keys > 1:
+        layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * keys}
+    if chart.legend and keys > _MOST_ABOVE:
+        # plotly gives a legend above the chart half of the height, and a legend next to it all of the height.
+        layout["legend"] = _BESIDE
+    return layout
 
 
 def _browser() -> str:

@@ -322,7 +322,7 @@ def _check(event: Mapping[str, Any]) -> None:
             raise KeyError(key)
     for key, is_right in (*_FORMS_OF_ALL.items(), *forms.items()):
         if (value := event.get(key)) is not None and not is_right(value):
-            raise ValueError(f"{key}: not what an event has there")
+            raise ValueError(f"{key}: invalid value in an event")
 
 
 def _is_text(value: Any) -> bool:

@@ -1,13 +1,23 @@
 """A page about any number of runs, with tables and charts. For runs in progress, it also shows progress bars."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lockstep.reporting import wording
 from lockstep.reporting.charts import Chart, curves
-from lockstep.reporting.page import ProgressBar, Section, Table, Words
-from lockstep.reporting.run_log import History, evaluation_curve, figure_of, training_curve
-from lockstep.reporting.run_view import RunView, clock, differing, endings, eta, figures, headline, join, latest, place
+from lockstep.reporting.page import Figures, ProgressBar, Section, Table, Words
+from lockstep.reporting.run_log import History, count, evaluation_curve, figure_of, training_curve
+from lockstep.reporting.run_view import (
+    RunView,
+    clock,
+    differing,
+    endings,
+    latest,
+    named_figures,
+    named_progress,
+    time_left,
+)
 from lockstep.reporting.thinning import Point
 
 _FIRST: Final = ("loss",)  # the first charts; then those of the task's figures, and then those in _LAST
@@ -21,22 +31,34 @@ _LAST: Final = {
     "peak_bytes": "peak memory, MiB",
 }
 _NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
+_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # as are all shares
+_MOST_BESIDE: Final = 3  # differing keys that are columns of the table of runs; more have their own table
+_MOST_BARS: Final = 3  # runs of a live page with a progress bar each, and all figures
 _MOST_ROWS: Final = 50  # the last starts or checkpoints of a run that a table shows
 _SHOWN: Final = 12  # characters of a hash
 _NOTICES: Final = 10
-_PLACEMENT: Final = "The recipes are the same: under exact strategies, so are the bits."
+_SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
+_TIME: Final = "Time is the sum over all starts, without the pauses between them."
 
 
 def sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a page about runs: results, differences, curves, restarts and checkpoints."""
-    return _filled([*_outline(runs), *charts(_histories(runs)), _starts(runs), _saves(runs)])
+    return _filled([*_outline(runs), *curve_sections(_histories(runs)), _starts(runs), _saves(runs)])
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return the sections of a live page: progress, curves, the last notices, and the rest of `sections`."""
-    rows = [[notice.words, name, clock(notice.time)] for name, notice in reversed(latest(runs, _NOTICES))]
-    told = Table("What happened last", ["", "run", "at"], rows)
-    shown = [*map(_progress, runs), *charts(_histories(runs)), told, *_outline(runs), _starts(runs), _saves(runs)]
+    """Return the sections of a live page: progress, curves, the latest events, and the rest of `sections`.
+
+    A few runs have a progress bar each, with all figures. Many runs have theirs in the table of runs.
+    """
+    has_bars = len(runs) <= _MOST_BARS
+    outline = _outline(runs, with_progress=not has_bars)
+    progress: list[Section] = [*map(_progress, runs)] if has_bars else outline[:1]
+    rest = outline if has_bars else outline[1:]
+    if len(runs) == 1:
+        known = {name for name, _ in _progress(runs[0]).figures}
+        rest = [_without(each, known) if isinstance(each, Figures) else each for each in rest]
+    shown = [*progress, *curve_sections(_histories(runs)), _events(runs), *rest, _starts(runs), _saves(runs)]
     return _filled(shown)
 
 
@@ -49,21 +71,43 @@ def title(runs: Sequence[RunView]) -> str:
     return f"{run.state}{done} {run.folder}"
 
 
-def charts(histories: Mapping[str, History]) -> list[Chart]:
-    """Return a chart of each figure, with the curves of all runs that have it."""
-    names = dict.fromkeys(figure_of(name) for each in histories.values() for name in each.curves)
+def curve_sections(histories: Mapping[str, History]) -> list[Section]:
+    """Return a chart of each figure, with the curves of all runs that have it.
+
+    A figure that no run has reported more than once has no chart. A table at the end contains these values.
+    """
+    curves_by_name = [name for each in histories.values() for name in each.curves]
+    names = dict.fromkeys(map(figure_of, curves_by_name))
     own = [name for name in names if name not in (*_FIRST, *_LAST)]
-    found = [chart(name, histories) for name in (*_FIRST, *own, *_LAST) if name in names]
-    both = {
-        label: each.curves["loss"]
-        for label, each in histories.items()
-        if {"loss", evaluation_curve("loss")} <= each.curves.keys()
-    }
-    return [*found, *([curves("loss, as it was logged", both, "loss")] if both else [])]
+    asked = [name for name in (*_FIRST, *own, *_LAST) if name in names]
+    flops = _flops_per_sample(histories)
+    if flops and "samples_per_s" in names:
+        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve
+    note = f"FLOP/s is this curve times {wording.flops(flops)}, the cost of a sample." if flops else ""
+    found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in asked}
+    drawn: list[Section] = [each for each in found.values() if each is not None]
+    logged = {label: each.curves["loss"] for label, each in histories.items() if _has_two_losses(each)}
+    if any(len(points) > 1 for points in logged.values()):
+        drawn.append(curves("loss, as it was logged", logged, "loss", names=[*histories]))
+        logged = {}
+    single = [
+        name
+        for name in dict.fromkeys(curves_by_name)
+        if (name == "loss" and logged) or (figure_of(name) in asked and found[figure_of(name)] is None)
+    ]
+    return [*drawn, *_single_values(histories, single)]
 
 
-def chart(figure: str, histories: Mapping[str, History]) -> Chart:
-    """Return a chart of a figure with the evaluation and training curves of each history."""
+def _has_two_losses(history: History) -> bool:
+    """Return whether a loop of your own logged a loss under the name that evaluations use."""
+    return {"loss", evaluation_curve("loss")} <= history.curves.keys()
+
+
+def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
+    """Return a chart of a figure with the evaluation and training curves of each history.
+
+    Return None if no curve has two points.
+    """
 
     def found(curve: str) -> dict[str, Sequence[Point]]:
         return {label: scaled(each.curves[curve]) for label, each in histories.items() if curve in each.curves}
@@ -72,18 +116,61 @@ def chart(figure: str, histories: Mapping[str, History]) -> Chart:
         return [each._replace(value=each.value / 2**20) for each in points] if figure == "peak_bytes" else points
 
     of_figure = found(evaluation_curve(figure)) or found(figure)
-    percent = any(each.is_share(figure) for each in histories.values())
     words, training = _LAST.get(figure, figure), found(training_curve(figure))
-    return curves(words, of_figure, words, training=training, percent=percent, noisy=figure in _NOISY)
+    if all(len(points) < 2 for points in (*of_figure.values(), *training.values())):
+        return None
+    return curves(
+        words,
+        of_figure,
+        words,
+        training=training,
+        names=[*histories],
+        percent=any(each.is_share(figure) for each in histories.values()),
+        from_zero=figure in _FROM_ZERO,
+        noisy=figure in _NOISY,
+        note=note,
+    )
 
 
-def _outline(runs: Sequence[RunView]) -> list[Section]:
-    words = endings(runs) + [
-        f"{run.folder} skipped {wording.format_count(run.history.skipped, 'file')} that cannot be read: see skipped.txt"
+def _flops_per_sample(histories: Mapping[str, History]) -> int | None:
+    """Return the FLOP of a sample, or None if it isn't known or if it differs between runs."""
+    known = {count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
+    return known.pop() if len(known) == 1 else None
+
+
+def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
+    """Return a table of the figures that were reported once, or a grid if there is a single run."""
+    if not names:
+        return []
+    title = "Reported once"
+    headings = [_LAST.get(name, name) for name in names]
+    cells = {label: [_single_value(name, each) for name in names] for label, each in histories.items()}
+    if len(histories) == 1:
+        [values] = cells.values()
+        return [Figures(title, [*zip(headings, values, strict=True)])]
+    return [Table(title, ["run", *headings], [[label, *values] for label, values in cells.items() if any(values)])]
+
+
+def _single_value(name: str, history: History) -> str:
+    value = history.last_of(name)
+    if value is None:
+        return ""
+    if name == "peak_bytes":
+        return f"{value / 2**20:,.0f}"
+    if name in ("samples_per_s", "flops_per_s"):
+        return f"{value:,.0f}"
+    return wording.curve_value(name, value, history.is_share(name))
+
+
+def _outline(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
+    ended = endings(runs)
+    words = ended + [
+        f"{run.name} skipped {wording.format_count(run.history.skipped, 'unreadable file')}; see skipped.txt"
         for run in runs
         if run.history.skipped
     ]
-    return [_runs(runs), *([Words("", words)] if words else []), _differences(runs)]
+    heading = "Why runs stopped" if ended else ""
+    return [*_runs(runs, with_progress), *([Words(heading, words)] if words else [])]
 
 
 def _histories(runs: Sequence[RunView]) -> dict[str, History]:
@@ -91,24 +178,102 @@ def _histories(runs: Sequence[RunView]) -> dict[str, History]:
 
 
 def _filled(shown: Sequence[Section]) -> list[Section]:
-    """Return the sections without empty tables."""
-    return [each for each in shown if not isinstance(each, Table) or each.rows]
+    """Return the sections without empty tables and grids."""
+    return [
+        each
+        for each in shown
+        if not (isinstance(each, Table) and not each.rows) and not (isinstance(each, Figures) and not each.figures)
+    ]
+
+
+def _without(grid: Figures, names: Collection[str]) -> Figures:
+    return replace(grid, figures=[(name, value) for name, value in grid.figures if name not in names])
+
+
+def _events(runs: Sequence[RunView]) -> Table:
+    """Return a table of the latest events. It only names the runs if there are several."""
+    events = [*reversed(latest(runs, _NOTICES))]
+    if len(runs) == 1:
+        rows = [[clock(notice.time), notice.words] for _, notice in events]
+        return Table("Latest events", ["time", "event"], rows)
+    rows = [[clock(notice.time), name, notice.words] for name, notice in events]
+    return Table("Latest events", ["time", "run", "event"], rows)
 
 
 def _progress(run: RunView) -> ProgressBar:
+    done, total = _steps(run)
+    return ProgressBar(run.name, done, total, [*named_progress(run), *named_figures(run)])
+
+
+def _steps(run: RunView) -> tuple[int, int]:
+    """Return the number of finished steps and of all steps, which is at least 1."""
     status = run.status
-    last = "" if status.time is None else f"last event at {clock(status.time)}"
-    lines = ["" if run.is_whole else "reading its log", join(place(run), eta(run), last), figures(run)]
-    total = max(status.steps or 0, status.step or 0, 1)
-    return ProgressBar(headline(run), status.step or 0, total, [line for line in lines if line])
+    return status.step or 0, max(status.steps or 0, status.step or 0, 1)
 
 
-def _runs(runs: Sequence[RunView]) -> Table:
+def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
+    """Return a table of the runs, or a grid of figures if there is a single run.
+
+    If many keys differ between the runs, these are in a second table.
+    """
+    if not runs:
+        return []
     figures = dict.fromkeys(run.status.figure.name for run in runs if run.status.figure)
-    shown = ["loss/train", "loss/validation", *figures]
-    columns = ["run", "state", "step", "time", *shown, "samples/s", "starts", "weights", "machine"]
-    rows = [_run(run, shown) for run in runs]
-    return Table("Runs", columns, rows, "Time is that of all starts, without pauses.")
+    cells = _columns(runs, ["loss/train", "loss/validation", *figures], with_progress)
+    if len(runs) == 1:
+        return [Figures("Run", [(name, value) for name, [value] in cells.items() if value and name != "run"])]
+    notes = [_TIME]
+    if set(cells["starts"]) <= {"0", "1"}:
+        del cells["starts"]
+    if len(set(cells["machine"])) == 1:
+        [machine] = set(cells.pop("machine"))
+        notes += [f"All runs trained on {machine}."] if machine else []
+    names, differences = {"run": cells.pop("run")}, _differences(runs)
+    is_recipe = any(name.startswith("recipe.") for name in differences)
+    same = [_SAME_RECIPE] if differences and not is_recipe else []
+    done = [step / steps for step, steps in map(_steps, runs)] if with_progress else []
+    if len(differences) <= _MOST_BESIDE:
+        cells, notes = names | differences | cells, notes + same
+        return [Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done)]
+    cells, differences = names | cells, names | differences
+    return [
+        Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done),
+        Table("What differs", [*differences], _rows(differences), " ".join(same)),
+    ]
+
+
+def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
+    """Return the columns of the table of runs. `curves` are the curves whose last values are shown."""
+
+    def value(run: RunView, name: str) -> str:
+        last = run.history.last_of(name)
+        return "" if last is None else wording.curve_value(name, last, run.history.is_share(name))
+
+    speeds = [run.status.samples_per_s for run in runs]
+    return {
+        "run": [run.folder for run in runs],
+        "state": [run.state for run in runs],
+        "step": [wording.of(run.status.step, run.status.steps) for run in runs],
+        **({"time left": [time_left(run) for run in runs]} if with_progress else {}),
+        "time": [wording.duration(run.history.seconds) if run.history.starts else "" for run in runs],
+        **{name: [value(run, name) for run in runs] for name in curves},
+        "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
+        "starts": [f"{len(run.history.starts):,}" for run in runs],
+        "weights": [run.history.weights_sha256[:_SHOWN] for run in runs],
+        "machine": [run.machine for run in runs],
+    }
+
+
+def _rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
+    """Return the rows of a table from its columns."""
+    return [*zip(*cells.values(), strict=True)]
+
+
+def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
+    """Return a column for each key that differs between recipes or placements."""
+    recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
+    of_recipe = {f"recipe.{key}": [run.recipe.get(key, "") for run in runs] for key in recipe}
+    return of_recipe | {f"placement.{key}": [run.placement.get(key, "") for run in runs] for key in placement}
 
 
 def _run(run: RunView, shown: Sequence[str]) -> list[str]:
@@ -119,23 +284,12 @@ def _run(run: RunView, shown: Sequence[str]) -> list[str]:
         run.state,
         wording.of(run.status.step, run.status.steps),
         wording.duration(history.seconds) if history.starts else "",
-        *("" if value is None else wording.figure(value, name in history.fractions) for name, value in values),
+        *("" if value is None else wording.curve_value(name, value, history.is_share(name)) for name, value in values),
         "" if speed is None else f"{speed:,.0f}",
         f"{len(history.starts):,}",
         history.weights_sha256[:_SHOWN],
         run.machine,
     ]
-
-
-def _differences(runs: Sequence[RunView]) -> Table:
-    """Return a table with a column for each key that differs between recipes or placements."""
-    recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
-    columns = ["run", *(f"recipe.{key}" for key in recipe), *(f"placement.{key}" for key in placement)]
-    rows = [
-        [run.folder, *(run.recipe.get(key, "") for key in recipe), *(run.placement.get(key, "") for key in placement)]
-        for run in runs
-    ]
-    return Table("What differs", columns, rows if len(columns) > 1 else [], "" if recipe else _PLACEMENT)
 
 
 def _starts(runs: Sequence[RunView]) -> Table:
@@ -151,7 +305,8 @@ def _starts(runs: Sequence[RunView]) -> Table:
         if len(run.history.starts) > 1
         for start in run.history.starts[-_MOST_ROWS:]
     ]
-    return Table("Restarts", ["run", "after step", "at", "placement", "steps recomputed"], rows)
+    columns = ["run", "after step", "at", "placement", "steps recomputed"]
+    return Table("Restarts", columns, rows, grouped=True, folded=True)
 
 
 def _saves(runs: Sequence[RunView]) -> Table:
@@ -162,9 +317,10 @@ def _saves(runs: Sequence[RunView]) -> Table:
             wording.duration(save.seconds),
             f"{save.took_s:.2f} s",
             save.weights_sha256[:_SHOWN],
-            "best so far" if save.best else "",
+            "yes" if save.best else "",
         ]
         for run in runs
         for save in run.history.saves[-_MOST_ROWS:]
     ]
-    return Table("Checkpoints", ["run", "after step", "at", "took", "weights", ""], rows)
+    columns = ["run", "after step", "at", "took", "weights", "best so far"]
+    return Table("Checkpoints", columns, rows, grouped=True, folded=True)

@@ -9,11 +9,11 @@ from lockstep.common.text import printable_line
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_SAVED
 from lockstep.reporting import wording
 from lockstep.reporting.notices import Notice
-from lockstep.reporting.run_log import History, RunStatus
+from lockstep.reporting.run_log import History, RunStart, RunStatus
 
 State = Literal["queued", "running", "saved", "done", "failed", "died", "unreadable"]
 
-_NO_REASON: Final = "ended without a reason, as SIGKILL or the loss of a host leaves it; see logs/ in the run folder"
+_NO_REASON: Final = "ended without recording a reason (killed, out of memory or host lost); see logs/ in the run folder"
 STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
 _MOST_NAMES: Final = 5  # names of runs in a line
 _ACTIVE: Final = ("running", "queued")
@@ -22,6 +22,7 @@ _AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING"
 _SHOWN: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the task's figures
 _NOT_SHOWN: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
 _MOST: Final = 12  # figures in a line
+_SPEED: Final = "samples/s"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def headline(run: RunView) -> str:
     """Return the name, placement, state and job of a run in a line."""
     starts = run.history.starts[-1:]
     state = "not there yet" if not run.is_whole and not starts else run.state
-    where = [f"{each.strategy} on {each.processes or '?'}, {each.device}" for each in starts]
+    where = [_placement(each) for each in starts]
     job = [f"job {run.job} {run.queued}".strip()] if run.job is not None else []
     return join(run.name, state, *where, *job)
 
@@ -116,19 +117,45 @@ def place(run: RunView) -> str:
     return join(epoch, f"step {wording.of(status.step, status.steps)}")
 
 
-def eta(run: RunView) -> str:
+def time_left(run: RunView) -> str:
     """Return the remaining time in words, or empty text if it isn't known or the run is over."""
     seconds = run.status.left_s
-    return "" if seconds is None or not run.is_active else f"{wording.duration(seconds)} left"
+    return "" if seconds is None or not run.is_active else wording.duration(seconds)
+
+
+def eta(run: RunView) -> str:
+    """Return the remaining time followed by `left`, or empty text if there is none."""
+    return f"{time_left(run)} left" if time_left(run) else ""
 
 
 def figures(run: RunView) -> str:
     """Return the speed and the last value of each figure in words."""
+    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_figures(run)]
+    return join(*words)
+
+
+def named_figures(run: RunView) -> list[tuple[str, str]]:
+    """Return the speed and the last value of each figure, each with its name."""
     history, speed = run.history, run.status.samples_per_s
     names = [name for name in history.curves if name not in (*_NOT_SHOWN, *_SHOWN)]
     names += [name for name in _SHOWN if name in history.curves]
-    words = [f"{name} {_figure(name, history)}" for name in names[:_MOST]]
-    return join("" if speed is None else f"{speed:,.0f} samples/s", *words)
+    speeds = [] if speed is None else [(_SPEED, f"{speed:,.0f}")]
+    return [*speeds, *((name, _figure(name, history)) for name in names[:_MOST])]
+
+
+def named_progress(run: RunView) -> list[tuple[str, str]]:
+    """Return the state, the placement and the progress of a run, each with its name. Unknown values are left out."""
+    status = run.status
+    found = [
+        ("state", run.state if run.is_whole else "reading its log"),
+        ("placement", next((_placement(each) for each in run.history.starts[-1:]), "")),
+        ("job", "" if run.job is None else f"{run.job} {run.queued}".strip()),
+        ("epoch", wording.of(status.epoch, status.epochs)),
+        ("step", wording.of(status.step, status.steps)),
+        ("time left", time_left(run)),
+        ("last event", clock(status.time)),
+    ]
+    return [(name, value) for name, value in found if value]
 
 
 def loss(history: History) -> str:
@@ -179,14 +206,16 @@ def join(*words: str) -> str:
     return "  ".join(word for word in words if word)
 
 
+def _placement(start: RunStart) -> str:
+    return f"{start.strategy} on {start.processes or '?'}, {start.device}"
+
+
 def _why(run: RunView) -> str:
     """Return why a run ended early, or empty text if it didn't."""
-    stopped = f"stopped by {run.status.reason or 'a signal'}; another start resumes there"
+    stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 
 def _figure(name: str, history: History) -> str:
     value = history.last_of(name)
-    if value is None:
-        return ""
-    return wording.loss(value) if name.startswith("loss/") else wording.figure(value, history.is_share(name))
+    return "" if value is None else wording.curve_value(name, value, history.is_share(name))

@@ -65,7 +65,9 @@ def table(
         found.add_column(heading, justify="left" if heading in texts else "right", no_wrap=True)
     for number, style in enumerate(styles):
         found.add_row(*(Text(each[number], style if name == "state" else "") for name, each in shown.items()))
-    return Group(found, *([Text(f"left out, for want of room: {', '.join(left_out)}")] if left_out else []))
+    return Group(
+        found, *([Text(f"hidden, because the terminal is too narrow: {', '.join(left_out)}")] if left_out else [])
+    )
 
 
 def print_unfolded(console: Console, drawing: RenderableType) -> None:

@@ -15,9 +15,9 @@ from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, St
 Row = tuple[str, str]
 _SURE: Final = 0.95  # the probability that audits would have shown a fault
 _LARGE: Final = 1e6  # above this, a loss is shown without fixed decimals
-_NOTHING_KEPT: Final = "the run keeps nothing"
+_NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
-    f"hash seed random: a set of strings has another order at each start; if that may matter here, set {VARIABLE}=0"
+    f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
 )
 
 
@@ -83,7 +83,7 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
     mean = f" ({loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
     if event.flops_per_s is not None:
-        words.append(f"{_flops(event.flops_per_s)}/s")
+        words.append(f"{flops(event.flops_per_s)}/s")
     if event.mfu is not None:
         words.append(f"MFU {100 * event.mfu:.1f} %")
     if event.loss_scale is not None:
@@ -112,6 +112,11 @@ def of_task(
 def figure(value: float, is_fraction: bool) -> str:
     """Return the figure of a task in words."""
     return percent(value) if is_fraction else f"{value:.4g}"
+
+
+def curve_value(name: str, value: float, is_share: bool) -> str:
+    """Return a value of the curve of this name in words. All losses have the same number of decimals."""
+    return loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_share)
 
 
 def loss(value: float) -> str:
@@ -161,7 +166,7 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     rows += [("time", duration(event.seconds))] if event.step > run.step else []
     if event.seconds > 0 and event.step > run.step:
         rate = (event.samples - run.samples) / event.seconds
-        rows.append(("samples/s", f"{rate:,.0f}, evaluating and saving included"))
+        rows.append(("samples/s", f"{rate:,.0f}, including evaluations and saves"))
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
     rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
     rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
@@ -225,16 +230,17 @@ def format_count(number: int, noun: str) -> str:
 def _of_a_sample(event: Started) -> str:
     """Return the FLOP of a sample and the peak of the devices, or why they aren't known."""
     if event.flops_per_sample is None:
-        return "FLOP of a sample not counted: the model does not run without values, on torch's meta device"
-    cost = f"{_flops(event.flops_per_sample)} for each sample, forward and backward"
+        return "FLOP per sample not counted: the model does not run on the meta device of torch"
+    cost = f"{flops(event.flops_per_sample)} for each sample, forward and backward"
     if event.peak_flops_per_s is not None:
-        return f"{cost}; peak of the devices {_flops(event.peak_flops_per_s)}/s"
+        return f"{cost}; peak of the devices {flops(event.peak_flops_per_s)}/s"
     if event.device.startswith("cuda"):
         return f"{cost}; the peak of this device is not known, so there is no MFU"
     return cost
 
 
-def _flops(number: float) -> str:
+def flops(number: float) -> str:
+    """Return a number of floating-point operations in words."""
     for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
         if number >= factor:
             return f"{number / factor:.4g} {unit}"

@@ -71,10 +71,14 @@ def job_of(folder: Path) -> Submitted | None:
         raise UsageError(f"{folder / JOB}: cannot be read ({error!r}); it should contain the job ID") from error
 
 
-def failure(folder: Path) -> str:
-    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure."""
+def failure(folder: Path, *, ignore_transient: bool = False) -> str:
+    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure.
+
+    With `ignore_transient`, a failure after which a scheduler starts the run again doesn't count.
+    """
     result = json_in(folder / RESULT)
-    reason = result.get("reason") if result.get("event") == "failed" else None
+    is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")
+    reason = result.get("reason") if is_failure else None
     return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
 
 
