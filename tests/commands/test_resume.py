@@ -197,7 +197,7 @@ def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(sto
     for processes in (1, 2):
         refused = run(*TRAIN, f"placement.processes={processes}", code=2)
         assert "not a checkpoint of this run, though its hashes are right:" in refused.err
-        assert "and 7 samples; after step" in refused.err
+        assert "and 7 samples after step" in refused.err
     assert (folder / "events.jsonl").read_bytes() == log
 
 
@@ -209,13 +209,13 @@ def test_a_run_with_a_key_goes_on_from_what_it_signed_alone(start, run, finished
     assert "hmac_sha256" in json.loads((newest / "manifest.json").read_bytes())
     forging.change(newest, lambda state: state["progress"].update(best_loss=0.5))  # nothing else would tell
     refused = run(*TRAIN, "run.key_file=key", code=2)
-    assert "signed with another key than that of run.key_file, or changed since; do not use it" in refused.err
+    assert "signed with a different key than run.key_file, or changed since; do not use it" in refused.err
     assert run("eval", "run", "--trust", "run.key_file=key", code=2).err == refused.err
     shutil.rmtree(newest)
     assert run(*TRAIN, "run.key_file=key").sha256 == undisturbed(finished).sha256
     assert "evaluated 360 of 360" in run("eval", "run", "--trust", "run.key_file=key").out
     key.chmod(0o644)
-    assert "others may use it (mode 0644" in run(*TRAIN, "run.key_file=key", code=2).err
+    assert "other users can access it (mode 0644" in run(*TRAIN, "run.key_file=key", code=2).err
 
 
 @pytest.mark.parametrize(

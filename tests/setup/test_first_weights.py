@@ -60,7 +60,7 @@ def test_without_any_nothing_is_opened() -> None:
         (["recipe.model.weights=file.safetensors", "run.start_from=a"], "run.start_from gives first weights too"),
         (["recipe.model.weights=file.safetensors", "recipe.model.pretrained=true"], "pretrained gives first weights"),
         (["run.start_from=nowhere"], "nowhere: not found"),
-        (["run.start_from=file.safetensors"], "file.safetensors: is a file; give a run folder"),
+        (["run.start_from=file.safetensors"], "file.safetensors: is a file; pass a run folder"),
         ([f"recipe.start={{weights_sha256: '{SHA256}'}}"], "name that run in run.start_from"),
         (["recipe.model.weights=nowhere", "run.dir=empty"], "nowhere: not found"),
     ],

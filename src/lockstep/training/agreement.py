@@ -46,10 +46,10 @@ class Disagreement:
     def who(self) -> str:
         """The ranks that differ from the majority, or the reason why they aren't known."""
         if self.odd is None:
-            equal = "two ranks" if len(self.hosts) == 2 else "as many ranks as others"
-            return f"{equal} disagree, so which is wrong cannot be told"
+            ranks = "the two ranks" if len(self.hosts) == 2 else "the ranks"
+            return f"{ranks} disagree without a majority, so the wrong rank is unknown"
         ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd)
-        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} other values than the majority"
+        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} different values than the majority"
 
 
 def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
@@ -59,7 +59,7 @@ def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
     """
     held = {name: each.detach() for name, each in chain(model.named_parameters(), model.named_buffers())}
     if (found := disagreement(world, held)) is not None:
-        raise UsageError(f"first weights: {found.listed}: {found.who}; {advice}")
+        raise UsageError(f"initial weights: {found.listed}: {found.who}; {advice}")
     return model
 
 

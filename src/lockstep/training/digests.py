@@ -86,7 +86,7 @@ class StepDigests:
         *values, every = self.world.add_(found).tolist()
         if every:
             self.every = every
-            self.note(f"digests: of every {every}. step, so that they take at most {PRICE:.1%} of the time\n")
+            self.note(f"digests: one every {every} steps, to take at most {PRICE:.1%} of the time\n")
         if self.world.rank == 0:
             summed = zip(notes, values, strict=True)
             self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])

@@ -93,18 +93,18 @@ class Saver:
 
 def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
     """Return the message for ranks that disagree: the tensors, the odd rank, the likely cause, and what to do."""
-    fault = "a fault of a processor or its memory"
+    fault = "a processor or memory fault"
     if buffers.issuperset(found.names):
         kind = "buffer"
-        cause = f"the forward pass changes them, each rank by its own micro-batches, or {fault}"
+        cause = f"the forward pass updates buffers from the micro-batches of each rank, or {fault}"
     else:
         kind = "weight" if buffers.isdisjoint(found.names) else "weight or buffer"
-        cause = f"{fault}, or code that changes weights other than by the optimizer"
+        cause = f"{fault}, or code that changes weights outside the optimizer"
     subject = f"a {kind} differs" if len(found.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
     return (
-        f"after step {step} {subject} between ranks: {found.listed}: {found.who}; not saved. Likely: {cause}. "
-        f"`lockstep verify` names code that does it; placement.audit_every finds a rank that computes wrongly; the "
-        f"same command goes on from the last checkpoint"
+        f"after step {step}, {subject} between ranks: {found.listed}: {found.who}; not saved. Likely cause: {cause}. "
+        f"Run `lockstep verify` to find such code, or set placement.audit_every to find a rank that computes wrong "
+        f"results; to continue from the last checkpoint, run the same command again"
     )
 
 

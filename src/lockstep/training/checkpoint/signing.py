@@ -11,7 +11,7 @@ from lockstep.errors import UsageError, os_error_as
 
 _SHORTEST: Final = 32  # bytes: a shorter key may be guessed
 _LONGEST: Final = 4096
-_HOW: Final = "make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
+_HOW: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"  # other data signed with the same key is no manifest
 
 
@@ -30,14 +30,14 @@ def read_key(path: Path) -> bytes:
             raise UsageError(f"run.key_file {path}: not a regular file; {_HOW}")
         if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
             raise UsageError(
-                f"run.key_file {path}: others may use it (mode {stat.S_IMODE(found.st_mode):04o}, owner "
-                f"{found.st_uid}); it must be yours alone: chmod 600 {path}, or make a new key if somebody read it"
+                f"run.key_file {path}: other users can access it (mode {stat.S_IMODE(found.st_mode):04o}, owner "
+                f"{found.st_uid}); run chmod 600 {path}, or create a new key if another user may have read it"
             )
         key = os.read(descriptor, _LONGEST + 1)
     finally:
         os.close(descriptor)
     if not _SHORTEST <= len(key) <= _LONGEST:
-        raise UsageError(f"run.key_file {path}: holds {len(key)} bytes, a key has {_SHORTEST} to {_LONGEST}; {_HOW}")
+        raise UsageError(f"run.key_file {path}: expected {_SHORTEST} to {_LONGEST} bytes, got {len(key)}; {_HOW}")
     return key
 
 

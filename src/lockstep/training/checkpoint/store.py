@@ -197,10 +197,10 @@ def abandon(final: Path) -> None:
 def not_written(final: Path, error: OSError) -> str:
     """Return the message for a checkpoint that failed to save."""
     if not final.parent.parent.is_dir():
-        return f"{final.parent.parent}: the run folder was removed while the run trained; what it had saved is lost"
+        return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
     before = [path.name for path in checkpoints(final.parent)]
-    intact = f"{before[0]} is intact" if before else "there is no earlier one"
-    remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
+    intact = f"{before[0]} is intact" if before else "there is no earlier checkpoint"
+    remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the problem"
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
 
 
@@ -226,7 +226,7 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
             problems.append(str(error))
     if problems:
         raise DataError(
-            "\n".join([f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems])
+            "\n".join([f"{folder}: no checkpoint is intact; restore one, or choose a different run.dir", *problems])
         )
     return None
 
@@ -241,7 +241,7 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | 
         path = path.parent / path.readlink()
     if not path.is_dir():
         found = "is a file" if path.exists() else "not found"
-        raise UsageError(f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
+        raise UsageError(f"{path}: {found}; pass a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         return FoundCheckpoint(read(path, key), path, [])
     return _load_run(path, prefer, key)
@@ -256,7 +256,7 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
     for name, written in expected.files.items():
         _verify(path / name, written)
     wrong = (SafetensorError, ValueError, OSError)
-    with error_as(TrainingError, wrong, f"{path}: cannot be read, though its hashes are right"):
+    with error_as(TrainingError, wrong, f"{path}: cannot be read, although its hashes match"):
         # Memory-mapped, so that a caller that needs only some rows reads no more than these.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
@@ -276,8 +276,10 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
         signed = content.pop(_HMAC, None)
         match content:
             case {"format": int(version)} if type(version) is int and version != _FORMAT:
-                wanted = f"this version reads {_FORMAT}; use the one that wrote it"
-                raise DataError(f"{place}: format {str(version)[:40]}, {wanted}")
+                raise DataError(
+                    f"{place}: expected format {_FORMAT}, got {str(version)[:40]}; use the version of Lockstep that "
+                    f"wrote it"
+                )
             case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
                 not rest and version is not True
             ):
@@ -285,7 +287,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             case _:
                 raise ValueError(f"its keys are {_format_names(content)}")
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
-            raise ValueError("a hash is none")
+            raise ValueError("a hash is not valid")
     except ValueError as error:
         raise DataError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA, FEEDBACK, SCRIPT} != {MODEL, OPTIMIZER, STATE}:
@@ -417,20 +419,22 @@ def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) 
         return load(folder / BEST, key=key)
     found = newest(folder, key)
     if found is None:
-        raise UsageError(f"{path}: holds no checkpoint; give the folder of a run that has saved one")
+        raise UsageError(f"{path}: no checkpoint found; pass the folder of a run that has saved one")
     if prefer == "best":
-        raise UsageError(f"{path}: no checkpoint is marked as best, the run was never evaluated; use the newest")
+        raise UsageError(
+            f"{path}: no checkpoint is marked as best, because the run was never evaluated; use the newest"
+        )
     return found
 
 
 def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | None) -> None:
     if signed is None:
         raise UsageError(
-            f"{path}: not signed, and run.key_file asks for it; whoever can write there may have made it. If you know "
-            f"that it is yours, go on from it once without run.key_file"
+            f"{path}: not signed, but run.key_file requires a signature, and anyone with write access may have created "
+            f"it; if you know that it is yours, resume from it once without run.key_file"
         )
     if not signing.is_signed(key, signed_text, signed):
-        raise UsageError(f"{path}: signed with another key than that of run.key_file, or changed since; do not use it")
+        raise UsageError(f"{path}: signed with a different key than run.key_file, or changed since; do not use it")
 
 
 def _file_record(name: str, file: JSON) -> Written:
@@ -438,7 +442,7 @@ def _file_record(name: str, file: JSON) -> Written:
         case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
             if _SHA256.fullmatch(sha256):
                 return Written(sha256, size)
-    raise ValueError(f"what it says of {name[:40]!r} is not a hash and a size")
+    raise ValueError(f"the entry of {name[:40]!r} is not a hash and a size")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -463,14 +467,14 @@ def _mapping(path: Path, limit: int) -> dict[str, JSON]:
         data = plainfile.content(path, limit)
     content = plainfile.parse_json(data, _once)
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return content
 
 
 def _once(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key appears twice")
     return content
 
 
@@ -483,10 +487,10 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"{path}: missing; the checkpoint is not whole") from None
+        raise DataError(f"{path}: missing; the checkpoint is incomplete") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _differs(path: Path, what: str, expected: object, found: object) -> str:
-    return f"{path}: damaged after it was written: {what} expected {expected}, found {found}"
+    return f"{path}: damaged after it was written: expected {what} {expected}, got {found}"

@@ -69,7 +69,10 @@ def frame(tensors: NamedTensors) -> Frame:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > LARGEST_HEADER:
-        raise TrainingError(f"a file of {len(names):,} tensors: what it says of them is too long to be read again")
+        raise TrainingError(
+            f"a file of {len(names):,} tensors: its header of {len(text):,} bytes exceeds the limit of "
+            f"{LARGEST_HEADER:,}; use fewer tensors or shorter names"
+        )
     head = len(text).to_bytes(8, "little") + text
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 
@@ -97,7 +100,7 @@ def raw(tensor: Tensor) -> memoryview:
 def dtype_name(name: str, tensor: Tensor) -> str:
     """Return the name of the tensor's dtype in the safetensors format."""
     if tensor.dtype not in _DTYPES:
-        raise ValueError(f"{name}: safetensors has no dtype for {tensor.dtype}")
+        raise ValueError(f"{name}: safetensors does not support dtype {tensor.dtype}")
     return _DTYPES[tensor.dtype]
 
 
