@@ -14,7 +14,7 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
-_NOT_COMPARED: Final = "run.place: the model in chunks was not compared with the whole model"
+_NOT_COMPARED: Final = "run.place: the chunked model was not compared with the whole model"
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -35,12 +35,15 @@ class FirstCallCheck:
         self._warn = warn
         parameters = sum(each.numel() for each in model.parameters())
         if parameters > LARGEST:
-            warn(f"{_NOT_COMPARED}: its {parameters:,} parameters would be copied twice")
+            warn(
+                f"{_NOT_COMPARED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller "
+                f"model"
+            )
             return
         try:
             whole = copy.deepcopy(model).eval()
         except Exception as error:  # a custom model may raise any exception when it is copied
-            warn(f"{_NOT_COMPARED}: it cannot be copied: {error}")
+            warn(f"{_NOT_COMPARED}: copy.deepcopy cannot copy it: {error}")
             return
         self._whole = whole
         names = {module: name for name, module in model.named_modules()}

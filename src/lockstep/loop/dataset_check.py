@@ -27,8 +27,8 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
     """Warn if the dataset has `set_epoch`, which the loop would call after samples were fetched."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
-            "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
-            "placement.workers in other processes; draw what changes in __getitem__"
+            "run.steps: the dataset has set_epoch, but samples are fetched before the loop calls it, and in other "
+            "processes with placement.workers; draw random changes in __getitem__ instead"
         )
 
 

@@ -39,7 +39,7 @@ class Evaluation:
         """Return the number of samples per batch: `batch` if set, else the size of the largest micro-batch."""
         samples = batch or self.default_batch
         if not samples:
-            raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
+            raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
@@ -81,6 +81,7 @@ class Evaluation:
         if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
             self._warned = True
             self._rank.warn(
-                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and what "
-                "rank 0 prints or keeps is that of its own; give run.sum one value for each batch"
+                "run.each: the results were not summed over ranks with run.sum: each rank evaluated only a part of "
+                "the batches, and rank 0 prints and saves only the results of its own part; pass run.sum one value "
+                "for each batch"
             )

@@ -27,9 +27,9 @@ class LoggedFigures:
         try:
             plain = {name: float(value) for name, value in figures.items()}
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(f"run.log: {error}", "give numbers, or tensors of one number each") from None
+            raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
         if taken := first_taken(plain, OF_ALL):
-            raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
+            raise refusal(f"run.log: {taken} is a reserved name", "choose a different name")
         self._rank.world.say(plain)
         self._values.update({name: repr(value) for name, value in plain.items()})
         self._rank.write(Logged(**self._rank.progress.at, figures=plain))
@@ -43,6 +43,7 @@ class LoggedFigures:
         first, *others = world.told_by_all(self._values)
         if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
             self._rank.warn(
-                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "
-                "of its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
+                f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written, "
+                f"which may cover only its own samples; sum over all ranks with run.sum over run.each, or call "
+                f"run.log on rank 0 only"
             )

@@ -82,25 +82,29 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 T = TypeVar("T")
 
 _ADVICE: Final = (
-    "leave weights and buffers to step.update; set them before run.place, average or clip a copy outside the model, "
-    "and leave DistributedDataParallel out, which writes them too"
+    "let only step.update change weights and buffers; set them before run.place, average or clip a copy outside the "
+    "model, and remove DistributedDataParallel, which writes to them too"
 )
 _GRADIENT: Final = (
-    "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"
+    "scale the loss that you pass to step.backward, and clip with step.update(clip=...); step.norm is the gradient norm"
 )
-_MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
+_MODE: Final = (
+    "call train() and eval() before or after the loop over the micro-batches, and leave the mode within run.each, "
+    "which sets evaluation mode"
+)
 _RESTS_IN_ROWS: Final = (
-    "this strategy gathers weights as they were at run.place: leave requires_grad as it is, and let a group of the "
-    "optimizer rest by its lr_scale or by step.update(of=...), which moves no other; or use strategy ddp or zero1"
+    "do not change requires_grad, because this strategy gathers weights as they were at run.place; to freeze an "
+    "optimizer group, set its lr_scale to 0 or update only the other groups with step.update(of=...); or use strategy "
+    "ddp or zero1"
 )
-_HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
+_HOOK: Final = "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
 _CALLED_WITH: Final = (
-    "torch.func.functional_call does not reach weights that are in rows: use strategy ddp or zero1, or a module of the "
-    "model's own for the other weights"
+    "torch.func.functional_call cannot replace sharded weights; use strategy ddp or zero1, or put the other weights "
+    "into a separate module of the model"
 )
 _IN_LOSS: Final = (
-    "compute a penalty on the weights in the model's forward, or use strategy ddp, zero1 or zero2; weight decay is the "
-    "optimizer's"
+    "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
+    "zero1 or zero2"
 )
 _PLAIN: Final[Any] = TensorBase.data
 _TORCHS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
@@ -183,26 +187,26 @@ class Guard:
         self._running = False
         self._whole = whole
         if (now := [each._version for each in self._tensors]) != self._versions:
-            raise self._refusal(f"{self._names[_first(self._tensors, now, self._versions)]} was written")
+            raise self._refusal(f"{self._names[_first(self._tensors, now, self._versions)]} was modified")
         for tensor, (original, version) in self._gathered.items():
             if tensor._version != version:
-                raise self._refusal(f"{self._names[original]} was written")
+                raise self._refusal(f"{self._names[original]} was modified")
         if modes and (now := [each.training for each in self._modules]) != self._modes:
             module = _first(self._modules, now, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refusal(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
+            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE)
         if self._withheld or forward:
             found = [each.grad for each in self._trained]
             if not all(map(is_, found, self._shown)):
                 self._check_gradients(found)
         kept = self._still if forward else len(self._kept)
         if kept and [each._version for each in self._kept[:kept]] != self._kept_versions[:kept]:
-            raise self._refusal("a running statistic of BatchNorm was written")
+            raise self._refusal("a running statistic of BatchNorm was modified")
         self._check_structure()
         if whole:
             if (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
                 name = self._names[_first(self._plain, addresses, self._addresses)]
-                raise self._refusal(f"{name} was given other memory", since=self._whole_at)
+                raise self._refusal(f"the storage of {name} was replaced", since=self._whole_at)
             self._check_asked(frozen=frozen)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
@@ -258,7 +262,7 @@ class Guard:
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
-            raise refusal(f"{self._at}{name} was given other memory", _ADVICE)
+            raise refusal(f"{self._at}the storage of {name} was replaced", _ADVICE)
 
     def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
         for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
@@ -276,20 +280,20 @@ class Guard:
                 self._frozen = True
                 if not frozen:
                     advice = _RESTS_IN_ROWS if in_rows else REST
-                    done = "frozen" if was[0] else "freed"
+                    done = "frozen" if was[0] else "unfrozen"
                     raise self._refusal(f"{self._names[parameter]} was {done}", advice, self._asked_at)
             if hooks and now[1:] != was[1:]:
-                text = f"{self._names[parameter]} was given a hook of its gradient"
+                text = f"a gradient hook was added to {self._names[parameter]}"
                 raise self._refusal(text, _HOOK, self._whole_at)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
             return refusal(
-                f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
-                "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative alone "
-                "call torch.autograd.grad",
+                f"{self._at}a backward other than step.backward adds to the gradients of the placed model",
+                "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
+                "without changing gradients, call torch.autograd.grad",
             )
-        return refusal(f"{self._at}a gradient of the placed model was written", _GRADIENT)
+        return refusal(f"{self._at}a gradient of the placed model was modified", _GRADIENT)
 
     def _check_structure(self) -> None:
         if self._part_ids() != self._identities:
@@ -330,7 +334,7 @@ class Guard:
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (other := self._unknown(module)):
-            raise refusal(f"{self._at}{other} is called with other weights, and would be given its own", _CALLED_WITH)
+            raise refusal(f"{self._at}{other} is called with different weights, but would use its own", _CALLED_WITH)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         self._unknown(module)
@@ -353,10 +357,10 @@ class Guard:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise refusal(f"{self._at}{name} was written in a forward", _ADVICE)
+                raise refusal(f"{self._at}{name} was modified in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refusal(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
+        raise refusal(f"{self._at}the loss depends on this rank's shard of {name}", _IN_LOSS)
 
     @property
     def _at(self) -> str:

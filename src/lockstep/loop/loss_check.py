@@ -74,13 +74,16 @@ class LossCheck:
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise refusal(f"step {step}: step.backward was given {found}", "give the loss as a 0-dim tensor")
+            found = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                found = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
+            raise refusal(f"step {step}: step.backward received {found}", "pass a 0-dim floating-point tensor")
         root = loss.grad_fn
         if root is None:
             raise refusal(
-                f"step {step}: the loss has no graph that leads to the model",
-                "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
+                f"step {step}: the loss has no autograd graph that leads to the model",
+                "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
+                "loss.backward()",
             )
         if not microbatch.weight:
             return  # a mean over nothing isn't finite and shows nothing
@@ -110,14 +113,14 @@ class LossCheck:
             if _is_of_a_scaler(scale):
                 raise refusal(
                     f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
-                    'leave the scaler out: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
+                    'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
             if not scale.divides and scale.value == self.processes > 1 and scale.value not in looked.counts:
                 self._ask(
                     "processes",
-                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
-                    f"processes, to undo a mean over them, drop it: the gradient is the mean over the step on any "
-                    f"number of processes; a factor of your own stays",
+                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}), the number of processes; "
+                    f"remove the factor if it undoes a mean over processes, because the gradient is the mean over the "
+                    f"step on any number of processes; otherwise, keep it",
                 )
 
     def _check_division(self, step: int, looked: "_Looked") -> None:
@@ -125,8 +128,8 @@ class LossCheck:
         for scale in looked.unexplained():
             text = f"step {step}: the loss is divided by {scale.value:g}"
             advice = (
-                f"leave the division out: run.steps(microbatches=) accumulates gradients, and step.update takes the "
-                f"mean over the step; write a factor of your own as {1 / scale.value:.6g} * loss"
+                f"remove the division: run.steps(microbatches=) accumulates gradients, and step.update takes the mean "
+                f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
             )
             if step == 1:
                 raise refusal(text, advice)
@@ -141,26 +144,26 @@ class LossCheck:
         means = [term for term, kind in looked.kinds() if kind == "mean"]
         if means:
             divisor = next((each.value for term in means if (each := looked.divisor_of_mean(term))), 0.0)
-            by = f": a sum that is divided by {divisor:g}" if divisor else ""
-            own = f"; write a factor of your own as {1 / divisor:.6g} * loss" if divisor else ""
+            by = f": a sum divided by {divisor:g}" if divisor else ""
+            own = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
             if len(means) == len(looked.terms):
                 raise refusal(f"step {step}: the loss is a mean{by}", f"pass it as step.backward(mean=loss){own}")
             raise refusal(
                 f"step {step}: a part of the loss is a mean{by}, and another part is a sum",
-                f"reduce all parts alike: a mean times the number of samples is a sum{own}",
+                f"reduce all parts in the same way: a mean times the number of samples is a sum{own}",
             )
         weight = looked.microbatch.weight
         fewest = min(looked.count_of_sum(term) for term in looked.terms)
         undivided = any(not scale.divides and scale.value == step_weight for scale in looked.shared)
         decided = undivided or (weighs and not fewest % weight)
         if fewest > weight and not decided:
-            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+            unit = f"of weight {weight}" if weighs else f"of {weight} samples"
             self._ask(
                 "terms",
-                f"step {step}: the loss adds up {fewest:g} values of a micro-batch that {unit} ({calling()}), and "
-                f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"step.backward(mean=loss); if it never divides the sum, step.backward(sum=step.weight * loss); if you "
-                f"mean this sum, add up each sample first and then the samples",
+                f"step {step}: the loss sums {fewest:g} values of a micro-batch {unit} ({calling()}), and step.update "
+                f"divides the sum by the weight of the step; if your script takes the mean, pass it as "
+                f"step.backward(mean=loss); if it never divides the sum, use step.backward(sum=step.weight * loss); if "
+                f"this sum is intended, sum over each sample first and then over the samples",
             )
 
     def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:
@@ -172,8 +175,8 @@ class LossCheck:
         if len(sums) == len(looked.terms) and not divisors and all(map(looked.is_over_samples, sums)):
             raise refusal(
                 f"step {step}: the loss is a sum over {sums[0].size:g} values",
-                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; "
-                "step.backward(sum=step.weight * loss) keeps the gradient of a script that never divides it",
+                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; to keep the "
+                "gradient of a script that never divides the sum, use step.backward(sum=step.weight * loss)",
             )
         if microbatches > 1:
             by = f", divided by {divisors[0]:g}" if divisors else ""
@@ -181,8 +184,9 @@ class LossCheck:
             self._ask(
                 "part",
                 f"step {step}: {whole} is a sum over {sums[0].size:g} values{by} ({calling()}), in one of "
-                f"{microbatches} micro-batches, of {looked.microbatch.samples} samples: its gradient depends on the "
-                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all as sums",
+                f"{microbatches} micro-batches of {looked.microbatch.samples} samples, so its gradient depends on the "
+                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all parts as "
+                f"sums",
             )
 
     def _compare_counts(self, step: int, looked: "_Looked", microbatches: int, weighs: bool) -> None:
@@ -197,12 +201,12 @@ class LossCheck:
             differs = comparable and count * weight_before != before[number] * weight
             if not count or not (count % weight or differs):
                 continue
-            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
-            other = f", and over {before[number]:g} in the micro-batch before" if differs else ""
+            unit = f"of weight {weight}" if weighs else f"of {weight} samples"
+            other = f", and over {before[number]:g} values in the previous one" if differs else ""
             self._ask(
                 "weight",
-                f"step {step}: the loss is a mean over {count:g} values of a micro-batch that {unit} ({calling()})"
-                f"{other}; if micro-batches differ in that, give run.steps the count: {_suggest_weight(looked)}",
+                f"step {step}: the loss is a mean over {count:g} values of a micro-batch {unit} ({calling()}){other}; "
+                f"if micro-batches differ in this count, pass it to run.steps: {_suggest_weight(looked)}",
             )
 
     def _ask_of_function(self, step: int, looked: "_Looked") -> None:
@@ -212,9 +216,9 @@ class LossCheck:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
-                    f"step {step}: the loss has a part that is no sum over samples, but the {name} of what all samples "
-                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is; pass such a "
-                    f"loss as step.backward(mean=loss)",
+                    f"step {step}: a part of the loss is not a sum over samples, but a function ({name}) of all "
+                    f"samples of a micro-batch ({calling()}), so it depends on the number of micro-batches; pass the "
+                    f"loss as step.backward(mean=loss), and do not change microbatches",
                 )
 
     def _ask(self, about: str, line: str) -> None:
@@ -338,7 +342,7 @@ def _suggest_weight(looked: _Looked) -> str:
         value = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
         if name:
             return f"weight=lambda batch: int(({name} != {value}).sum())"
-    return "weight= is a function of a batch that returns a whole number, in proportion to it"
+    return "weight= with a function of a batch that returns an integer proportional to the count"
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:

@@ -38,8 +38,8 @@ class Meeting:
             place, rank = met
             raise refusal(
                 f"{call}: rank {rank} is at {_PLACES[place]} instead",
-                "let all ranks make the same calls of run, and leave a loop after the same step: rank 0 alone writes "
-                "and prints",
+                "call the same methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after "
+                "the same step",
             )
 
     def note_left(self, where: str) -> None:
@@ -59,4 +59,6 @@ class Meeting:
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
-            raise refusal(f"{call}: within a batch of run.each", "call it after that, or put all in one dataset")
+            raise refusal(
+                f"{call}: called within a batch of run.each", "call it after the loop, or join the datasets into one"
+            )

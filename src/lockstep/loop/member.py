@@ -100,8 +100,8 @@ class Member:
             size, asked = rendezvous.info.size, placement.processes
             if context is None and asked not in ("auto", size):
                 raise UsageError(
-                    f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
-                    f"torchrun --nproc-per-node={asked}, or lockstep launch"
+                    f"placement.processes: got {asked}, but the world size is {size}; start {asked} processes with a "
+                    f"launcher, such as torchrun --nproc-per-node={asked} or lockstep launch"
                 )
             source = script_digests()
             decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}

@@ -25,19 +25,20 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 _TOO_FEW: Final = (
-    "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
-    "drop_last=True in run.steps"
+    "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
+    "micro-batch, also in the last step of an epoch"
 )
 # Words in PyTorch's error if it can't compute with a DTensor.
 _OF_ROWS: Final = ("DTensor", "DeviceMesh")
 _OF_DTYPES: Final = "uniform original parameter dtype"
 _ONE_DTYPE: Final = (
-    "this strategy gathers the weights of a block together: give them one dtype, or use strategy ddp or zero1"
+    "convert the weights of each block to a single dtype, because this strategy gathers them together, or use strategy "
+    "ddp or zero1"
 )
 _IN_ROWS: Final = (
-    "this strategy keeps weights in rows on the ranks, whole only while their block is called: use a weight in the "
-    "forward of its own block, leave updates to step.update, and read weights after it by their full_tensor(), on all "
-    "ranks; or use strategy ddp or zero1"
+    "this strategy shards weights and gathers them only while their block is called: use a weight only in the forward "
+    "of its own block, update weights only with step.update, and read them after it with full_tensor() on all ranks; "
+    "or use strategy ddp or zero1"
 )
 
 
@@ -73,16 +74,16 @@ class Gate:
         self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
-                f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "
-                f"other ranks may not come to",
-                "compute what the loss has of them, such as a penalty, in the model's forward, or use strategy ddp or "
-                "zero1; read them after step.update",
+                f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
+                f"ranks may not call",
+                "compute a penalty on weights in the model's forward, read weights after step.update, or use strategy "
+                "ddp or zero1",
             )
         if self.step:
             raise refusal(
-                f"step {self.step}: torch.distributed.{name} within the step, which other ranks may not come to: each "
-                f"has micro-batches of its own, and not as many",
-                "add figures up by run.sum over run.each, or exchange after step.update",
+                f"step {self.step}: torch.distributed.{name} is called within the step, where other ranks may not call "
+                f"it, because ranks can have different numbers of micro-batches",
+                "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
     def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
@@ -103,13 +104,14 @@ class Gate:
         if not self.open and self.step:
             raise refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
-                "call it before step.backward, and give that all losses of the micro-batch added up, once",
+                "call it before step.backward, and call step.backward once with the sum of all losses of the "
+                "micro-batch",
             )
         if not self.open:
             raise refusal(
                 "the placed model is called outside of a micro-batch",
-                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; "
-                "lockstep.load(folder, model=...) returns what a run that was joined with dir=folder has saved",
+                "call it within `for batch in step` before step.backward, or within `for batch in run.each(...)`; to "
+                "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
             )
         if self.alike is not None:
             self.alike.call(number, self.at)
@@ -162,9 +164,9 @@ class AlikeCalls:
         more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
         raise refusal(
             f"{at}ranks call the placed model differently in their micro-batches: "
-            f"{more if calling and others else 'in another order, or some of them without gradients'}",
-            "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
-            "does not count by 0; strategies ddp and zero1 exchange nothing there",
+            f"{more if calling and others else 'in a different order, or some ranks without gradients'}",
+            "call it the same number of times in every micro-batch, and multiply outputs that must not count by 0; or "
+            "use strategy ddp or zero1, which do not communicate in a call of the model",
         )
 
 
@@ -176,8 +178,8 @@ def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Ex
     left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
     return refusal(
         f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
-        "leave it after the same batch on all ranks, or let it run to its end: ranks exchange parts of the model in "
-        "each of its calls; strategies ddp and zero1 exchange nothing there",
+        "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
+        "which do not communicate in a call of the model",
         where,
     )
 
@@ -210,8 +212,8 @@ class StrayModuleCheck:
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
                 raise refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
-                    f"placed model, and which nobody trains",
-                    "make it a part of the model that run.place is given",
+                    f"placed model and is not trained",
+                    "make it a part of the model that you pass to run.place",
                 )
 
     def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
@@ -226,15 +228,16 @@ class StrayModuleCheck:
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
             raise refusal(
-                f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
-                "make it a part of the model that run.place is given",
+                f"a {kind} outside the placed model: its running statistics would differ between ranks",
+                "make it a part of the model that you pass to run.place",
             )
         # A teacher under no_grad may have parameters with requires_grad, which get no gradient.
         if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
             self.close()
             raise refusal(
-                f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
-                "make it a part of the model that run.place is given",
+                f"a {kind} outside the placed model has parameters that require gradients, which are not summed over "
+                f"ranks",
+                "make it a part of the model that you pass to run.place",
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
@@ -245,9 +248,9 @@ class StrayModuleCheck:
         if isinstance(first, Tensor) and first.ndim > 1 and first.numel() == self._samples * first.shape[1]:
             self.close()
             raise refusal(
-                f"{self._too_few}, and BatchNorm needs two values of each channel",
-                "set drop_last=True in run.steps, "
-                "or choose another batch or fewer micro-batches, so that each has two samples",
+                f"{self._too_few}, but BatchNorm needs at least two values per channel",
+                "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
+                "micro-batch has at least two samples",
             )
 
 
@@ -272,7 +275,7 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     if in_rows and any(word in str(error) for word in _OF_ROWS):
         if alone := _module_called_alone(error, model):
             return refusal(f"{alone} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
-        return OwnCodeError(f"weights that are in rows are computed with: {describe_error(error, _IN_ROWS)}")
+        return OwnCodeError(f"the code computes with sharded weights: {describe_error(error, _IN_ROWS)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
         advice = _TOO_FEW

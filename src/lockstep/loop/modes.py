@@ -45,7 +45,7 @@ class Modes:
             name, size = names[place] or "the whole model", self._sizes[place]
             whole = all(resting[place : place + size])
             if resting[place]:
-                found.append(name if whole else f"{names[place] or 'the model'} without its parts")
+                found.append(name if whole else f"{names[place] or 'the model'} without its submodules")
             place += size if whole else 1
         return ", ".join(found)
 
@@ -56,8 +56,8 @@ class Modes:
         self._restored = frozenset(saved)
         if placed is not None and [*placed] != self.placed:
             warn(
-                "run.place: modules of the model are in another mode than when the run began: the run keeps the modes "
-                "that were saved, and the change has no effect; set modes within the loop, or choose another dir"
+                "run.place: modules of the model are in a different mode than at the start of the run, but the run "
+                "keeps the saved modes; set modes within the loop, or choose a different dir"
             )
 
     def note_save(self) -> None:
@@ -89,9 +89,9 @@ class Modes:
         for name, training in late.items():
             if self._modules[name].training is training:
                 raise refusal(
-                    f"step {step}: {name or 'the model'} was put into {'training' if training else 'evaluation'} after "
-                    f"run.save, so that a resumed run would leave it out",
-                    "set modes first, and save then",
+                    f"step {step}: {name or 'the model'} was switched to {'training' if training else 'evaluation'} "
+                    f"mode after run.save, so a resumed run would lose the change",
+                    "set modes before run.save",
                     self._saved_at,
                 )
 

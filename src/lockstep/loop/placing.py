@@ -29,22 +29,22 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
-_NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
+_NO_HOOK: Final = "run the code of the hook before or after step.update, and do not change weights or gradients there"
 _TRIAL_RATE: Final = 0.1
-_ITSELF: Final = "give the model itself, which run.place spreads over the ranks"
+_ITSELF: Final = "pass the model itself, which run.place distributes over the ranks"
 _WRAPPERS: Final = {  # matched by name, because some are slow to import
     "DataParallel": _ITSELF,
     "DistributedDataParallel": _ITSELF,
     "FullyShardedDataParallel": _ITSELF,
     "FSDPModule": _ITSELF,
-    "OptimizedModule": "give the model as it was before torch.compile; a recipe compiles with recipe.compile",
+    "OptimizedModule": "pass the model without torch.compile; in a recipe, set recipe.compile",
 }
 _NOT_CALLED: Final = {
-    "step": "call step.update(lr=...), once for each step",
-    "zero_grad": "leave it out: step.update forgets the gradients",
-    "add_param_group": "give it all groups before run.place",
-    "state_dict": "run.save() saves what it has gathered, with the weights",
-    "load_state_dict": "a run resumes from its own checkpoint; make another with the weights alone",
+    "step": "call step.update(lr=...) once for each step",
+    "zero_grad": "remove the call: step.update resets the gradients",
+    "add_param_group": "add all groups before run.place",
+    "state_dict": "call run.save(), which saves the optimizer state with the weights",
+    "load_state_dict": "to resume, pass the dir of the run; to start a new run, load only the weights before run.place",
     "register_step_pre_hook": _NO_HOOK,
     "register_step_post_hook": _NO_HOOK,
 }
@@ -53,61 +53,69 @@ _NOT_CALLED: Final = {
 def check_pair(model: Any, optimizer: Any) -> None:
     """Raise UsageError unless these are a model and an optimizer of exactly its parameters, without any steps yet."""
     if not isinstance(model, nn.Module):
-        raise refusal(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
+        raise refusal(
+            f"run.place: expected a torch.nn.Module, got a {type(model).__name__}", "pass the model and its optimizer"
+        )
     for name, each in model.named_modules():
         for kind in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
-            raise refusal(f"run.place: {name or 'the model'} is a {kind} of torch's", _WRAPPERS[kind])
+            raise refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
         if each._compiled_call_impl is not None:
             raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
     if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
         raise refusal(
-            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "
-            f"own do not reach a layer together",
-            "use torch.nn.BatchNorm layers, which normalise by micro-batch, or a recipe with batchnorm: sync",
+            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, ranks "
+            f"do not reach a layer at the same time",
+            "use torch.nn.BatchNorm layers, which normalize each micro-batch, or a recipe with recipe.batchnorm=sync",
         )
     if isinstance(optimizer, list | tuple | Mapping):
         raise refusal(
-            f"run.place: {len(optimizer)} optimizers in a {type(optimizer).__name__}, and it takes one",
-            'make one with a group for each model, such as torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
+            f"run.place: expected an optimizer, got a {type(optimizer).__name__} of {len(optimizer)} optimizers",
+            'create one with a group for each model: torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
             '{"params": D.parameters(), "name": "D", "lr": 4e-4}], lr=1e-4), and call step.update(of="G")',
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise refusal(
-            "run.place: LBFGS computes the loss several times in a step, by a closure that Lockstep does not call",
-            "use an optimizer that steps once for each gradient, such as SGD or Adam, or minimise by LBFGS on one "
-            "process without run.place",
+            "run.place: LBFGS is not supported, because it computes the loss several times per step with a closure",
+            "use an optimizer that takes one step per gradient, such as SGD or Adam, or use LBFGS on one process "
+            "without run.place",
         )
     if not isinstance(optimizer, Optimizer):
-        raise refusal(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
+        raise refusal(
+            f"run.place: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}",
+            "pass the model and its optimizer",
+        )
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
+        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _NO_HOOK)
     if optimizer.state and not _is_fresh(optimizer):
-        raise refusal("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
+        raise refusal(
+            "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
+        )
     if "lr" not in optimizer.defaults:
         raise refusal(
-            f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
+            f"run.place: {type(optimizer).__name__} has no lr in its defaults, which the rates of groups relate to",
+            "add lr to its defaults",
         )
     if any(not isinstance(group["lr"], Real | Tensor) for group in optimizer.param_groups):
-        raise refusal("run.place: the optimizer finds its own rate: its lr is no number", "give it an lr")
+        raise refusal("run.place: the lr of the optimizer is not a number", "pass a number as lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [list(each.shape) for each in held if each not in names]
     if foreign:
         raise refusal(
-            f"run.place: the optimizer has {len(foreign)} parameters that the model has not, such as one of shape "
+            f"run.place: the optimizer has {len(foreign)} parameters that are not in the model, such as one of shape "
             f"{foreign[0]}",
-            "put all that is trained in one module, such as an nn.ModuleDict",
+            "put everything that you train into one module, such as an nn.ModuleDict",
         )
     if watched := hooked_parameter(model):
         raise refusal(
-            f"run.place: {watched} has a hook of its gradient, which strategies keep in other tensors",
-            "take it away; compute in the model what changes gradients, and log step.norm",
+            f"run.place: {watched} has a gradient hook, but strategies keep gradients in other tensors",
+            "remove the hook; change gradients in the model's forward instead, and log step.norm",
         )
     missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
     if missing:
         raise refusal(
-            f"run.place: {missing[0]} wants a gradient and is in no group of the optimizer",
-            "add it, or freeze it with requires_grad_(False)",
+            f"run.place: {missing[0]} requires a gradient but is in no optimizer group",
+            "add it to a group, or freeze it with requires_grad_(False)",
         )
 
 
@@ -238,7 +246,7 @@ def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: It
 
 def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
-        raise refusal(f"optimizer.{name}() is not this loop's to call", advice)
+        raise refusal(f"optimizer.{name}() is not supported after run.place", advice)
 
     refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns of a step that it doesn't know
     return refuse
@@ -246,8 +254,8 @@ def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
 
 def _hidden(*_: object) -> Any:
     raise refusal(
-        "optimizer.state is empty here: the strategy's optimizer has it, in rows under some",
-        "leave it alone; step.norm is the gradient's norm, and run.save() saves all of it",
+        "optimizer.state is empty after run.place, because the optimizer of the strategy holds the state",
+        "do not access it; step.norm is the gradient norm, and run.save() saves the whole state",
     )
 
 
@@ -265,11 +273,14 @@ class HiddenState(defaultdict[Any, Any]):
 Settings = dict[str, Any]
 
 _RATE: Final = (
-    "give the rate to step.update(lr=...), as a function of step.samples_seen; for another schedule in each group, "
+    "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
     "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
 )
-REST: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
-_OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
+REST: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
+_OTHER: Final = (
+    "between steps, change only numbers such as weight_decay or betas; change everything else before run.place"
+)
+_SCHEDULED: Final = "set the rate of the group with the scheduler"
 
 
 @final
@@ -304,14 +315,14 @@ class Groups:
     def take(self, of_engine: Sequence[Settings], step: int) -> None:
         """Copy changed settings to the groups of the engine. Raises UsageError for settings that can't be applied."""
         if [*map(id, self._optimizer.param_groups)] != [*map(id, self._groups)]:
-            raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
+            raise refusal(f"step {step}: the optimizer groups were replaced", _OTHER)
         if self._parameter_ids() != self._parameters:
-            raise refusal(f"step {step}: params of a group of the optimizer was changed", REST)
+            raise refusal(f"step {step}: params of an optimizer group were changed", REST)
         for before, was in self._before:
             if before != was:
                 raise refusal(
-                    f"step {step}: a group that was taken from the optimizer before run.place was changed",
-                    "take it from optimizer.param_groups, which has others since then",
+                    f"step {step}: an optimizer group that you read before run.place was changed",
+                    "read the group from optimizer.param_groups again, because run.place replaced it",
                 )
         for group, last, own in zip(self._groups, self._last, of_engine, strict=True):
             if group != last:
@@ -330,8 +341,8 @@ class Groups:
         if name not in names:
             known = ", ".join(sorted({repr(each) for each in names if each is not None})) or "none"
             raise refusal(
-                f"step.update: of={name!r}, and the optimizer's groups are named: {known}",
-                'give groups names where the optimizer is made: {"params": ..., "name": ...}',
+                f"step.update: got of={name!r}, expected the name of an optimizer group: {known}",
+                'name the groups when you create the optimizer: {"params": ..., "name": ...}',
             )
         return frozenset(number for number, each in enumerate(names) if each == name)
 
@@ -377,13 +388,13 @@ def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", schedu
     if value is before or value == before or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
-        raise refusal(f"{at}{SCALE} of a group of the optimizer was changed, whose rate a scheduler sets", _OTHER)
+        raise refusal(f"{at}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULED)
     if name == "lr" and not scheduled:
-        raise refusal(f"{at}the optimizer's rate was changed, as a scheduler does", _RATE)
+        raise refusal(f"{at}the lr of an optimizer group was changed, for example by a scheduler", _RATE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
     if not numbers and not pairs:
-        raise refusal(f"{at}{name} of a group of the optimizer was changed", _OTHER)
+        raise refusal(f"{at}{name} of an optimizer group was changed", _OTHER)
 
 
 def _is_number(value: Any) -> bool:

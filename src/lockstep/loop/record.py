@@ -57,15 +57,17 @@ class LoopRecord:
         other = before and before[0] is not dataset and before[1] != ends  # samples may be random
         if self.loop is not None and (other or loop != self.loop):
             raise refusal(
-                "run.steps: another dataset, batch or number of micro-batches than before",
-                "a run has one of each; train what follows in another (lockstep.join), from lockstep.load of this one",
+                "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
+                "keep them the same, or continue in a new run with lockstep.join, from lockstep.load of this run",
             )
         asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends}
         try:
             self._rank.world.compare({f"run.steps: {name}": value for name, value in asked.items()})
         except UsageError as error:
             differ, _, _ = str(error).rpartition("; ")
-            raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
+            raise refusal(
+                differ, "pass the same arguments and the whole dataset on every rank, because run.steps distributes it"
+            ) from None
         self.loop, self._dataset = loop, (dataset, ends)
 
     def warn_of_changes(self, placed: Placed) -> None:
@@ -75,8 +77,8 @@ class LoopRecord:
         before, now = self._resumed.pop("began", {}), self._beginnings(placed)
         if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
             self._rank.warn(
-                f"changed since step {self._rank.progress.step} was saved: {', '.join(changed)}: the run goes on with "
-                f"what is there now, and may not come to the bits of an uninterrupted one"
+                f"changed since step {self._rank.progress.step} was saved: {', '.join(changed)}: the run continues "
+                f"with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
     def check_steps_left(self, plan: OwnPlan) -> None:
@@ -86,12 +88,12 @@ class LoopRecord:
             return
         if plan.steps.epochs is None:
             raise refusal(
-                f"run.steps: no step is left of steps={plan.steps.steps}: {done} are done",
-                "`steps` counts from the start of the run: drop the outer loop, or ask for more",
+                f"run.steps: no step is left of steps={plan.steps.steps}: {done} steps are done",
+                "remove the outer loop, or pass more `steps`, which count from the start of the run",
             )
         raise refusal(
             f"run.steps: no step is left of epochs={plan.steps.epochs}: {done} steps are done",
-            "`epochs` counts from the start of the run: drop the outer loop, or write `epochs=epoch + 1`",
+            "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
     def saved(self, placed: Placed) -> dict[str, Any]:
@@ -111,11 +113,11 @@ class LoopRecord:
 def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raise UsageError if settings that determine the weights have changed."""
     lines = [
-        f"  {name}: {before[name]!r}, and now {now[name]!r}"
+        f"  {name}: saved {before[name]!r}, now {now[name]!r}"
         for name in now
         if name in before and before[name] != now[name]
     ]
     if lines:
         where = f" ({line})" if (line := calling()) else ""
-        told = f"{place}: of another loop{where}; undo the changes, or choose another dir:"
+        told = f"{place}: saved by a different loop{where}; undo these changes, or choose a different dir:"
         raise UsageError("\n".join([told, *lines]))

@@ -48,8 +48,8 @@ from lockstep.training.checkpoint import store
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 _WRITTEN: Final = (
-    "something has written weights past torch, such as NumPy, or a device computes wrongly; leave weights to the "
-    "optimizer, and see audits (docs/failures.md)"
+    "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
+    "computes wrong results (docs/failures.md)"
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -152,10 +152,13 @@ class Run:
         """
         self._between("run.place")
         if self._placed is not None:
-            raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
+            raise refusal(
+                "run.place: the run already has a model",
+                "put everything that you train into one, such as an nn.ModuleDict",
+            )
         check_pair(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
-            raise refusal(f"run.place: ema is {ema}", "give a decay from 0 to below 1, such as 0.999")
+            raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
         cut = ChunkPlan(chunks, plan or {})
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
@@ -263,7 +266,7 @@ class Run:
         if self._checkpoints is None:
             raise refusal(
                 "run.save: the run has no folder",
-                'name one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
+                'pass one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
         # Report before saving: a run that is killed in between resumes after this step, and wouldn't report it again.
         self._sequence.report_saved()

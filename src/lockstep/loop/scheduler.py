@@ -24,16 +24,23 @@ class OwnScheduler:
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         if not isinstance(scheduler, LRScheduler):
-            what = type(scheduler).__name__
-            raise refusal(f"run.place: the scheduler is a {what}", "give one of torch.optim.lr_scheduler's kind")
+            raise refusal(
+                f"run.place: expected a scheduler of torch.optim.lr_scheduler, got a {type(scheduler).__name__}",
+                "pass one, or set the rate with step.update(lr=...)",
+            )
         if scheduler.optimizer is not optimizer:
-            raise refusal("run.place: the scheduler is of another optimizer", "make it of the one that is placed")
+            raise refusal(
+                "run.place: the scheduler belongs to a different optimizer",
+                "create it with the optimizer that you pass to run.place",
+            )
         if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-            raise refusal("run.place: a scheduler of an optimizer whose lr is a tensor", "give it a number as lr")
+            raise refusal(
+                "run.place: a scheduler is not supported with a tensor lr", "pass a number as lr to the optimizer"
+            )
         if unknown := [*_unknown("", scheduler.state_dict())]:
             raise refusal(
-                f"run.place: the scheduler holds what no checkpoint can: {', '.join(unknown)}",
-                "use one of torch.optim.lr_scheduler's, such as SequentialLR, or step.update(lr=...)",
+                f"run.place: a checkpoint cannot hold these values of the scheduler: {', '.join(unknown)}",
+                "use a scheduler of torch.optim.lr_scheduler, such as SequentialLR, or step.update(lr=...)",
             )
         self._scheduler = scheduler
         self._optimizer = optimizer
@@ -77,8 +84,8 @@ class OwnScheduler:
         """Raise UsageError if the scheduler was stepped after a save, because a resumed run would lose this step."""
         if self._saved not in (None, self.state()):
             raise refusal(
-                f"step {step}: scheduler.step() after run.save, so that a resumed run would leave it out",
-                "step the scheduler first, and save then",
+                f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose it",
+                "call scheduler.step() before run.save",
             )
 
 
@@ -117,4 +124,6 @@ def _restored(now: Any, saved: Any) -> Any:
         return float(saved)
     if isinstance(now, int | float | None) and isinstance(saved, int | float | None):
         return saved
-    raise UsageError(f"the scheduler has {now!r}, and had {saved!r}; make it as it was, or choose another dir")
+    raise UsageError(
+        f"run.place: the scheduler has {now!r}, but {saved!r} was saved; create it as before, or choose a different dir"
+    )

@@ -17,13 +17,13 @@ from lockstep.errors import ConfigError
 
 # Keys of a configuration that a custom loop controls itself, or doesn't support.
 _NOT_HERE: Final = {
-    ("placement", "strategy"): "give it to run.place(model, optimizer, strategy=)",
-    ("placement", "on_corruption"): "your script cannot start itself without a rank; leave it out",
-    ("run", "resume"): "a run goes on with what is in dir; to begin anew, name another dir",
+    ("placement", "strategy"): "pass it to run.place(model, optimizer, strategy=...)",
+    ("placement", "on_corruption"): "remove it, because a script cannot restart itself without a rank",
+    ("run", "resume"): "remove it: a run resumes from dir; to start a new run, choose a different dir",
     ("run", "start_from"): "load the weights into the model before run.place",
-    ("run", "save_every"): "call run.save() where `step.every(...)` says so",
-    ("run", "evaluate_every"): "evaluate where `step.every(...)` says so",
-    ("run", "probe"): "it looks at the code that a recipe names; leave it out",
+    ("run", "save_every"): "call run.save() if `step.every(...)` is true",
+    ("run", "evaluate_every"): "evaluate if `step.every(...)` is true",
+    ("run", "probe"): "remove it, because it checks the code that a recipe names",
 }
 
 
@@ -60,5 +60,7 @@ def settings(
         raise ConfigError([str(each) for each in problems(error, {(): place})]) from None
     asked = {"placement": found.placement.model_fields_set, "run": found.run.model_fields_set}
     if idle := [key for key in _NOT_HERE if key[1] in asked[key[0]]]:
-        raise ConfigError([f"{place}  {format_key(key)}: not for a loop of your own; {_NOT_HERE[key]}" for key in idle])
+        raise ConfigError(
+            [f"{place}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}" for key in idle]
+        )
     return found

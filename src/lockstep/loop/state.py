@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import store, tensorfile
 # The plain values of `run.state` as JSON, and a digest of each tensor. Equal values have equal summaries.
 Summary = tuple[str, dict[str, str]]
 
-_KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
+_KINDS: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
 
 
 @final
@@ -60,8 +60,8 @@ class ScriptState:
         saved, self._saved = self._saved, None
         if saved is not None and self._summary() != saved[0]:
             raise refusal(
-                f"step {step}: run.state was changed after run.save, so that a resumed run would leave it out",
-                "change run.state first, and save then",
+                f"step {step}: run.state was changed after run.save, so a resumed run would lose the change",
+                "change run.state before run.save",
                 saved[1],
             )
 
@@ -78,7 +78,7 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     tensors: dict[str, Tensor] = {}
     plain = _without_tensors(state, (), tensors)
     if (back := _read_back(plain)) != plain:
-        way, reason = next(_not_kept(plain, ()), ((), "would not come back as it is"))
+        way, reason = next(_not_kept(plain, ()), ((), "would not be restored exactly"))
         raise refusal(f"{_shown(way)} {reason}", _KINDS)
     for path, tensor in tensors.items():
         _check(shown(path), tensor, device)
@@ -95,9 +95,9 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
         wrong = next((name for name in [*first, *digests] if digests.get(name) != first.get(name)), None)
         if wrong is not None:
             raise refusal(
-                f"{wrong} is another tensor on rank {rank} than on rank 0",
-                "make it of what all ranks have, such as step.sums, step.loss or the weights, and not of what a rank "
-                "computes of its own micro-batches",
+                f"{wrong} is a different tensor on rank {rank} than on rank 0",
+                "compute it from values that all ranks share, such as step.sums, step.loss or the weights, and not "
+                "from the micro-batches of a rank",
             )
     return own
 
@@ -111,8 +111,8 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
         place = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and place < len(live) and live[place][0] < end:
             raise refusal(
-                f"{shown(path)} is {live[place][2]} of the placed model, and would be a copy after a resume",
-                "keep a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) of all",
+                f"{shown(path)} is {live[place][2]} of the placed model, but would be a copy after a resume",
+                "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
 
 
@@ -139,7 +139,9 @@ def joined_state(
                 raise ValueError
             place[last] = tensor.to(device, copy=True)
         except (ValueError, TypeError, LookupError):
-            raise UsageError(f"{path}: run.state has no place for a tensor {name[:60]}") from None
+            raise UsageError(
+                f"{path}: run.state has no place for the tensor {name[:60]}; choose a different dir"
+            ) from None
     return state
 
 
@@ -158,7 +160,7 @@ def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, 
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((each for each in value if not isinstance(each, str)), None)) is not None:
-            raise refusal(f"{_shown(way)} has a key that is no text: {key!r}", _KINDS)
+            raise refusal(f"{_shown(way)} has a key that is not a string: {key!r}", _KINDS)
         return {key: _without_tensors(each, (*way, key), tensors) for key, each in value.items()}
     if type(value) is list:
         return [_without_tensors(each, (*way, place), tensors) for place, each in enumerate(value)]
@@ -185,7 +187,7 @@ def _not_kept(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[st
         for place, each in enumerate(value):
             yield from _not_kept(each, (*way, place))
     elif (back := _read_back(value)) != value:
-        comes_back = "" if back is NotImplemented else f", and would come back as {repr(back)[:60]}"
+        comes_back = "" if back is NotImplemented else f", and would be restored as {repr(back)[:60]}"
         yield way, f"is a {type(value).__name__}, {repr(value)[:60]}{comes_back}"
 
 
@@ -199,8 +201,8 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
         if start < end:
             first, later = sorted((one, other), key=[*tensors].index)
             raise refusal(
-                f"{shown(later)} shares memory with {shown(first)}, and would not after a resume",
-                f"give it memory of its own: {shown(later)} = tensor.clone()",
+                f"{shown(later)} shares memory with {shown(first)}, but would not after a resume",
+                f"clone it: {shown(later)} = tensor.clone()",
             )
 
 
@@ -213,21 +215,21 @@ def _check(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise UsageError unless a checkpoint can restore a tensor exactly."""
     if tensor.requires_grad:
         raise refusal(
-            f"{name} holds a graph, or is to have a gradient, and a checkpoint keeps values alone",
+            f"{name} requires a gradient or has an autograd graph, but a checkpoint keeps only values",
             f"detach it: {name} = tensor.detach().clone()",
         )
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-        raise refusal(f"{name} is a tensor of a kind of its own", "keep plain dense tensors in run.state")
+        raise refusal(f"{name} is not a plain dense tensor", "store only plain dense tensors in run.state")
     try:
         tensorfile.dtype_name(name, tensor)
     except ValueError as error:
-        raise refusal(str(error), "keep it in another dtype") from None
+        raise refusal(str(error), "convert it to a different dtype") from None
     if tensor.device != device:
         raise refusal(
-            f"{name} is on {tensor.device}, and would be on {device} after a resume", f"keep it on run.device: {device}"
+            f"{name} is on {tensor.device}, but would be on {device} after a resume", f"move it to run.device: {device}"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise refusal(
-            f"{name} is a view with strides of its own, and would have others after a resume",
+            f"{name} is a non-contiguous or conjugate view, but would be contiguous after a resume",
             f"make it contiguous: {name} = tensor.contiguous().clone()",
         )

@@ -40,18 +40,21 @@ class StepSums:
         """Add numbers of the current micro-batch. Raises UsageError for other values."""
         for name, value in values.items():
             if name in self._values:
-                raise refusal(f"step {step}: step.sum was given {name} twice in a micro-batch", "add them up before")
+                raise refusal(
+                    f"step {step}: step.sum received {name} twice in one micro-batch",
+                    "add the values and pass their sum once",
+                )
             numeric = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
             if not numeric or (isinstance(value, Tensor) and value.ndim):
                 shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
                 raise refusal(
-                    f"step {step}: step.sum was given {name}, a {type(value).__name__}{shape}",
-                    "give numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
+                    f"step {step}: step.sum received {name} as a {type(value).__name__}{shape}",
+                    "pass numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
                 )
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
         if len(self._values) > ROOM:
             raise refusal(
-                f"step {step}: step.sum was given {len(self._values)} names", f"add up at most {ROOM} numbers a step"
+                f"step {step}: step.sum received {len(self._values)} names", f"pass at most {ROOM} names per step"
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:
@@ -61,8 +64,8 @@ class StepSums:
         first = self._first = names if self._first is None else self._first
         if names != first:
             raise refusal(
-                f"step {step}: step.sum was given {_list(names)} in a micro-batch, and {_list(first)} in the first one",
-                "give it the same names in each micro-batch of a step, 0 if there is nothing to add",
+                f"step {step}: step.sum received {_list(names)} in a micro-batch, but {_list(first)} in the first one",
+                "pass the same names in each micro-batch of a step, with 0 if there is nothing to add",
             )
         if not names:
             return None

@@ -33,15 +33,15 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
     """Add values over their batches and all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refusal(
-            f"run.sum: it was given a {type(values).__name__}",
-            "give one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
+            f"run.sum: expected an iterable of values, got a {type(values).__name__}",
+            "pass one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
     rows = [_by_name(value) for value in values]
     at = last_pass()
     if len(rows) != len(at.numbers):
         raise refusal(
-            f"run.sum: {len(rows)} values, but run.each gave {len(at.numbers)} batches",
-            "give one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
+            f"run.sum: got {len(rows)} values for {len(at.numbers)} batches of run.each",
+            "pass one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
     at.summed, added = True, NamedSums()
     for number, row in zip(at.numbers, rows, strict=True):
@@ -60,5 +60,5 @@ def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, int | float):
-        raise refusal(f"run.sum: a value is a {type(value).__name__}", "give numbers, tensors, or dicts of them")
+        raise refusal(f"run.sum: got a value of type {type(value).__name__}", "pass numbers, tensors, or dicts of them")
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

@@ -121,9 +121,7 @@ class TrainingLoop:
             self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
         except UsageError as error:
             differ, _, _ = str(error).rpartition("; ")
-            raise refusal(
-                differ, "let order= follow from the epoch and a seed alone, as lockstep.orders does"
-            ) from None
+            raise refusal(differ, "compute order= only from the epoch and a seed, as lockstep.orders does") from None
 
     def _save_last(self, progress: Progress) -> list[Saved]:
         return [] if self.checkpoints is None else self.checkpoints.save_last(progress)
@@ -198,8 +196,8 @@ def refuse_autocast(where: str) -> None:
     """Raise UsageError if autocast is on for any device, because it caches cast weights until its block ends."""
     if torch._C._is_any_autocast_enabled():
         raise refusal(
-            f"{where}: torch.autocast is on around the steps, and would compute with weights that it cast before the "
-            f"last update",
-            'drop it and set the precision of the run: lockstep.join(precision="bf16"); autocast within a micro-batch '
-            "is fine",
+            f"{where}: torch.autocast is enabled around the steps, and would compute with weights that it cast before "
+            f"the last update",
+            'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '
+            "micro-batch is fine",
         )
