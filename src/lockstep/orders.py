@@ -104,7 +104,9 @@ class ByLength:
         size = self.batch * self.pool
         pools = [shuffled[first : first + size] for first in range(0, count, size)]
         ordered = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
-        whole = count // self.batch
-        batches = ordered[: whole * self.batch].reshape(whole, self.batch)
-        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(whole, dtype=np.uint64))
-        return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[whole * self.batch :]]).astype(np.int64)
+        full_batches = count // self.batch
+        batches = ordered[: full_batches * self.batch].reshape(full_batches, self.batch)
+        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(full_batches, dtype=np.uint64))
+        return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[full_batches * self.batch :]]).astype(
+            np.int64
+        )

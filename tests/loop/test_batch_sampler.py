@@ -180,7 +180,7 @@ def test_the_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> No
 
 def made_too_early(world: World) -> str:
     sampler = BatchSampler(SAMPLES, batch=6, rank=0, world_size=1)
-    sampler._given = False  # as where there was neither group nor launcher
+    sampler._fixed_rank = False  # as where there was neither group nor launcher
     with pytest.raises(UsageError) as refused:
         next(iter(sampler))
     return str(refused.value)

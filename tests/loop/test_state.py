@@ -19,7 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.comm.world import World
-from lockstep.loop.state import compare_tensors, joined_state, shown, split_state
+from lockstep.loop.state import compare_tensors, display_name, joined_state, split_state
 
 CPU = torch.device("cpu")
 STATE: dict[str, Any] = {
@@ -32,7 +32,11 @@ STATE: dict[str, Any] = {
 def test_tensors_come_back_as_they_were_at_their_places() -> None:
     plain, tensors = split_state(STATE, CPU)
     assert plain == {"step": 3, "queue": None, "banks": [{"a": None}, None, None]}
-    assert [*map(shown, tensors)] == ['run.state["queue"]', 'run.state["banks"][0]["a"]', 'run.state["banks"][2]']
+    assert [*map(display_name, tensors)] == [
+        'run.state["queue"]',
+        'run.state["banks"][0]["a"]',
+        'run.state["banks"][2]',
+    ]
     back = joined_state("a checkpoint", plain, tensors, CPU)
     assert (back["step"], back["banks"][1]) == (3, None)
     pairs = [(back["queue"], STATE["queue"]), (back["banks"][0]["a"], STATE["banks"][0]["a"])]

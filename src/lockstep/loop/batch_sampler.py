@@ -60,8 +60,8 @@ class BatchSampler(Sampler[list[int]]):
                 raise UsageError(f"BatchSampler: {name} must be an integer, got {value!r}; pass an int")
         if (rank is None) != (world_size is None):
             raise UsageError(f"BatchSampler: got rank={rank} and world_size={world_size}; pass both or neither")
-        self._given = rank is not None
-        rank, size = (rank, world_size) if rank is not None and world_size is not None else _place()
+        self._fixed_rank = rank is not None
+        rank, size = (rank, world_size) if rank is not None and world_size is not None else _rank_and_size()
         if not 0 <= rank < size:
             raise UsageError(
                 f"BatchSampler: got rank={rank} and world_size={size}; pass a rank with 0 <= rank < world_size"
@@ -71,18 +71,18 @@ class BatchSampler(Sampler[list[int]]):
         self._order = SampleOrder(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
-        self._done: int | None = None  # the value that was set
+        self._assigned_steps: int | None = None  # the value that was set
         self._check(microbatches)
         self.load_state_dict({"steps": steps_done})
 
     @property
     def steps_done(self) -> int:
         """The number of completed steps: the number that you set last, or else the steps yielded on this rank."""
-        return self._yielded if self._done is None else self._done
+        return self._yielded if self._assigned_steps is None else self._assigned_steps
 
     @steps_done.setter
     def steps_done(self, steps: int) -> None:
-        self._done = steps
+        self._assigned_steps = steps
 
     def state_dict(self) -> dict[str, int]:
         """Return `{"steps": steps_done}`. StatefulDataLoader of torchdata saves it with each batch that it fetches."""
@@ -96,38 +96,41 @@ class BatchSampler(Sampler[list[int]]):
                 f'BatchSampler: cannot load the state {dict(state)}; pass {{"steps": N}} with the number of completed '
                 f"steps"
             )
-        self._first = self._yielded = steps
-        self._done = None
+        self._first_step = self._yielded = steps
+        self._assigned_steps = None
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration with `epoch`, from 0. If it already starts within this epoch, nothing changes."""
-        if self._first // self._steps.per_epoch != epoch:
-            self._first = self._yielded = epoch * self._steps.per_epoch
+        if self._first_step // self._steps.per_epoch != epoch:
+            self._first_step = self._yielded = epoch * self._steps.per_epoch
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a whole epoch."""
-        whole, last = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
-        return whole * len(self._own(self._steps.batch)) + len(self._own(last.samples))
+        full_steps, last_step = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
+        return full_steps * len(self._own_microbatches(self._steps.batch)) + len(
+            self._own_microbatches(last_step.samples)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the sample indices of this rank, from the first step that isn't done to the end of its epoch."""
-        if not self._given and (now := process_group() or self._rank[:2]) != self._rank[:2]:
+        if not self._fixed_rank and (rank_and_size := process_group() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
                 f"BatchSampler: created on rank {self._rank.replica} of {self._rank.replicas}, but this process is "
-                f"now rank {now[0]} of {now[1]}; create it after the process group, or pass rank= and world_size="
+                f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group, or pass rank= "
+                f"and world_size="
             )
-        first = self._steps[self._first]
-        order = self._order.of(first.epoch)
-        end = (first.epoch + 1) * self._steps.per_epoch
-        for step in map(self._steps.__getitem__, range(first.number, end)):
+        first_step = self._steps[self._first_step]
+        order = self._order.of(first_step.epoch)
+        end = (first_step.epoch + 1) * self._steps.per_epoch
+        for step in map(self._steps.__getitem__, range(first_step.number, end)):
             microbatches = step.microbatches(self._parts)
-            *others, last = self._own(step.samples)
-            for index in others:
+            *earlier_indices, last_index = self._own_microbatches(step.samples)
+            for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
             if step.last_of_epoch:  # here, since a trainer that counts batches stops at the last one
-                self._first = end
-            yield order(np.arange(microbatches[last].start, microbatches[last].stop)).tolist()
+                self._first_step = end
+            yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
 
     @property
     def batch_size(self) -> NoReturn:
@@ -142,7 +145,7 @@ class BatchSampler(Sampler[list[int]]):
         """The sampler itself: transformers.Trainer looks here for an object with `set_epoch`."""
         return self
 
-    def _own(self, samples: int) -> list[int]:
+    def _own_microbatches(self, samples: int) -> list[int]:
         """Return the indices of this rank's micro-batches in a step of `samples` samples."""
         return [index for index, _ in self._rank.indices(min(self._parts, samples))]
 
@@ -164,14 +167,14 @@ class BatchSampler(Sampler[list[int]]):
                 f"1 to {steps.batch}"
             )
         split = "" if microbatches is None else f" in {parts} micro-batches"
-        most = f" and at most {steps.length}" if steps.length < steps.batch else ""
+        limit = f" and at most {steps.length}" if steps.length < steps.batch else ""
         if steps.length < ranks:
-            even = f"at most {steps.length} ranks"
+            even_split = f"at most {steps.length} ranks"
         elif microbatches is None:
-            even = f"a batch that is a multiple of {ranks}{most}"
+            even_split = f"a batch that is a multiple of {ranks}{limit}"
         else:
-            even = f"a multiple of {ranks} micro-batches, and a batch that is a multiple of microbatches{most}"
-        for step, remedy in ((steps[0], even), (steps[steps.per_epoch - 1], "drop_last=True")):
+            even_split = f"a multiple of {ranks} micro-batches, and a batch that is a multiple of microbatches{limit}"
+        for step, remedy in ((steps[0], even_split), (steps[steps.per_epoch - 1], "drop_last=True")):
             self._check_step(step, remedy, split)
 
     def _check_step(self, step: Step, remedy: str, split: str) -> None:
@@ -189,9 +192,9 @@ class BatchSampler(Sampler[list[int]]):
             )
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks."""
-    if (found := process_group()) is not None:
-        return found
+    if (group_rank := process_group()) is not None:
+        return group_rank
     info = detect(os.environ)
     return (0, 1) if info is None else (info.rank, info.size)

@@ -36,6 +36,6 @@ def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
     """Fetch the first and last sample of a dataset, and look for faults if the run is new."""
     with generators_kept():  # a single rank fetches them, too, since a dataset may count its calls
         # Look for faults first, since a dataset may cache the samples that it returned.
-        looks = member.checkpoint is None and not items.in_memory
-        found = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
-        return DatasetCheck(digest_ends(items), [DatasetFault(each.culprit, each.text) for each in found])
+        is_examined = member.checkpoint is None and not items.in_memory
+        findings = items_of_a_loop(items, type(dataset).__getitem__) if is_examined else []
+        return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

@@ -46,26 +46,26 @@ class Evaluation:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and without gradients."""
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients off
         self.end_pass()
-        current = self._pass = Pass(loader.validation_batches(samples))
+        current_pass = self._pass = Pass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
-                for number, each, _ in loader.validation(samples):
-                    current.numbers.append(number)
+                for number, batch, _ in loader.validation(samples):
+                    current_pass.numbers.append(number)
                     gate.exchanged = False
                     seed_all(world, random.extend_key(draws, number or 0))
                     gate.open = True
                     guard.mark(modes=True)
-                    yield each
+                    yield batch
                     guard.check(modes=True, frozen=True)
                     gate.end_batch()
                     gate.open = False
-                current.whole = True
+                current_pass.is_complete = True
         finally:
-            if not current.whole:
+            if not current_pass.is_complete:
                 self._meeting.note_left(calling() or "run.each")
             gate.open = False
             seed_all(world, draws)  # ranks had different batches

@@ -41,13 +41,13 @@ class OwnPlan:
     def too_few(self) -> str:
         """A description of the steps that have a micro-batch of a single sample, or "" if there are none."""
         steps, count = self.steps, self.microbatches
-        last = steps[steps.per_epoch - 1]
-        if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
-            if last.samples == 1:
+        last_step = steps[steps.per_epoch - 1]
+        if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
+            if last_step.samples == 1:
                 return "the last step of an epoch has a single sample"
             return (
-                f"the last step of an epoch has {last.samples} samples in {min(count, last.samples)} micro-batches, "
-                f"some with a single sample"
+                f"the last step of an epoch has {last_step.samples} samples in {min(count, last_step.samples)} "
+                f"micro-batches, some with a single sample"
             )
         if steps.per_epoch > 1 and steps.batch // count == 1:
             return f"a step has {steps.batch} samples in {count} micro-batches, some with a single sample"
@@ -89,8 +89,8 @@ def make_plan(
     if (epochs is None) == (steps is None):
         raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):
-        most = f" and at most {order.length}" if drop_last else ""
-        raise refusal(f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{most}")
+        limit = f" and at most {order.length}" if drop_last else ""
+        raise refusal(f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}")
     if microbatch is not None and (microbatches is not None or microbatch < 1):
         raise refusal(
             f"run.steps: got microbatch={microbatch} and microbatches={microbatches}",

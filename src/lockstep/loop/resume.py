@@ -33,13 +33,15 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 
 
-def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_forms(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise UsageError if the tensors of a checkpoint don't have the names, shapes and dtypes of the model's."""
-    forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
-    found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
-    wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]
-    if wrong:
+    expected_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
+    saved_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}
+    differing_names = [
+        name for name in sorted({*expected_forms, *saved_forms}) if expected_forms.get(name) != saved_forms.get(name)
+    ]
+    if differing_names:
         raise UsageError(
-            f"{path}: does not match the model: different shape, dtype or name of {', '.join(wrong[:5])}; choose a "
-            f"different dir"
+            f"{path}: does not match the model: different shape, dtype or name of {', '.join(differing_names[:5])}; "
+            f"choose a different dir"
         )

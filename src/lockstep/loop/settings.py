@@ -50,17 +50,26 @@ def settings(
     Raises ConfigError with all invalid arguments and the line that is calling. Keys that have no effect in a custom
     loop are invalid too.
     """
-    place = SourcePosition(calling() or "lockstep.join")
-    placed = dict(placement) if isinstance(placement, Mapping) else placement or {}
-    kept = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
-    given = {"seed": seed, "precision": precision, "threads": threads, "placement": placed, "run": kept}
+    position = SourcePosition(calling() or "lockstep.join")
+    placement_values = dict(placement) if isinstance(placement, Mapping) else placement or {}
+    run_values = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
+    arguments = {
+        "seed": seed,
+        "precision": precision,
+        "threads": threads,
+        "placement": placement_values,
+        "run": run_values,
+    }
     try:
-        found = Settings.model_validate(given)
+        validated = Settings.model_validate(arguments)
     except ValidationError as error:
-        raise ConfigError([str(each) for each in problems(error, {(): place})]) from None
-    asked = {"placement": found.placement.model_fields_set, "run": found.run.model_fields_set}
-    if idle := [key for key in _NOT_HERE if key[1] in asked[key[0]]]:
+        raise ConfigError([str(problem) for problem in problems(error, {(): position})]) from None
+    set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
+    if rejected_keys := [key for key in _NOT_HERE if key[1] in set_fields[key[0]]]:
         raise ConfigError(
-            [f"{place}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}" for key in idle]
+            [
+                f"{position}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}"
+                for key in rejected_keys
+            ]
         )
-    return found
+    return validated

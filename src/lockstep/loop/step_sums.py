@@ -28,12 +28,12 @@ class StepSums:
         self._world = world
         self.names: tuple[str, ...] = ()
         self.totals: Mapping[str, Tensor] = MappingProxyType({})
-        self._first: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
+        self._first_names: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
         self._values: dict[str, Tensor | float] = {}
 
     def begin(self) -> None:
         """Call this before each iteration over the micro-batches of a step."""
-        self._first = None
+        self._first_names = None
         self._values = {}
 
     def add(self, step: int, values: Mapping[str, Tensor | float]) -> None:
@@ -61,17 +61,18 @@ class StepSums:
         """Return the numbers of the micro-batch as a vector for the engine to add up, or None if there are none."""
         values, self._values = self._values, {}
         names = tuple(sorted(values))
-        first = self._first = names if self._first is None else self._first
-        if names != first:
+        first_names = self._first_names = names if self._first_names is None else self._first_names
+        if names != first_names:
             raise refusal(
-                f"step {step}: step.sum received {_list(names)} in a micro-batch, but {_list(first)} in the first one",
+                f"step {step}: step.sum received {_list(names)} in a micro-batch, but {_list(first_names)} in the "
+                f"first one",
                 "pass the same names in each micro-batch of a step, with 0 if there is nothing to add",
             )
         if not names:
             return None
         vector = torch.zeros(ROOM, dtype=torch.float64, device=self._world.device)
-        for place, name in enumerate(names):
-            vector[place] = values[name]
+        for index, name in enumerate(names):
+            vector[index] = values[name]
         return vector
 
     def end(self, *, some_idle: bool) -> None:
@@ -79,13 +80,13 @@ class StepSums:
 
         If `some_idle`, some ranks have no micro-batch. They learn the names from the other ranks.
         """
-        self.names = self._first or ()
+        self.names = self._first_names or ()
         if some_idle:
             self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
 
     def take(self, counts: Tensor | None) -> None:
         """Store the numbers of the iteration, summed over all ranks."""
-        sums = {} if counts is None else {name: counts[place] for place, name in enumerate(self.names)}
+        sums = {} if counts is None else {name: counts[index] for index, name in enumerate(self.names)}
         self.totals = MappingProxyType(sums)
 
 

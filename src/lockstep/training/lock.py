@@ -50,16 +50,16 @@ def lock(run_dir: Path) -> Lock:
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        _take(descriptor, run_dir)
+        _acquire_for_run(descriptor, run_dir)
     except BaseException:
         os.close(descriptor)
         raise
     return Lock(descriptor)
 
 
-def _take(descriptor: int, run_dir: Path) -> None:
+def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
     try:
-        _ask(descriptor)
+        _acquire(descriptor)
     except BlockingIOError:
         holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"
         raise UsageError(f"{run_dir}: in use by {holder}; wait for it, or choose a different run.dir") from None
@@ -74,7 +74,7 @@ def _take(descriptor: int, run_dir: Path) -> None:
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 
 
-def _ask(descriptor: int) -> None:
+def _acquire(descriptor: int) -> None:
     """Take the lock or raise BlockingIOError. Retries, since a process that checks for active runs briefly holds it."""
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):
