@@ -46,13 +46,16 @@ def test_batches_by_length_hold_each_sample_once_and_alike_ones_together() -> No
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Weighted([1.0, -1.0]), "one finite weight from 0"),
-        (lambda: Weighted([0.0, 0.0]), "not all of them 0"),
-        (lambda: Weighted([float("nan")]), "one finite weight"),
-        (lambda: Weighted(WEIGHTS, replacement=False), "samples is 5, and 3 of 5 samples have a weight above 0"),
-        (lambda: Weighted(WEIGHTS, samples=0), "samples is 0"),
+        (lambda: Weighted([1.0, -1.0]), "weights must be a 1-D sequence of finite, non-negative numbers"),
+        (lambda: Weighted([0.0, 0.0]), "that are not all 0"),
+        (lambda: Weighted([float("nan")]), "of finite, non-negative numbers"),
+        (
+            lambda: Weighted(WEIGHTS, replacement=False),
+            "cannot draw 5 samples without replacement, because only 3 of 5 samples",
+        ),
+        (lambda: Weighted(WEIGHTS, samples=0), "samples must be at least 1, got 0"),
         (lambda: ByLength([], batch=4), "one length for each sample"),
-        (lambda: ByLength([1], batch=0), "a batch and a pool from 1"),
+        (lambda: ByLength([1], batch=0), "batch and pool must be at least 1"),
     ],
 )
 def test_what_cannot_be_drawn_from_is_refused(make: object, said: str) -> None:

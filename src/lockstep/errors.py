@@ -64,8 +64,8 @@ class ConfigError(UsageError):
 
     def __init__(self, problems: Sequence[str]) -> None:
         listed = problems if len(problems) <= _MOST_LINES else [*problems[: _MOST_LINES - 1]]
-        rest = [f"{len(problems) - len(listed):,} more"] if len(listed) < len(problems) else []
-        super().__init__("\n".join([*listed, *rest]))
+        overflow = [f"{len(problems) - len(listed):,} more"] if len(listed) < len(problems) else []
+        super().__init__("\n".join([*listed, *overflow]))
         self.problems = tuple(problems)
 
     @property
@@ -109,8 +109,8 @@ class CorruptionError(TrainingError):
 
     cause = "host"
 
-    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(text)
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
         self.ranks = [*ranks]
 
 
@@ -129,19 +129,19 @@ class PreflightError(LockstepError):
 
 @contextmanager
 def error_as(
-    kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], what: str, advice: str = ""
+    kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], action: str, advice: str = ""
 ) -> Iterator[None]:
     """Convert an exception in the block to an error of Lockstep: the failed action, the original message, the fix."""
     try:
         yield
     except caught as error:
-        raise kind(f"{what}: {error}{advice}") from error
+        raise kind(f"{action}: {error}{advice}") from error
 
 
 @contextmanager
-def os_error_as(kind: type[LockstepError], what: str, advice: str = "") -> Iterator[None]:
+def os_error_as(kind: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
     """Convert an OSError in the block to an error of Lockstep: the failed action, the reason, the fix."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror or error}{advice}") from error
+        raise kind(f"{action}: {error.strerror or error}{advice}") from error

@@ -39,13 +39,18 @@ class Weighted:
     def __post_init__(self) -> None:
         weights = np.asarray(self.weights, np.float64)
         if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
-            raise UsageError("orders.Weighted: give one finite weight from 0 for each sample, and not all of them 0")
+            raise UsageError(
+                "orders.Weighted: weights must be a 1-D sequence of finite, non-negative numbers that are not all 0; "
+                "pass one weight for each sample"
+            )
         positive = int(np.count_nonzero(weights))
         count = len(weights) if self.samples is None else self.samples
-        if count < 1 or (not self.replacement and count > positive):
+        if count < 1:
+            raise UsageError(f"orders.Weighted: samples must be at least 1, got {count}; set samples to 1 or more")
+        if not self.replacement and count > positive:
             raise UsageError(
-                f"orders.Weighted: samples is {count}, and {positive} of {len(weights)} samples have a weight above 0; "
-                f"take from 1 to {positive}, or replacement=True"
+                f"orders.Weighted: cannot draw {count} samples without replacement, because only {positive} of "
+                f"{len(weights)} samples have a weight above 0; set samples from 1 to {positive}, or replacement=True"
             )
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
@@ -85,7 +90,11 @@ class ByLength:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.pool < 1 or np.asarray(self.lengths).ndim != 1 or not len(self.lengths):
-            raise UsageError("orders.ByLength: give one length for each sample, and a batch and a pool from 1")
+            raise UsageError(
+                f"orders.ByLength: batch and pool must be at least 1, and lengths a 1-D sequence that is not empty, "
+                f"got batch={self.batch}, pool={self.pool} and lengths of shape {list(np.shape(self.lengths))}; pass "
+                f"one length for each sample"
+            )
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
         """Return the sample indices of an epoch, int64 of shape [dataset size]."""
@@ -95,7 +104,9 @@ class ByLength:
         size = self.batch * self.pool
         pools = [shuffled[first : first + size] for first in range(0, count, size)]
         ordered = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
-        whole = count // self.batch
-        batches = ordered[: whole * self.batch].reshape(whole, self.batch)
-        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(whole, dtype=np.uint64))
-        return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[whole * self.batch :]]).astype(np.int64)
+        full_batches = count // self.batch
+        batches = ordered[: full_batches * self.batch].reshape(full_batches, self.batch)
+        keys = random.bits(random.key(random.SELECTION, self.seed, epoch), np.arange(full_batches, dtype=np.uint64))
+        return np.concatenate([batches[np.argsort(keys)].ravel(), ordered[full_batches * self.batch :]]).astype(
+            np.int64
+        )

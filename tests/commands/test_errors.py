@@ -56,7 +56,7 @@ def test_a_buffer_that_each_rank_moves_by_its_own_micro_batches_is_refused(run):
 
 def test_first_weights_that_depend_on_the_rank_are_refused(run):
     refused = run(*TRAIN, 'recipe.model={name: "planted:started_by_rank"}', "placement.processes=3", code=2)
-    assert "error: first weights: 1.bias, 1.weight: as many ranks as others disagree" in refused.err
+    assert "error: initial weights: 1.bias, 1.weight: the ranks disagree without a majority" in refused.err
     assert "build the model only from values that are the same on all ranks" in refused.err
 
 

@@ -210,13 +210,13 @@ def test_a_run_with_a_key_goes_on_from_what_it_signed_alone(start, run, finished
     assert "hmac_sha256" in json.loads((newest / "manifest.json").read_bytes())
     forging.change(newest, lambda state: state["progress"].update(best_loss=0.5))  # nothing else would tell
     refused = run(*TRAIN, "run.key_file=key", code=2)
-    assert "signed with another key than that of run.key_file, or changed since; do not use it" in refused.err
+    assert "signed with a different key than run.key_file, or changed since; do not use it" in refused.err
     assert run("eval", "run", "--trust", "run.key_file=key", code=2).err == refused.err
     shutil.rmtree(newest)
     assert run(*TRAIN, "run.key_file=key").sha256 == undisturbed(finished).sha256
     assert "evaluated 360 of 360" in run("eval", "run", "--trust", "run.key_file=key").out
     key.chmod(0o644)
-    assert "others may use it (mode 0644" in run(*TRAIN, "run.key_file=key", code=2).err
+    assert "other users can access it (mode 0644" in run(*TRAIN, "run.key_file=key", code=2).err
 
 
 @pytest.mark.parametrize(

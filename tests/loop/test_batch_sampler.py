@@ -119,22 +119,39 @@ def test_what_a_loader_has_asked_for_is_not_done() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch": 0}, "batch is 0, of 30 samples; take 1 to all of them"),
-        ({"batch": 31, "drop_last": True}, "batch is 31, of 30 samples"),
-        ({"batch": "8"}, "batch is '8'; give a whole number"),
-        ({"batch": 8, "microbatches": 2.0}, "microbatches is 2.0; give a whole number"),
-        ({"batch": 8, "microbatches": 9}, "microbatches is 9, of a batch of 8; take from 1 to the batch"),
-        ({"batch": 2}, "3 ranks share a batch of 2; take from 1"),
+        ({"batch": 0}, "batch=0 does not fit 30 samples; set batch from 1 to the number of samples"),
+        ({"batch": 31, "drop_last": True}, "batch=31 does not fit 30 samples"),
+        ({"batch": "8"}, "batch must be an integer, got '8'; pass an int"),
+        ({"batch": 8, "microbatches": 2.0}, "microbatches must be an integer, got 2.0; pass an int"),
+        ({"batch": 8, "microbatches": 9}, "microbatches=9 is not between 1 and batch=8; set microbatches from 1 to 8"),
+        ({"batch": 2}, "batch=2 is smaller than the world size of 3; set batch to a multiple of 3"),
         (
             {"batch": 10},
-            "a step of 10 samples on 3 ranks is no equal share for each.*use another batch, or uneven=True",
+            "a step of 10 samples on 3 ranks does not split evenly.*use a batch that is a multiple of 3, or "
+            "uneven=True",
         ),
-        ({"batch": 28, "uneven": True}, "a step of 2 samples on 3 ranks leaves some without any.*use drop_last=True"),
-        ({"batch": 24, "microbatches": 4}, "a step of 24 samples in 4 micro-batches on 3 ranks is no equal share"),
+        ({"batch": 28, "uneven": True}, "a step of 2 samples on 3 ranks leaves some ranks without.*use drop_last=True"),
+        (
+            {"batch": 24, "microbatches": 4},
+            "a step of 24 samples in 4 micro-batches on 3 ranks does not split evenly.*use a multiple of 3 "
+            "micro-batches, and a batch that is a multiple of microbatches, or uneven=True",
+        ),
+        (
+            {"batch": 24, "microbatches": 2},
+            "in 2 micro-batches on 3 ranks leaves some.*use a multiple of 3 micro-batches",
+        ),
+        (
+            {"batch": 32, "world_size": 4},
+            "a step of 30 samples on 4 ranks.*use a batch that is a multiple of 4 and at most 30, or",
+        ),
+        ({"batch": 32, "world_size": 31}, "a step of 30 samples on 31 ranks leaves some.*use at most 30 ranks"),
         ({"batch": 18, "microbatches": 9}, "a step of 12 samples in 9 micro-batches.*use drop_last=True"),
-        ({"batch": 6, "rank": 3}, "rank is 3 of 3; ranks go from 0 to 2"),
-        ({"batch": 6, "rank": None}, "rank is None and world_size 3; give both or neither"),
-        ({"batch": 6, "steps_done": -1}, "its state is {'steps': -1}; give {\"steps\": the steps done, from 0}"),
+        ({"batch": 6, "rank": 3}, "got rank=3 and world_size=3; pass a rank with 0 <= rank < world_size"),
+        ({"batch": 6, "rank": None}, "got rank=None and world_size=3; pass both or neither"),
+        (
+            {"batch": 6, "steps_done": -1},
+            "cannot load the state {'steps': -1}; pass {\"steps\": N} with the number of completed steps",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(options: dict[str, Any], text: str) -> None:
@@ -144,13 +161,13 @@ def test_what_cannot_be_right_is_refused(options: dict[str, Any], text: str) -> 
 
 @pytest.mark.parametrize("length", ["10", 3.0, None])
 def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
-    with pytest.raises(UsageError, match=f"BatchSampler: length is {length!r}; give a whole number"):
+    with pytest.raises(UsageError, match=f"BatchSampler: length must be an integer, got {length!r}; pass an int"):
         BatchSampler(length, batch=2)
 
 
 def test_a_state_of_something_else_is_refused() -> None:
     for state in ({}, {"steps": 2, "epoch": 1}, {"steps": 2.0}):
-        with pytest.raises(UsageError, match=r'give {"steps": the steps done, from 0}'):
+        with pytest.raises(UsageError, match=r'pass {"steps": N} with the number of completed steps'):
             BatchSampler(SAMPLES, batch=6).load_state_dict(state)  # type: ignore[arg-type]
 
 
@@ -163,7 +180,7 @@ def test_the_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> No
 
 def made_too_early(world: World) -> str:
     sampler = BatchSampler(SAMPLES, batch=6, rank=0, world_size=1)
-    sampler._given = False  # as where there was neither group nor launcher
+    sampler._fixed_rank = False  # as where there was neither group nor launcher
     with pytest.raises(UsageError) as refused:
         next(iter(sampler))
     return str(refused.value)
@@ -171,7 +188,9 @@ def made_too_early(world: World) -> str:
 
 @pytest.mark.worlds
 def test_one_made_before_the_process_group_is_refused() -> None:
-    text = "it was made by rank 0 of 1, and this is rank 1 of 2; make it after the process group, or give rank="
+    text = (
+        "created on rank 0 of 1, but this process is now rank 1 of 2; create it after the process group, or pass rank="
+    )
     assert text in worlds.run(2, made_too_early)[1]
 
 
@@ -234,7 +253,7 @@ def accelerated(world: World, first: int, last: int, folder: Path) -> list[list[
             done = sampler.steps_done = done + 1
     accelerator.save_state(str(folder))
     if world.size > 1:
-        with pytest.raises(UsageError, match=r"do not give its loader to accelerator\.prepare"):
+        with pytest.raises(UsageError, match=r"do not pass its DataLoader to accelerator\.prepare"):
             accelerator.prepare(loader)
     return inner.numbers
 

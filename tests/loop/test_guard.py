@@ -66,12 +66,12 @@ def refused(text: str, at: str = "") -> Callable[[Loop], Loop]:
 # The mark is in the line that the message has to name, or that is between the two that it names.
 
 
-@refused("step 1: a gradient of the placed model was written", "last")
+@refused("step 1: a gradient of the placed model was modified", "last")
 def clipped_by_value_of_the_optimizer(step, model, optimizer):
     nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 0.1)  # <-
 
 
-@refused("step 1: a gradient of the placed model was written", "each")
+@refused("step 1: a gradient of the placed model was modified", "each")
 def clipped_in_each_microbatch(step, model, optimizer):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
 
@@ -97,12 +97,12 @@ def own_backward_later(run, model, optimizer):
         step.update()
 
 
-@refused("0.weight was given other memory", "after")
+@refused("the storage of 0.weight was replaced", "after")
 def data_set(step, model, optimizer):
     model[0].weight.data = model[0].weight.data * 0.5  # <-
 
 
-@refused("0.weight was written", "after")
+@refused("0.weight was modified", "after")
 def old_parameters_written(step, model, optimizer):
     with torch.no_grad():
         optimizer.param_groups[0]["params"][0].mul_(2)  # <-
@@ -135,13 +135,13 @@ def moved(step, model, optimizer):
     model.double()  # <-
 
 
-@refused("step 1: 0.bias was written", "each")
+@refused("step 1: 0.bias was modified", "each")
 def written_within_a_step(step, model, optimizer):
     with torch.no_grad():
         model[0].bias.add_(1)  # <-
 
 
-@refused("step 1: 4.bias was written", "backward")
+@refused("step 1: 4.bias was modified", "backward")
 def written_before_a_backward(step, model, optimizer):
     with torch.no_grad():
         model[4].bias.add_(1)  # <-
@@ -150,7 +150,7 @@ def written_before_a_backward(step, model, optimizer):
 # After the first updates most checks only look for changes that would not stay.
 
 
-@refused("step 12: 0.bias was written")
+@refused("step 12: 0.bias was modified")
 def written_in_a_late_step(run, model, optimizer):
     for step in loops.steps(run, epochs=6):
         for batch in step:
@@ -162,7 +162,7 @@ def written_in_a_late_step(run, model, optimizer):
         step.update()
 
 
-@refused("step 13: 0.weight was written")
+@refused("step 13: 0.weight was modified")
 def written_after_a_late_update(run, model, optimizer):
     for step in loops.computed(run, model, epochs=6):
         step.update()
@@ -191,7 +191,7 @@ def frozen_in_a_late_step(run, model, optimizer):
         step.update()
 
 
-@refused("steps 9 to 17: 0.weight was given a hook of its gradient")
+@refused("steps 9 to 17: a gradient hook was added to 0.weight")
 def late_gradient_hook(run, model, optimizer):
     for step in loops.computed(run, model, epochs=6):
         if step.number == 12:
@@ -199,7 +199,7 @@ def late_gradient_hook(run, model, optimizer):
         step.update()
 
 
-@refused("0.weight was given a hook of its gradient")
+@refused("a gradient hook was added to 0.weight")
 def gradient_hook_in_the_last_step(run, model, optimizer):
     for step in loops.computed(run, model, epochs=4):
         step.update()
@@ -207,41 +207,41 @@ def gradient_hook_in_the_last_step(run, model, optimizer):
             model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
 
 
-@refused("a running statistic of BatchNorm was written", "after")
+@refused("a running statistic of BatchNorm was modified", "after")
 def statistics_reset(step, model, optimizer):
     model[1].reset_running_stats()  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was written", "forward")
+@refused("step 1: a running statistic of BatchNorm was modified", "forward")
 def statistics_written_before_a_forward(step, model, optimizer):
     model[1].running_var.data.mul_(2)  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was written", "backward")
+@refused("step 1: a running statistic of BatchNorm was modified", "backward")
 def statistics_written_after_a_forward(step, model, optimizer):
     model[1].running_mean.mul_(0.5)  # <-
 
 
-@refused("step 1: a running statistic of BatchNorm was written", "last")
+@refused("step 1: a running statistic of BatchNorm was modified", "last")
 def statistics_written_within_a_step(step, model, optimizer):
     model[1].running_mean.zero_()  # <-
 
 
-@refused("the model was put into training")
+@refused("the model was switched to training mode")
 def training_in_an_evaluation(run, model, optimizer):
     for batch in run.each(loops.data(), batch=8):
         model.train()  # <-
         model(batch[0])
 
 
-@refused("3 was put into training")
+@refused("3 was switched to training mode")
 def dropout_in_an_evaluation(run, model, optimizer):
     for batch in run.each(loops.data(), batch=8):
         model[3].train()  # <-
         model(batch[0])
 
 
-@refused("0.weight was written")
+@refused("0.weight was modified")
 def written_in_an_evaluation(run, model, optimizer):
     with torch.no_grad():
         for batch in run.each(loops.data(), batch=8):
@@ -249,25 +249,25 @@ def written_in_an_evaluation(run, model, optimizer):
             model[0].weight.mul_(0.5)  # <-
 
 
-@refused("optimizer.register_step_pre_hook() is not this loop's to call")
+@refused("optimizer.register_step_pre_hook() is not supported after run.place")
 def step_hook(run, model, optimizer):
     optimizer.register_step_pre_hook(print)  # <-
     whole(run, model)
 
 
-@refused("optimizer.add_param_group() is not this loop's to call")
+@refused("optimizer.add_param_group() is not supported after run.place")
 def group_added(run, model, optimizer):
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})  # <-
     whole(run, model)
 
 
-@refused("optimizer.load_state_dict() is not this loop's to call")
+@refused("optimizer.load_state_dict() is not supported after run.place")
 def state_loaded(run, model, optimizer):
     optimizer.load_state_dict({})  # <-
     whole(run, model)
 
 
-@refused("step 1: 0.weight was given a hook of its gradient", "before")
+@refused("step 1: a gradient hook was added to 0.weight", "before")
 def gradient_hook(step, model, optimizer):
     model[0].weight.register_hook(lambda gradient: gradient * 2)  # <-
 
@@ -277,12 +277,12 @@ def called_again(step, model, optimizer):
     model(torch.ones(2, 6))  # <-
 
 
-@refused("amsgrad of a group of the optimizer was changed", "after")
+@refused("amsgrad of an optimizer group was changed", "after")
 def other_form(step, model, optimizer):
     optimizer.param_groups[0]["amsgrad"] = True  # <-
 
 
-@refused("step 1: a group that was taken from the optimizer before run.place")
+@refused("step 1: an optimizer group that you read before run.place")
 def old_group_changed(run, model, optimizer):
     group = run.old_group
     for step in loops.computed(run, model, epochs=1):
@@ -290,7 +290,7 @@ def old_group_changed(run, model, optimizer):
         step.update()  # <-
 
 
-@refused("step 2: params of a group of the optimizer was changed")
+@refused("step 2: params of an optimizer group were changed")
 def parameter_taken_out(run, model, optimizer):
     for step in loops.computed(run, model, epochs=1):
         step.update()  # <-

@@ -110,7 +110,7 @@ def counting_late(run: Any, changes: Callable[[dict[str, Any]], object]) -> None
     ],
 )
 def test_a_state_that_is_changed_after_a_save_is_refused_with_the_line_of_that(tmp_path, changes):
-    text = r"step 2: run\.state was changed after run\.save, .* \(.*test_joined\.py:\d+\); change run\.state first"
+    text = r"step 2: run\.state was changed after run\.save, .* \(.*test_joined\.py:\d+\); change run\.state"
     with pytest.raises(lockstep.UsageError, match=text), joined(dir=tmp_path / "run") as run:
         counting_late(run, changes)
 
@@ -134,7 +134,7 @@ def test_what_no_checkpoint_can_keep_is_refused_when_it_is_saved(tmp_path, value
         loops.placed(run)
         run.state["mean"] = value
         with pytest.raises(
-            lockstep.UsageError, match=r"run\.state.*; (keep numbers, text, tensors, lists and dicts|detach)"
+            lockstep.UsageError, match=r"run\.state.*; (store only numbers, strings, tensors, lists and dicts|detach)"
         ):
             run.save()
 
@@ -152,7 +152,7 @@ def test_a_run_has_one_dataset_and_one_batch(other):
             run.steps(**given | {"dataset": loops.data()})  # which is the same
         with pytest.raises(
             lockstep.UsageError,
-            match=r"another dataset, .*; a run has one of each; train what",
+            match=r"the dataset, batch or micro-batches differ .*; keep them the same",
         ):
             run.steps(**given | other)
 
@@ -169,7 +169,7 @@ def test_a_run_that_began_with_the_earlier_default_of_eight_micro_batches_resume
 
     assert resume(1, microbatches=8) == 8
     assert resume(2) == 8
-    with pytest.raises(UsageError, match=r"microbatches: 8, and now 1"):
+    with pytest.raises(UsageError, match=r"microbatches: saved 8, now 1"):
         resume(3, microbatches=1)
     shutil.rmtree(tmp_path / "run")
     assert resume(1) == 1
@@ -181,8 +181,8 @@ def test_an_epoch_loop_around_the_steps_is_refused_and_told_both_ways():
         assert steps(run, model) == [1, 2, 3]
         with pytest.raises(
             UsageError,
-            match=r"epochs=1: 3 steps are done \(.*loops\.py:\d+\); `epochs` counts from the start of the run: "
-            r"drop the outer loop, or write `epochs=epoch \+ 1`",
+            match=r"epochs=1: 3 steps are done \(.*loops\.py:\d+\); remove the outer loop, or pass "
+            r"`epochs=epoch \+ 1`, because epochs count from the start of the run",
         ):
             steps(run, model)
 
@@ -221,7 +221,7 @@ def test_a_later_micro_batch_of_one_sample_for_batchnorm_is_refused_in_the_first
             assert train(run)[-1] == 5
             return
         with pytest.raises(
-            UsageError, match=r"last step of an epoch has a single sample, and BatchNorm.*drop_last=True"
+            UsageError, match=r"last step of an epoch has a single sample, but BatchNorm.*drop_last=True"
         ):
             train(run)
         assert run.step == 0
@@ -275,9 +275,12 @@ def test_groups_with_rates_of_their_own_are_trained_and_reported_at_these(capsys
     [
         (
             lambda model: [torch.optim.SGD(each.parameters(), 0.1) for each in model],
-            r"2 optimizers in a list.*of=\"G\"",
+            r"got a list of 2 .*of=\"G\"",
         ),
-        (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS computes the loss several times.*SGD or Adam"),
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            "LBFGS is not supported, because it computes the loss several times.*SGD or Adam",
+        ),
     ],
 )
 def test_optimizers_that_cannot_be_taken_are_told_what_to_write(make, said):
@@ -453,12 +456,12 @@ def test_an_average_of_the_weights_is_kept_and_evaluated_with(tmp_path):
     for name, each in kept[0][1].items():
         torch.testing.assert_close(loaded[name], each)
     with (
-        pytest.raises(UsageError, match=r"of another loop.*\n  ema: 0\.75, and now None"),
+        pytest.raises(UsageError, match=r"saved by a different loop.*\n  ema: saved 0\.75, now None"),
         joined(dir=tmp_path / "run") as run,
     ):
         loops.placed(run)
     model = nn.Linear(1, 1)
-    with pytest.raises(UsageError, match=r"ema is 1\.0"), joined() as run:
+    with pytest.raises(UsageError, match=r"got ema=1\.0"), joined() as run:
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1), ema=1.0)
 
 
@@ -479,7 +482,7 @@ def test_a_model_in_chunks_goes_on_with_as_many_alone(tmp_path):
     with joined(dir=tmp_path / "run") as run:
         trained(run, 1)
     with (
-        pytest.raises(lockstep.UsageError, match=r"of another loop.*\n  chunks: 4, and now 2"),
+        pytest.raises(lockstep.UsageError, match=r"saved by a different loop.*\n  chunks: saved 4, now 2"),
         joined(dir=tmp_path / "run") as run,
     ):
         trained(run, 2, chunks=2)
@@ -503,7 +506,7 @@ def test_a_copy_of_the_placed_model_may_be_called_anywhere_and_the_model_with_it
     ("chunks", "problem"),
     [
         (5, r"run.place: chunks: 5 does not divide 1.1, which has 12 outputs \(\S+:\d+\); use 2, 3, 4, 6, 12"),
-        (0, "run.place: chunks is 0"),
+        (0, "run.place: got chunks=0"),
     ],
 )
 def test_chunks_that_cannot_be_are_refused(chunks: int, problem: str) -> None:
@@ -518,14 +521,16 @@ def test_another_loop_does_not_go_on_with_a_folder(tmp_path):
         steps(run, loops.placed(run)[0])
     model = loops.net()
     other = torch.optim.SGD(model.parameters(), lr=0.1)
-    refused = pytest.raises(lockstep.UsageError, match=r"of another loop \(\S+test_joined\.py:\d+\); .*\n  optimizer: ")
+    refused = pytest.raises(
+        lockstep.UsageError, match=r"saved by a different loop \(\S+test_joined\.py:\d+\); .*\n  optimizer: "
+    )
     with refused, joined(dir=tmp_path / "run") as run:
         run.place(model, other)
 
 
 def test_other_data_and_another_rate_than_before_a_resume_are_warned_of(tmp_path, capsys):
     other = TensorDataset(loops.data().tensors[0] + 1, loops.data().tensors[1])
-    changed = "changed since step 2 was saved: the optimizer's lr, the first or the last sample: the run goes on with"
+    changed = "changed since step 2 was saved: the optimizer's lr, the first or the last sample: the run continues"
     for rate, data, warned in ((0.1, loops.data(), 0), (0.1, loops.data(), 0), (0.2, other, 1)):
         with joined(dir=tmp_path / "run") as run:
             model = nn.Linear(6, 3)
@@ -594,11 +599,11 @@ def steps_of_a_loader(run: Any, *_: object) -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        (without_update, "step 1: left without step.update"),
-        (optimizer_step, "optimizer.step() is not this loop's to call"),
+        (without_update, "step 1: the loop left the step without step.update"),
+        (optimizer_step, "optimizer.step() is not supported after run.place"),
         (steps_of_a_loader, "dataset DataLoader: not a map-style dataset"),
-        (saved_within, "run.fingerprint: within step 1"),
-        (exchange_before_update, "step 1: torch.distributed.barrier within the step"),
+        (saved_within, "run.fingerprint: called within step 1"),
+        (exchange_before_update, "step 1: torch.distributed.barrier is called within the step"),
     ],
 )
 def test_what_breaks_the_contract_is_refused_with_its_line(body: Body, text: str) -> None:
@@ -618,16 +623,20 @@ def test_an_optimizer_of_other_parameters_is_refused():
     model = loops.net()
     with joined() as run:
         some = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
-        with pytest.raises(lockstep.UsageError, match=r"0\.weight wants a gradient and is in no group"):
+        with pytest.raises(lockstep.UsageError, match=r"0\.weight requires a gradient but is in no optimizer group"):
             run.place(model, some)
         others = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
-        with pytest.raises(lockstep.UsageError, match="has 1 parameters that the model has not"):
+        with pytest.raises(lockstep.UsageError, match="has 1 parameters that are not in the model"):
             run.place(model, others)
-        with pytest.raises(lockstep.UsageError, match="LBFGS computes the loss several times"):
+        with pytest.raises(
+            lockstep.UsageError, match="LBFGS is not supported, because it computes the loss several times"
+        ):
             run.place(model, torch.optim.LBFGS(model.parameters()))
         relative = torch.optim.SGD(model.parameters(), lr=0.1)
         relative.param_groups[0]["lr"] = None
-        with pytest.raises(lockstep.UsageError, match=r"finds its own rate: its lr is no number .*; give it an lr"):
+        with pytest.raises(
+            lockstep.UsageError, match=r"the lr of the optimizer is not a number .*; pass a number as lr"
+        ):
             run.place(model, relative)
 
 
@@ -655,7 +664,7 @@ def test_a_layer_that_no_strategy_can_train_is_refused_on_one_process_too(layer,
 
 @pytest.mark.parametrize(
     ("strategy", "problem"),
-    [("zer3", r"no strategy 'zer3' \(.*\); did you mean 'zero3'"), (None, "strategy is None .*; give its name, or a")],
+    [("zer3", r"no strategy 'zer3' \(.*\); did you mean 'zero3'"), (None, "got strategy=None .*; pass a name, or a")],
 )
 def test_a_strategy_that_is_none_is_refused(strategy, problem):
     with joined() as run, pytest.raises(lockstep.UsageError, match=f"run.place: {problem}"):
@@ -678,7 +687,7 @@ def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
     model = nn.Sequential(wrap(nn.Linear(3, 3)))
     with (
         joined() as run,
-        pytest.raises(lockstep.UsageError, match=rf"run.place: 0 is a {kind} of torch's .*; give the model"),
+        pytest.raises(lockstep.UsageError, match=rf"run.place: 0 is wrapped in {kind} .*; pass the model"),
     ):
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -686,7 +695,7 @@ def test_a_model_that_something_else_places_or_compiles_is_refused(wrap, kind):
 def test_a_model_that_is_compiled_in_place_is_refused():
     model = nn.Sequential(nn.Linear(3, 3))
     model[0].compile()
-    with joined() as run, pytest.raises(lockstep.UsageError, match=r"run.place: 0 was compiled in place .*; give the"):
+    with joined() as run, pytest.raises(lockstep.UsageError, match=r"run.place: 0 was compiled in place .*; pass the"):
         run.place(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -705,7 +714,7 @@ def weighed_too_much(run: Any) -> None:
 
 def test_a_weight_that_float64_has_not_is_refused():
     with (
-        pytest.raises(lockstep.UsageError, match=r"weight: it gave 4611686018427387904; .* below 2\*\*53"),
+        pytest.raises(lockstep.UsageError, match=r"weight: returned 4611686018427387904; .* below 2\*\*53"),
         joined() as run,
     ):
         weighed_too_much(run)
@@ -713,7 +722,7 @@ def test_a_weight_that_float64_has_not_is_refused():
 
 def test_weights_of_two_dtypes_in_a_block_that_is_gathered_are_explained():
     error = AssertionError("FSDP expects uniform original parameter dtype but got {torch.float32, torch.float64}")
-    assert "give them one dtype, or use strategy ddp or zero1" in str(explain_error(error, loops.net()))
+    assert "convert the weights of each block to a single dtype" in str(explain_error(error, loops.net()))
 
 
 def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
@@ -723,7 +732,7 @@ def test_a_dataset_that_is_told_its_epoch_is_warned_of(capsys):
     with joined() as run:
         loops.placed(run)
         run.steps(Curriculum(*loops.data().tensors), batch=16, steps=1)
-    assert "warning: run.steps: the dataset has set_epoch: " in capsys.readouterr().err
+    assert "warning: run.steps: the dataset has set_epoch, but " in capsys.readouterr().err
 
 
 def test_a_collate_is_never_given_samples_of_two_steps():

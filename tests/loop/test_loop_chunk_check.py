@@ -118,7 +118,10 @@ class NeverTwice(Net):
 
 @pytest.mark.parametrize(
     ("model", "reason"),
-    [(NeverTwice, "it cannot be copied: one is enough"), (Net, "its 865 parameters would be copied twice")],
+    [
+        (NeverTwice, "copy.deepcopy cannot copy it: one is enough"),
+        (Net, "this would copy its 865 parameters twice; check"),
+    ],
 )
 def test_a_model_that_is_not_compared_is_warned_of(
     model: type[Net], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -127,6 +130,6 @@ def test_a_model_that_is_not_compared_is_warned_of(
         monkeypatch.setattr("lockstep.loop.chunk_check.LARGEST", 100)
     with joined() as run:
         assert train(run, model(F.gelu)) == [1, 2]
-    assert f"warning: run.place: the model in chunks was not compared with the whole model: {reason}" in (
+    assert f"warning: run.place: the chunked model was not compared with the whole model: {reason}" in (
         capsys.readouterr().err
     )

@@ -57,7 +57,7 @@ def of_all_weights(model: Any, _: Tensor) -> Tensor:
 
 
 ALONE = r"is called by itself, and its weights are in rows, .*test_loop_model.py:\d+\); call the model as a whole"
-USED = r"weights that are in rows are computed with: RuntimeError: .*test_loop_model.py:\d+\); this strategy keeps"
+USED = r"the code computes with sharded weights: RuntimeError: .*test_loop_model.py:\d+\); this strategy shards"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_micro_batches_by_their_number_or_their_size(
 
 @pytest.mark.parametrize(("microbatches", "microbatch"), [(4, 16), (None, 0), (None, -1)])
 def test_one_of_both_is_given(microbatches: int | None, microbatch: int) -> None:
-    with pytest.raises(UsageError, match=f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}"):
+    with pytest.raises(UsageError, match=f"run.steps: got microbatch={microbatch} and microbatches={microbatches}"):
         plan(64, microbatches, microbatch)
 
 
@@ -51,10 +51,10 @@ def test_one_of_both_is_given(microbatches: int | None, microbatch: int) -> None
     ("batch", "microbatches", "found"),
     [
         (32, 2, ""),  # the last step has 4 samples
-        (16, 3, "the last step of an epoch has 4 samples in 3 micro-batches, some of one sample"),
+        (16, 3, "the last step of an epoch has 4 samples in 3 micro-batches, some with a single sample"),
         (33, 8, "the last step of an epoch has a single sample"),
-        (20, 11, "the last step of an epoch has 20 samples in 11 micro-batches, some of one sample"),
-        (48, 25, "the last step of an epoch has 4 samples in 4 micro-batches, some of one sample"),
+        (20, 11, "the last step of an epoch has 20 samples in 11 micro-batches, some with a single sample"),
+        (48, 25, "the last step of an epoch has 4 samples in 4 micro-batches, some with a single sample"),
         (50, 25, ""),
     ],
 )
@@ -83,7 +83,7 @@ def fewer_samples(run: Any) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_other_first_weights_are_refused_before_a_strategy_cuts_them(strategy: str) -> None:
     for text in worlds.run(2, ended, strategy, weights_by_rank):
-        assert text.startswith("first weights: 0.bias, 0.weight, 4.bias, 4.weight: two ranks disagree")
+        assert text.startswith("initial weights: 0.bias, 0.weight, 4.bias, 4.weight: the two ranks disagree")
 
 
 @pytest.mark.worlds
@@ -98,7 +98,9 @@ def test_another_dataset_on_a_rank_is_refused(loop: Any, differ: str) -> None:
     for text in worlds.run(2, ended, "ddp", loop):
         assert re.match(f"run.steps: {differ}", text), text
         assert "test_loop_plan.py" in text
-        assert text.endswith("; give every rank the same, and the whole dataset: run.steps shares it out")
+        assert text.endswith(
+            "; pass the same arguments and the whole dataset on every rank, because run.steps distributes it"
+        )
 
 
 def order_by_rank(run: Any) -> None:
@@ -120,4 +122,4 @@ def test_an_order_of_the_loop_is_the_same_on_every_rank_or_refused() -> None:
     [one] = worlds.run(1, ended, "single", order_of_epochs)
     assert {*worlds.run(3, ended, "ddp", order_of_epochs), *worlds.run(2, ended, "zero3", order_of_epochs)} == {one}
     for text in worlds.run(2, ended, "ddp", order_by_rank):
-        assert re.match(r"run.steps: the order of epoch 1: rank 1 .*; let order= follow from the epoch", text), text
+        assert re.match(r"run.steps: the order of epoch 1: rank 1 .*; compute order= only from the epoch", text), text

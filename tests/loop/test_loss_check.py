@@ -144,7 +144,7 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: x.square().mean(0).sum(), "the loss is a mean"),
         (lambda x: x.square().mean().view(1).squeeze().double(), "the loss is a mean"),
         (lambda x: F.cross_entropy(x, TARGETS, label_smoothing=0.1), "the loss is a mean"),
-        (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: F.cross_entropy(x, x.detach().softmax(1)), "the loss is a mean: a sum divided by 4"),
         (lambda x: 0.3 * F.cross_entropy(x, TARGETS), "the loss is a mean"),
         (lambda x: each_entropy(x).mean() * 3, "the loss is a mean"),
         (lambda x: 1 - F.cosine_similarity(x, x.detach()).mean(), "the loss is a mean"),
@@ -153,16 +153,16 @@ def test_a_sum_is_taken(loss: Loss) -> None:
         (lambda x: torch.exp(-SCALE) * F.l1_loss(x, x.detach()) + SCALE, "the loss is a mean"),
         (lambda x: F.smooth_l1_loss(x, x.detach()), "the loss is a mean"),
         (lambda x: each_entropy(x)[TARGETS >= 0].mean(), "the loss is a mean"),
-        (lambda x: F.kl_div(x, x.detach(), reduction="batchmean"), "the loss is a mean: a sum that is divided by 4"),
-        (lambda x: entropy(x) / len(x), "the loss is a mean: a sum that is divided by 4"),
-        (lambda x: (each_entropy(x) / 4).sum(), "the loss is a mean: a sum that is divided by 4"),
-        (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is a mean: a sum that is divided by 3"),
-        (lambda x: x.square().sum() / x.numel(), "the loss is a mean: a sum that is divided by 20"),
-        (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is a mean: a sum that is divided by 3"),
-        (lambda x: (each_entropy(x) * MASK / 2.5).sum() / MASK.sum(), "the loss is a mean: a sum that is divided by 3"),
-        (lambda x: sum(each_of(x)) / 4, "the loss is a mean: a sum that is divided by 4"),
-        (lambda x: sum(each_of(x, "sum")) / 4, "the loss is a mean: a sum that is divided by 4"),
-        (lambda x: torch.stack(each_of(x)).mean(), "the loss is a mean: a sum that is divided by 4"),
+        (lambda x: F.kl_div(x, x.detach(), reduction="batchmean"), "the loss is a mean: a sum divided by 4"),
+        (lambda x: entropy(x) / len(x), "the loss is a mean: a sum divided by 4"),
+        (lambda x: (each_entropy(x) / 4).sum(), "the loss is a mean: a sum divided by 4"),
+        (lambda x: entropy(x) / (TARGETS >= 0).sum(), "the loss is a mean: a sum divided by 3"),
+        (lambda x: x.square().sum() / x.numel(), "the loss is a mean: a sum divided by 20"),
+        (lambda x: (x * (TARGETS >= 0)[:, None]).sum() / 3, "the loss is a mean: a sum divided by 3"),
+        (lambda x: (each_entropy(x) * MASK / 2.5).sum() / MASK.sum(), "the loss is a mean: a sum divided by 3"),
+        (lambda x: sum(each_of(x)) / 4, "the loss is a mean: a sum divided by 4"),
+        (lambda x: sum(each_of(x, "sum")) / 4, "the loss is a mean: a sum divided by 4"),
+        (lambda x: torch.stack(each_of(x)).mean(), "the loss is a mean: a sum divided by 4"),
     ],
 )
 def test_a_mean_that_is_given_as_a_sum_is_refused(loss: Loss, said: str) -> None:
@@ -254,11 +254,11 @@ def test_a_sum_that_is_divided_by_the_batch_of_all_is_no_mean_over_the_microbatc
 )
 def test_a_sum_over_more_values_than_samples_is_asked_about_once(loss: Loss, count: int) -> None:
     [line] = warnings_of(loss)
-    assert f"step 1: the loss adds up {count} values of a micro-batch that has 4 samples" in line
+    assert f"step 1: the loss sums {count} values of a micro-batch of 4 samples" in line
     assert "step.backward(mean=loss)" in line
     check(loss, weight=4)  # whoever counts samples by weight= has said what the sum is divided by
     [line] = warnings_of(loss, weight=3)
-    assert "of a micro-batch that weighs 3" in line
+    assert "of a micro-batch of weight 3" in line
 
 
 def test_a_sum_times_the_weight_of_the_step_is_not_asked_about() -> None:
@@ -269,7 +269,7 @@ def test_a_sum_times_the_weight_of_the_step_is_not_asked_about() -> None:
 
     assert not warnings_of(lambda x: 32 * vae(x), step_weight=32)
     [line] = warnings_of(vae, step_weight=32)
-    assert "if it never divides the sum, step.backward(sum=step.weight * loss)" in line
+    assert "if it never divides the sum, use step.backward(sum=step.weight * loss)" in line
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -279,7 +279,7 @@ def test_a_division_that_looks_like_gradient_accumulation_is_refused_and_has_a_w
         return F.cross_entropy(x, TARGETS.clamp(0), reduction="mean" if mean else "sum")
 
     with pytest.raises(
-        UsageError, match=rf"the loss is divided by {divisor} .*microbatches=.*own as {1 / divisor:.6g} \* loss"
+        UsageError, match=rf"the loss is divided by {divisor} .*microbatches=.*write {1 / divisor:.6g} \* loss"
     ):
         check(lambda x: (loss(x) + penalty()) / divisor, mean=mean)
     check(lambda x: 1 / divisor * loss(x), mean=mean)
@@ -319,8 +319,8 @@ def test_a_mean_over_other_counts_than_samples_is_asked_for_a_weight_once() -> N
     check(loss, mean=True, weight=3)
     [line] = warnings_of(loss, mean=True, batch=(torch.ones(4, 3), targets))
     assert re.match(
-        r"step 1: the loss is a mean over 3 values of a micro-batch that has 4 samples \(\S+\); .* give run\.steps the "
-        r"count: weight=lambda batch: int\(\(batch\[1\] != -100\)\.sum\(\)\)",
+        r"step 1: the loss is a mean over 3 values of a micro-batch of 4 samples \(\S+\); .* pass it to "
+        r"run\.steps: weight=lambda batch: int\(\(batch\[1\] != -100\)\.sum\(\)\)",
         line,
     )
     [line] = warnings_of(loss, mean=True, batch={"labels": targets})
@@ -336,7 +336,7 @@ def test_means_over_counts_that_are_not_proportional_to_the_samples_are_asked_fo
         check(lambda x, length=length: x[:, None].repeat(1, length, 1).mean(), samples, seen, mean=True)
     [line] = lines
     assert "a mean over 60 values" in line
-    assert "and over 20 in the micro-batch before" in line
+    assert "and over 20 values in the previous one" in line
 
 
 def test_a_loss_of_another_form_is_looked_at_in_any_step() -> None:
@@ -360,9 +360,9 @@ def test_a_loss_of_a_known_form_is_not_taken_apart_again(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda x: x.sum().detach(), "the loss has no graph that leads to the model"),
-        (lambda x: x.sum(0), r"step.backward was given a tensor of shape \[5\]"),
-        (lambda x: x.sum().item(), "step.backward was given a float"),
+        (lambda x: x.sum().detach(), "the loss has no autograd graph that leads to the model"),
+        (lambda x: x.sum(0), r"step.backward received a tensor of shape \[5\] and dtype torch.float32"),
+        (lambda x: x.sum().item(), "step.backward received a float"),
     ],
 )
 def test_what_is_no_loss_is_refused(loss: Loss, said: str, mean: bool) -> None:
@@ -402,7 +402,7 @@ def test_a_mean_over_what_the_forward_computed_is_refused_though_it_was_not_retu
 def test_a_function_of_what_all_samples_give_is_taken_and_warned_of_once(loss: Loss, name: str) -> None:
     check(loss, mean=True, microbatches=1)
     [line] = warnings_of(loss)
-    assert f"step 1: the loss has a part that is no sum over samples, but the {name} of what all samples" in line
+    assert f"step 1: a part of the loss is not a sum over samples, but a function ({name}) of all samples" in line
 
 
 @pytest.mark.parametrize("name", ["Mean", "Sum", "Mul", "Div", "Stack"])
@@ -426,7 +426,7 @@ def test_a_factor_of_as_many_processes_is_taken_and_warned_of_once() -> None:
         check(lambda x, factor=factor: factor * entropy(x), seen=seen)
     [line] = lines
     assert "the loss is multiplied by 7 " in line
-    assert "if that is the number of processes" in line
+    assert "the number of processes; remove the factor" in line
 
 
 def test_the_factor_of_a_scaler_is_refused_and_one_like_it_is_the_users() -> None:

@@ -78,7 +78,7 @@ def train(model: nn.Module, between: Any = lambda model: None) -> Tensor:
 
 
 def test_a_model_that_came_in_evaluation_mode_is_refused_in_the_first_step() -> None:
-    with pytest.raises(lockstep.UsageError, match=r"evaluation mode, .* and 1, a BatchNorm1d, .*call model.train\(\)"):
+    with pytest.raises(lockstep.UsageError, match=r"evaluation mode, .* but 1, a BatchNorm1d, .*call model.train\(\)"):
         train(loops.net().eval())
 
 

@@ -69,7 +69,7 @@ def saved_before_a_switch(run: Any, at_head: bool) -> None:
 def test_a_mode_that_is_set_after_a_save_is_refused_unless_each_step_sets_it(tmp_path: Path) -> None:
     with joined(dir=tmp_path / "a") as run:
         saved_before_a_switch(run, at_head=True)
-    text = r"step 3: .* was put into evaluation after run\.save, so that .*test_modes\.py:\d+\); set modes first"
+    text = r"step 3: .* was switched to evaluation mode after run\.save, so .*test_modes\.py:\d+\); set modes"
     with pytest.raises(lockstep.UsageError, match=text), joined(dir=tmp_path / "b") as run:
         saved_before_a_switch(run, at_head=False)
 
@@ -85,8 +85,8 @@ def nested() -> nn.Module:
         (["a.1"], "a.1"),
         (["a.0", "ab"], "a.0, ab"),
         (["a", "a.0", "a.1"], "a"),
-        (["a", "a.1"], "a without its parts, a.1"),
-        ([""], "the model without its parts"),
+        (["a", "a.1"], "a without its submodules, a.1"),
+        ([""], "the model without its submodules"),
         (["", "a", "a.0", "a.1", "ab"], "the whole model"),
     ],
 )
@@ -148,4 +148,4 @@ def test_modes_that_differ_at_place_from_those_the_run_began_with_are_warned_of(
     kept.restore()
     assert modes(model) == [True, False, True, True, True, True]
     [warning] = warnings
-    assert "in another mode than when the run began" in warning
+    assert "in a different mode than at the start of the run" in warning

@@ -132,9 +132,9 @@ def leaving_early(run: Any) -> None:
 def test_an_audited_step_is_gone_through_to_its_end() -> None:
     assert len(worlds.run(1, ended, "single", leaving_early)[0]) == 64
     [text] = worlds.run(1, ended, "single", leaving_early, 1)
-    assert text.startswith("step 1: left after 5 of its 5 micro-batches (")
+    assert text.startswith("step 1: the loop left the step after 5 of 5 micro-batches (")
 
 
 def test_ranks_that_cannot_repeat_each_other_are_refused() -> None:
     text = worlds.run(2, ended, "tensor", loops.placed, 1)[0]
-    assert "placement.audit_every: under strategy tensor no rank can repeat what the loop does on another one" in text
+    assert "placement.audit_every: not supported with strategy tensor in a custom training loop" in text

@@ -50,14 +50,14 @@ def test_what_was_changed_is_taken_over_from_a_file():
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("lr", 0.2, "the optimizer's rate was changed"),
-        ("amsgrad", True, "amsgrad of a group of the optimizer was changed"),
-        ("foreach", True, "foreach of a group"),
-        ("betas", (0.9,), "betas of a group"),
-        ("weight_decay", None, "weight_decay of a group"),
-        ("weight_decay", torch.ones(()), "weight_decay of a group"),
-        ("lr_scale", "none", "lr_scale of a group"),
-        ("params", [], "params of a group"),
+        ("lr", 0.2, "the lr of an optimizer group was changed"),
+        ("amsgrad", True, "amsgrad of an optimizer group was changed"),
+        ("foreach", True, "foreach of an optimizer group"),
+        ("betas", (0.9,), "betas of an optimizer group"),
+        ("weight_decay", None, "weight_decay of an optimizer group"),
+        ("weight_decay", torch.ones(()), "weight_decay of an optimizer group"),
+        ("lr_scale", "none", "lr_scale of an optimizer group"),
+        ("params", [], "params of an optimizer group"),
     ],
 )
 def test_all_else_is_refused_in_the_line_that_sets_it(name, value, text):
@@ -82,9 +82,9 @@ def test_groups_that_were_taken_before_or_replaced_are_refused():
     before = optimizer.param_groups[0]
     groups = Groups(optimizer, optimizer.param_groups)
     before["momentum"] = 0.9
-    with pytest.raises(UsageError, match="a group that was taken from the optimizer before"):
+    with pytest.raises(UsageError, match="an optimizer group that you read before"):
         groups.take([{}], 1)
     before["momentum"] = 0
     optimizer.param_groups = [{**optimizer.param_groups[0]}]
-    with pytest.raises(UsageError, match="the optimizer's groups were replaced"):
+    with pytest.raises(UsageError, match="the optimizer groups were replaced"):
         groups.take([{}], 1)

@@ -67,7 +67,7 @@ def test_what_rank_0_alone_calls_is_refused_with_its_line(name: str) -> None:
     what = {"close": "the end of the run", "sum": "run.each"}.get(name, f"run.{name}")
     at = "the end of the run" if name == "fingerprint" else "run.fingerprint"
     found, *others = worlds.run(3, by_rank_0_alone, after_the_loop, name)
-    assert re.match(rf"{what}: rank [12] is at {at} instead \(tests/\S+:\d+\); let all ranks make the same", found)
+    assert re.match(rf"{what}: rank [12] is at {at} instead \(tests/\S+:\d+\); call the same methods of run", found)
     assert {each.partition(" (")[0] for each in others} == {f"{at}: rank 0 is at {what} instead"}
     found, *others = worlds.run(3, by_rank_0_alone, within_the_loop, name)
     assert re.match(rf"{what}: rank [12] is at the loop over run.steps instead \(tests/\S+:\d+\); ", found)
@@ -108,7 +108,7 @@ def logged(world: World, all_ranks: bool) -> str:
 
 def test_figures_that_each_rank_added_up_itself_are_warned_of_once() -> None:
     found, *others = worlds.run(2, logged, True)
-    assert found.count("warning: run.log: hits: not the same on all ranks, and rank 0's is written: ") == 1
+    assert found.count("warning: run.log: hits: values differ between ranks, and only those of rank 0 are written") == 1
     assert others == [""]
     assert worlds.run(2, logged, False) == [""] * 2
     assert worlds.run(1, logged, True) == [""]
@@ -132,7 +132,7 @@ def warned_in_evaluation(world: World, by: str) -> str:
 
 def test_an_evaluation_that_no_rank_adds_up_with_others_is_warned_of_once() -> None:
     found, *others = worlds.run(2, warned_in_evaluation, "itself")
-    assert found.count("warning: run.each: no run.sum added up what came of its batches: each rank has had a part") == 1
+    assert found.count("warning: run.each: the results were not summed over ranks with run.sum: each rank") == 1
     assert others == [""]
     assert worlds.run(1, warned_in_evaluation, "itself") == [""]
     assert [worlds.run(2, warned_in_evaluation, by) for by in ("run", "torch")] == [[""] * 2] * 2
@@ -144,7 +144,9 @@ def written_past_torch(run: Any) -> None:
 
 def test_weights_that_are_a_ranks_own_have_no_fingerprint() -> None:
     [found] = {*worlds.run(2, ended, "ddp", written_past_torch)}
-    assert re.match(r"the SHA-256 of the weights: rank 1 differs from rank 0: .*; something has written weights", found)
+    assert re.match(
+        r"the SHA-256 of the weights: rank 1 differs from rank 0: .*; let only the optimizer change weights", found
+    )
 
 
 def evaluations_side_by_side(run: Any) -> None:
@@ -162,4 +164,4 @@ def saved_within_an_evaluation(run: Any) -> None:
 @pytest.mark.parametrize(("loop", "what"), [(evaluations_side_by_side, "each"), (saved_within_an_evaluation, "save")])
 def test_what_is_called_within_an_evaluation_is_refused(loop: Callable[[Any], None], what: str) -> None:
     [found] = worlds.run(1, ended, "single", loop)
-    assert found.startswith(f"run.{what}: within a batch of run.each (tests/loop/test_own_places.py:")
+    assert found.startswith(f"run.{what}: called within a batch of run.each (tests/loop/test_own_places.py:")

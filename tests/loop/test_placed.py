@@ -11,7 +11,7 @@ from lockstep.tasks.base import Problem
 
 def test_a_strategy_whose_engine_has_no_phases_is_refused() -> None:
     strategy = {"name": "parameter_server", "asynchronous": True}
-    text = r"strategy parameter_server: its engine has no begin, forward, backward and end, .*; use another strategy"
+    text = r"strategy parameter_server: not supported in a custom training loop, .*; use a different strategy"
     with pytest.raises(UsageError, match=text), joined() as run:
         loops.placed(run, strategy)
 

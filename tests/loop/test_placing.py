@@ -62,7 +62,7 @@ def test_an_optimizer_that_has_stepped_is_refused(stepped: type[Optimizer]) -> N
     optimizer = stepped(model.parameters(), lr=0.1, **({"momentum": 0.9} if stepped is SGD else {}))  # type: ignore[call-arg]
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
-    with pytest.raises(UsageError, match=r"run\.place: the optimizer has stepped already"), joined() as run:
+    with pytest.raises(UsageError, match=r"run\.place: the optimizer has already taken steps"), joined() as run:
         run.place(model, optimizer)
 
 

@@ -95,7 +95,7 @@ def test_settings_that_a_resume_overrules_are_warned_of(tmp_path: Path, capsys: 
     def made(decay: float) -> Make:
         return lambda optimizer: lr_scheduler.StepLR(optimizer, 1, decay)
 
-    text = "run.place: the scheduler is made with another gamma than when the run began"
+    text = "run.place: the scheduler has a different gamma than at the start of the run"
     said, rates = [], []
     for last, decay in ((1, 0.5), (2, 0.5), (3, 0.9), (4, 0.9)):
         with joined(dir=tmp_path / "run") as run:
@@ -146,9 +146,9 @@ def by_hand(run: Any, scheduler: Any) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, float], Callable[[Any, Any], None]]] = {
-    "step 1: a rate besides that of the scheduler": ({"lr": 0.1}, lambda *_: None),
-    "step 1: scheduler.step() after run.save": ({}, saved_first),
-    "lr_scale of a group of the optimizer was changed, whose rate a scheduler sets": ({}, by_hand),
+    "step 1: got lr=0.1, but a scheduler sets the learning rate": ({"lr": 0.1}, lambda *_: None),
+    "step 1: scheduler.step() was called after run.save": ({}, saved_first),
+    "lr_scale of an optimizer group was changed, but a scheduler sets its rate": ({}, by_hand),
 }
 
 
@@ -188,8 +188,14 @@ def test_what_a_checkpoint_could_not_keep_is_refused() -> None:
     model = loops.net()
     optimizer = groups(model)
     for scheduler, text in (
-        (Warmup(optimizer, lr_scheduler.StepLR(optimizer, 2)), r"the scheduler holds what no checkpoint can: after \("),
-        (lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)), 2), "whose lr is a tensor"),
+        (
+            Warmup(optimizer, lr_scheduler.StepLR(optimizer, 2)),
+            r"a checkpoint cannot hold these values of the scheduler: after \(",
+        ),
+        (
+            lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)), 2),
+            "a scheduler is not supported with a tensor lr",
+        ),
     ):
         with pytest.raises(UsageError, match=text), joined() as run:
             run.place(model, scheduler.optimizer, scheduler=scheduler)
@@ -198,8 +204,8 @@ def test_what_a_checkpoint_could_not_keep_is_refused() -> None:
 def test_a_scheduler_that_is_none_of_this_optimizer_is_refused() -> None:
     model = loops.net()
     for scheduler, text in (
-        (lr_scheduler.StepLR(groups(model), 2), "the scheduler is of another optimizer"),
-        (lambda step: 0.1, r"the scheduler is a function \(.*\); give one of torch\.optim"),
+        (lr_scheduler.StepLR(groups(model), 2), "the scheduler belongs to a different optimizer"),
+        (lambda step: 0.1, r"expected a scheduler of torch\.optim\.lr_scheduler, got a function \(.*\); pass one"),
     ):
         with pytest.raises(UsageError, match=text), joined() as run:
             run.place(model, groups(model), scheduler=scheduler)
@@ -209,7 +215,7 @@ def test_a_run_goes_on_with_the_scheduler_that_it_had(tmp_path: Path) -> None:
     with joined(dir=tmp_path / "run") as run:
         train(run, SCHEDULERS["MultiStepLR"], 2)
     for make, text in (
-        (SCHEDULERS["StepLR"], r"scheduler: 'torch.*MultiStepLR', and now 'torch.*StepLR'"),
+        (SCHEDULERS["StepLR"], r"scheduler: saved 'torch.*MultiStepLR', now 'torch.*StepLR'"),
         (lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 2, 3, 4]), "the scheduler has "),
     ):
         with pytest.raises(UsageError, match=text), joined(dir=tmp_path / "run") as run:

@@ -31,18 +31,28 @@ def test_sections_are_those_of_a_configuration():
             {"placement": {"timeot_s": 5}},
             "placement.timeot_s: unknown key; did you mean 'timeout_s' or 'stall_timeout_s'?",
         ),
-        ({"placement": {"strategy": "zero3"}}, "placement.strategy: not for a loop of your own; give it to run.place"),
+        (
+            {"placement": {"strategy": "zero3"}},
+            "placement.strategy: not supported in a custom training loop; pass it to run.place",
+        ),
         (
             {"placement": lockstep.Placement(on_corruption="go_on")},
-            "placement.on_corruption: not for a loop of your own; your script cannot start itself without a rank",
+            "placement.on_corruption: not supported in a custom training loop; remove it, because a script cannot "
+            "restart itself",
         ),
-        ({"run": {"save_every": {"steps": 5}}}, "run.save_every: not for a loop of your own; call run.save()"),
+        (
+            {"run": {"save_every": {"steps": 5}}},
+            "run.save_every: not supported in a custom training loop; call run.save()",
+        ),
         (
             {"dir": "s3://bucket/a"},
             "run.dir: is a URL (s3://), but a run is saved in a folder; use a folder on this host",
         ),
         ({"run": {"sinks": ["cvs"]}}, "run.sinks.0.name: no such sink; did you mean 'csv'?"),
-        ({"run": {"resume": "never"}}, "run.resume: not for a loop of your own; a run goes on with what is in dir"),
+        (
+            {"run": {"resume": "never"}},
+            "run.resume: not supported in a custom training loop; remove it: a run resumes from dir",
+        ),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line(words, text):

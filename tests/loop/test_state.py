@@ -19,7 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.comm.world import World
-from lockstep.loop.state import compare_tensors, joined_state, shown, split_state
+from lockstep.loop.state import compare_tensors, display_name, joined_state, split_state
 
 CPU = torch.device("cpu")
 STATE: dict[str, Any] = {
@@ -32,7 +32,11 @@ STATE: dict[str, Any] = {
 def test_tensors_come_back_as_they_were_at_their_places() -> None:
     plain, tensors = split_state(STATE, CPU)
     assert plain == {"step": 3, "queue": None, "banks": [{"a": None}, None, None]}
-    assert [*map(shown, tensors)] == ['run.state["queue"]', 'run.state["banks"][0]["a"]', 'run.state["banks"][2]']
+    assert [*map(display_name, tensors)] == [
+        'run.state["queue"]',
+        'run.state["banks"][0]["a"]',
+        'run.state["banks"][2]',
+    ]
     back = joined_state("a checkpoint", plain, tensors, CPU)
     assert (back["step"], back["banks"][1]) == (3, None)
     pairs = [(back["queue"], STATE["queue"]), (back["banks"][0]["a"], STATE["banks"][0]["a"])]
@@ -51,7 +55,7 @@ def test_what_was_split_off_does_not_follow_the_script() -> None:
 
 @pytest.mark.parametrize("name", ['["a"]', '["banks", 7]', '["step", 0]', "[]", "{"])
 def test_a_tensor_without_a_place_is_refused(name: str) -> None:
-    with pytest.raises(lockstep.UsageError, match=r"a checkpoint: run\.state has no place for a tensor"):
+    with pytest.raises(lockstep.UsageError, match=r"a checkpoint: run\.state has no place for the tensor"):
         joined_state("a checkpoint", {"step": 3, "banks": [None]}, {name: torch.ones(1)}, CPU)
 
 
@@ -60,14 +64,14 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
     [
         (
             torch.ones(2, requires_grad=True) * 2,
-            r"holds a graph.*; detach it: run\.state\[\"a\"\] = tensor\.detach\(\)",
+            r"requires a gradient or has an autograd graph.*; detach it: run\.state\[\"a\"\] = tensor\.detach\(\)",
         ),
         (nn.Parameter(torch.ones(2)), "detach it"),
         (torch.ones(2, 3).t(), "make it contiguous"),
         (torch.ones(3).to_sparse(), "plain dense tensors"),
-        (torch.ones(2, dtype=torch.complex128), "keep it in another dtype"),
+        (torch.ones(2, dtype=torch.complex128), "convert it to a different dtype"),
         (torch.ones(2, device="meta"), "is on meta.*run.device: cpu"),
-        ((torch.ones(2),), "keep numbers, text, tensors, lists and dicts by text"),
+        ((torch.ones(2),), "store only numbers, strings, tensors, lists and dicts with string keys"),
     ],
 )
 def test_what_would_not_come_back_is_refused(value: object, words: str) -> None:
@@ -99,13 +103,15 @@ def test_tensors_beside_each_other_in_one_memory_are_kept() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"b": [1, (2,)]}, r'run\.state\["a"\]\["b"\]\[1\] is a tuple, \(2,\), and would come back as \[2\]'),
+        ({"b": [1, (2,)]}, r'run\.state\["a"\]\["b"\]\[1\] is a tuple, \(2,\), and would be restored as \[2\]'),
         ({"b": {1, 2}}, r'run\.state\["a"\]\["b"\] is a set, \{1, 2\}'),
-        ({"b": {3: torch.ones(1)}}, r'run\.state\["a"\]\["b"\] has a key that is no text: 3'),
+        ({"b": {3: torch.ones(1)}}, r'run\.state\["a"\]\["b"\] has a key that is not a string: 3'),
     ],
 )
 def test_the_key_of_what_cannot_be_kept_is_named(value: object, words: str) -> None:
-    with pytest.raises(lockstep.UsageError, match=rf"^{words}.*; keep numbers, text, tensors, lists and dicts"):
+    with pytest.raises(
+        lockstep.UsageError, match=rf"^{words}.*; store only numbers, strings, tensors, lists and dicts"
+    ):
         split_state({"a": value}, CPU)
 
 
@@ -115,7 +121,7 @@ def test_a_copied_state_dict_of_the_placed_model_comes_back_and_the_live_one_is_
         run.state["best"] = model.state_dict()
         with pytest.raises(
             lockstep.UsageError,
-            match=r'run\.state\["best"\]\["0\.weight"\] is 0\.weight of the placed model.*keep a copy',
+            match=r'run\.state\["best"\]\["0\.weight"\] is 0\.weight of the placed model.*store a copy',
         ):
             run.save()
         run.state["best"] = [model[0].weight.detach()[1:]]
@@ -138,7 +144,7 @@ def compared(world: World, differs: int) -> str:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize(("differs", "said"), [(2, 'run.state["queue"] is another tensor on rank 2'), (9, "")])
+@pytest.mark.parametrize(("differs", "said"), [(2, 'run.state["queue"] is a different tensor on rank 2'), (9, "")])
 def test_the_first_rank_with_another_tensor_is_named(differs: int, said: str) -> None:
     for text in worlds.run(3, compared, differs):
         assert said in text
@@ -212,5 +218,5 @@ def test_a_killed_run_goes_on_with_its_tensors_on_another_number_of_processes(tm
 def test_a_save_of_tensors_that_differ_between_ranks_is_refused(tmp_path: Path) -> None:
     ended = scripted(tmp_path, 2, "ddp", until="differ")
     assert ended.returncode
-    assert 'run.state["recent"] is another tensor on rank 1 than on rank 0' in ended.stderr
+    assert 'run.state["recent"] is a different tensor on rank 1 than on rank 0' in ended.stderr
     assert "script.py:" in ended.stderr

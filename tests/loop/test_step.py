@@ -36,15 +36,15 @@ def trained_by(given: Callable[[Tensor], Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (lambda loss: ((loss,), {}), "a loss without its name"),
-        (lambda loss: ((loss,), {"mean": loss}), "a loss without its name"),
+        (lambda loss: ((loss,), {}), "a loss without a name"),
+        (lambda loss: ((loss,), {"mean": loss}), "a loss without a name"),
         (lambda loss: ((), {"mean": loss, "sum": loss}), r"both mean= and sum="),
         (lambda loss: ((), {}), "no loss"),
     ],
 )
 def test_a_loss_without_one_name_is_refused_with_both_forms(given: Callable[[Tensor], Any], found: str) -> None:
     said = (
-        rf"step 1: step\.backward was given {found} \(\S*test_step\.py:\d+\); name it: "
+        rf"step 1: step\.backward received {found} \(\S*test_step\.py:\d+\); use "
         rf"step\.backward\(mean=loss\).*step\.backward\(sum=loss\)"
     )
     with pytest.raises(lockstep.UsageError, match=said) as raised:
@@ -151,13 +151,13 @@ def two_passes(between: Callable[[Any], None], change: Callable[[Tensor], Tensor
 
 
 def test_a_second_pass_without_an_update_of_its_own_shows_the_line_to_write() -> None:
-    with pytest.raises(lockstep.UsageError, match=r'gone through a second time .*step.update\(of="D"\)'):
+    with pytest.raises(lockstep.UsageError, match=r'a second iteration over its micro-batches .*step.update\(of="D"\)'):
         two_passes(lambda step: step.update(), lambda x: x)
 
 
 def test_a_batch_that_an_earlier_pass_changed_in_place_is_refused() -> None:
     two_passes(lambda step: step.update(of="a"), lambda x: x + 1)
     with pytest.raises(
-        lockstep.UsageError, match=r"step 1: an earlier pass changed its batch in place.*x = x \+ noise"
+        lockstep.UsageError, match=r"step 1: an earlier iteration modified the batch in place.*x = x \+ noise"
     ):
         two_passes(lambda step: step.update(of="a"), lambda x: x.add_(1))

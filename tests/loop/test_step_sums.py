@@ -123,11 +123,16 @@ def trained(number: int, before: Mapping[str, Any], after: Mapping[str, Any]) ->
 @pytest.mark.parametrize(
     ("number", "before", "after", "said"),
     [
-        (0, {}, {"count": 4}, r"step\.sum after step\.backward at \S+ ended this micro-batch .*call it before"),
-        (1, {"count": 4}, {}, r"given count in a micro-batch, and nothing in the first one .*the same names"),
-        (0, {"count": torch.ones(3)}, {}, r"given count, a Tensor of shape \[3\] .*0-dim tensors"),
-        (0, {"name": "x"}, {}, r"given name, a str .*give numbers"),
-        (0, {f"n{number}": 1 for number in range(17)}, {}, r"given 17 names .*at most 16"),
+        (
+            0,
+            {},
+            {"count": 4},
+            r"step\.sum was called after step\.backward at \S+ ended this micro-batch .*call it in a micro-batch",
+        ),
+        (1, {"count": 4}, {}, r"received count in a micro-batch, but nothing in the first one .*the same names"),
+        (0, {"count": torch.ones(3)}, {}, r"received count as a Tensor of shape \[3\] .*0-dim tensors"),
+        (0, {"name": "x"}, {}, r"received name as a str .*pass numbers"),
+        (0, {f"n{number}": 1 for number in range(17)}, {}, r"received 17 names .*at most 16"),
     ],
 )
 def test_what_cannot_be_added_up_is_refused_with_its_line(
@@ -142,7 +147,7 @@ def test_sums_are_known_after_the_update() -> None:
     with joined() as run:
         model, _ = loops.placed(run)
         for step in loops.computed(run, model, steps=1):
-            with pytest.raises(lockstep.UsageError, match=r"step\.sums is known after step\.update"):
+            with pytest.raises(lockstep.UsageError, match=r"step\.sums is not available before step\.update"):
                 _ = step.sums
             step.update()
             assert step.sums == {}

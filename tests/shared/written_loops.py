@@ -98,7 +98,7 @@ def usual_loop(run):
             optimizer.step()
 
 
-@refused("optimizer.zero_grad() is not this loop's to call")
+@refused("optimizer.zero_grad() is not supported after run.place")
 def zero_grad_first(run):
     model, optimizer = placed(run)
     for step, x, y in micro_batches(even(run)):
@@ -106,7 +106,7 @@ def zero_grad_first(run):
         step.backward(sum=summed(model(x), y))
 
 
-@refused("optimizer.step() is not this loop's to call")
+@refused("optimizer.step() is not supported after run.place")
 def optimizer_steps(run):
     model, optimizer = placed(run)
     for _ in computed(even(run), model):
@@ -156,7 +156,7 @@ def accumulation_by_a_product(run):
     trained(run, net(), lambda model, x, y: summed(model(x), y) * (1 / accumulate))
 
 
-@refused("step 1: left after 1 of its ")
+@refused("step 1: the loop left the step after 1 of ")
 def left_early(run):
     model, _ = placed(run)
     for step in even(run):
@@ -166,7 +166,7 @@ def left_early(run):
         step.update()
 
 
-@refused("a second backward: step.backward at ")
+@refused("step.backward was called twice: step.backward at ")
 def backward_twice(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
@@ -190,7 +190,7 @@ def early_stopping(run):
                 break
 
 
-@refused("0.weight was written")
+@refused("0.weight was modified")
 def best_restored(run):
     model, _ = placed(run)
     best = deepcopy(model.state_dict())
@@ -200,7 +200,7 @@ def best_restored(run):
     run.fingerprint()
 
 
-@refused("optimizer.state is empty here")
+@refused("optimizer.state is empty after run.place")
 def moments_forgotten(run):
     """Adam's moments halved when an epoch is over."""
     model, optimizer = placed(run)
@@ -210,7 +210,7 @@ def moments_forgotten(run):
         state["exp_avg"].mul_(0.5)
 
 
-@refused("optimizer.state_dict() is not this loop's to call")
+@refused("optimizer.state_dict() is not supported after run.place")
 def optimizer_saved(run):
     model, optimizer = placed(run)
     for step, x, y in micro_batches(even(run)):
@@ -244,7 +244,7 @@ def dcgan_discriminator(run):
         step.backward(sum=binary(model(real), 1.0) + binary(model(fake.detach()), 0.0))
 
 
-@refused("a Linear outside the placed model has parameters that want a gradient")
+@refused("a Linear outside the placed model has parameters that require gradients")
 def dcgan_generator_outside(run):
     faker = generator()
     model, _ = placed(run, discriminator())
@@ -253,14 +253,14 @@ def dcgan_generator_outside(run):
         step.backward(sum=binary(model(real), 1.0) + binary(model(fake), 0.0))
 
 
-@refused("run.place: a second model")
+@refused("run.place: the run already has a model")
 def dcgan_two_models(run):
     of_d, of_g = discriminator(), generator()
     run.place(of_d, adam(of_d))
     run.place(of_g, adam(of_g))  # <-
 
 
-@refused("discriminator.0 is called with other weights", IN_ROWS)
+@refused("discriminator.0 is called with different weights", IN_ROWS)
 def dcgan_both(run):
     """Train both in each step, by a module whose forward has both losses."""
 
@@ -299,7 +299,7 @@ def dcgan_in_turns(run):
         step.update()
 
 
-@refused("0.weight was written")
+@refused("0.weight was modified")
 def wgan_clipping(run):
     model, _ = placed(run, discriminator())
     for step in even(run):
@@ -429,7 +429,7 @@ def dino_last_layer_cancelled(run):
         step.update()
 
 
-@refused("the optimizer's rate was changed, as a scheduler does")
+@refused("the lr of an optimizer group was changed, for example by a scheduler")
 def dino_rate_in_groups(run):
     """DINO's own line for the rate."""
     model, optimizer = placed(run, Head())
@@ -616,7 +616,7 @@ def weights_of_a_layer_that_is_not_called(run):
     trained(run, Normed(fc=nn.Linear(6, 13), norm=nn.LayerNorm(13), head=nn.Linear(13, 3)))
 
 
-@refused("use a weight in the forward of its own block", IN_ROWS)
+@refused("use a weight only in the forward of its own block", IN_ROWS)
 def weights_of_another_block(run):
     class Tied(Residual):
         def forward(self, x: Tensor) -> Tensor:
@@ -763,7 +763,7 @@ def sam(run):
         step.backward(sum=summed(model(x), y))
 
 
-@refused("a gradient of the placed model was written")
+@refused("a gradient of the placed model was modified")
 def manual_sgd(run):
     model, _ = placed(run)
     for step in computed(even(run), model):
@@ -774,7 +774,7 @@ def manual_sgd(run):
         step.update()
 
 
-@refused("0.weight was written|got mixed torch.Tensor and DTensor")
+@refused("0.weight was modified|got mixed torch.Tensor and DTensor")
 def manual_sgd_of_plain_weights(run):
     model, _ = placed(run)
     for step in even(run):
@@ -786,7 +786,7 @@ def manual_sgd_of_plain_weights(run):
         step.update()
 
 
-@refused("a gradient of the placed model was written")
+@refused("a gradient of the placed model was modified")
 def grad_scaler(run):
     model, optimizer = placed(run)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
@@ -799,7 +799,7 @@ def grad_scaler(run):
         scaler.update()
 
 
-@refused("a gradient of the placed model was written")
+@refused("a gradient of the placed model was modified")
 def gradient_noise(run):
     model, _ = placed(run)
     for step in computed(even(run), model):
@@ -834,7 +834,7 @@ def recomputed(run):
 # Schedules.
 
 
-@refused("the optimizer's rate was changed, as a scheduler does")
+@refused("the lr of an optimizer group was changed, for example by a scheduler")
 def scheduler_after_place(run):
     model, optimizer = placed(run)
     scheduler = CosineAnnealingLR(optimizer, 10)
@@ -879,7 +879,7 @@ def frozen_after_an_epoch(run):
         step.update()
 
 
-@refused("0.weight was freed")
+@refused("0.weight was unfrozen")
 def unfrozen_after_an_epoch(run):
     model = net()
     model[0].requires_grad_(False)
@@ -926,7 +926,7 @@ def batchnorm_frozen_in_each_epoch(run):
         step.update()
 
 
-@refused("1 was put into evaluation")
+@refused("1 was switched to evaluation mode")
 def batchnorm_frozen_in_a_microbatch(run):
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
@@ -1045,7 +1045,7 @@ def gradient_hook_before(run):
     run.place(model, adam(model))  # <-
 
 
-@refused("0.weight was given a hook")
+@refused("a gradient hook was added to 0.weight")
 def gradient_hook_afterwards(run):
     """A hook that runs once a gradient is added up."""
     model, _ = placed(run)
@@ -1163,7 +1163,7 @@ def drawn_after_the_micro_batches(run):
         step.update()
 
 
-@refused("run.steps: torch.autocast is on")
+@refused("run.steps: torch.autocast is enabled")
 def autocast_around_the_loop(run):
     model, _ = placed(run)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -1173,7 +1173,7 @@ def autocast_around_the_loop(run):
             step.update()
 
 
-@refused("step 1: torch.autocast is on")
+@refused("step 1: torch.autocast is enabled")
 def autocast_around_the_iteration(run):
     model, _ = placed(run)
     iterator = even(run)
@@ -1226,7 +1226,7 @@ def layer_drop_by_python(run):
     trained(run, Residual(random.random))
 
 
-@refused("weights that are in rows are read within the step", IN_ROWS)
+@refused("sharded weights are read within the step", IN_ROWS)
 def weight_penalty(run):
     """L2 by hand, over what the loop finds in the model."""
     model, _ = placed(run)
@@ -1255,7 +1255,7 @@ def weight_penalty_in_the_forward(run):
     trained(run, Penalised(net=layers), loss)
 
 
-@refused("the loss depends on the rows of 0.weight that this process has", IN_ROWS)
+@refused("the loss depends on this rank's shard of 0.weight", IN_ROWS)
 def weight_penalty_of_rows(run):
     """What a rank has of the weights before a forward, without an exchange."""
     model, _ = placed(run)
@@ -1314,7 +1314,7 @@ def frozen_part_that_overrides_train(run):
             run.sum(summed(model(x), y) for x, y in run.each(data()))
 
 
-@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
+@refused("do not change requires_grad, because this strategy gathers weights as they were at run.place", IN_ROWS)
 def frozen_for_a_forward(run):
     """As the discriminator is in the turn of a GAN's generator."""
     model, _ = placed(run)
@@ -1325,7 +1325,7 @@ def frozen_for_a_forward(run):
         step.backward(sum=summed(outputs, y))
 
 
-@refused("leave requires_grad as it is, and let a group of the optimizer rest by its lr_scale", IN_ROWS)
+@refused("do not change requires_grad, because this strategy gathers weights as they were at run.place", IN_ROWS)
 def frozen_for_an_evaluation(run):
     model, _ = placed(run)
     for step in computed(steps(run, epochs=2), model):

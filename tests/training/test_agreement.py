@@ -57,8 +57,8 @@ def test_the_odd_rank_is_named_where_a_majority_agrees(size, layout, wrong, name
 
 def test_who_is_wrong_in_words():
     hosts = ("a", "b", "c", "d")
-    assert Disagreement(("w",), (2,), hosts).who == "rank 2 (c) has other values than the majority"
-    assert Disagreement(("w",), (1, 2), hosts).who == "rank 1 (b), 2 (c) have other values than the majority"
-    assert "two ranks disagree" in Disagreement(("w",), None, ("a", "b")).who
-    assert "as many ranks" in Disagreement(("w",), None, hosts).who
-    assert Disagreement(tuple("abcdefg"), None, hosts).listed == "a, b, c, d, e and 2 more"
+    assert Disagreement(("w",), (2,), hosts).verdict == "rank 2 (c) has different values than the majority"
+    assert Disagreement(("w",), (1, 2), hosts).verdict == "rank 1 (b), 2 (c) have different values than the majority"
+    assert "two ranks disagree" in Disagreement(("w",), None, ("a", "b")).verdict
+    assert "the ranks disagree without a majority" in Disagreement(("w",), None, hosts).verdict
+    assert Disagreement(tuple("abcdefg"), None, hosts).name_list == "a, b, c, d, e and 2 more"

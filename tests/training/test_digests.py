@@ -86,7 +86,7 @@ def test_the_interval_keeps_the_price(seconds: list[float], price_s: float, ever
     kept.collect()
     assert [each.step for each in found] == [*range(1, 9)]
     assert kept.every == every
-    assert [f"of every {every}. step" in line for line in noted] == [True]
+    assert [f"one every {every} steps" in line for line in noted] == [True]
     for step in range(9, 41):
         kept.add(step)
     kept.add_weights(40, TENSORS)

@@ -104,7 +104,10 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", fails)
-    with pytest.raises(UsageError, match=r"cannot lock files \(Function not implemented\).*another one"):
+    with pytest.raises(
+        UsageError,
+        match=r"cannot lock files \(Function not implemented\).*choose a run\.dir on a different file system",
+    ):
         lock(tmp_path)
 
 
@@ -141,5 +144,5 @@ def test_a_folder_that_a_refused_start_removed_meanwhile_is_not_taken(
         take(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
-    with pytest.raises(UsageError, match="was removed by another start that was refused; start again"):
+    with pytest.raises(UsageError, match="another run that failed to start removed the folder; start again"):
         lock(tmp_path)

@@ -57,30 +57,32 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         for name, value in (("length", length), ("batch", batch), ("microbatches", microbatches), ("seed", seed)):
             if not isinstance(value, Integral) and not (name == "microbatches" and value is None):
-                raise UsageError(f"BatchSampler: {name} is {value!r}; give a whole number")
+                raise UsageError(f"BatchSampler: {name} must be an integer, got {value!r}; pass an int")
         if (rank is None) != (world_size is None):
-            raise UsageError(f"BatchSampler: rank is {rank} and world_size {world_size}; give both or neither")
-        self._given = rank is not None
-        rank, size = (rank, world_size) if rank is not None and world_size is not None else _place()
+            raise UsageError(f"BatchSampler: got rank={rank} and world_size={world_size}; pass both or neither")
+        self._fixed_rank = rank is not None
+        rank, size = (rank, world_size) if rank is not None and world_size is not None else _rank_and_size()
         if not 0 <= rank < size:
-            raise UsageError(f"BatchSampler: rank is {rank} of {size}; ranks go from 0 to {size - 1}")
+            raise UsageError(
+                f"BatchSampler: got rank={rank} and world_size={size}; pass a rank with 0 <= rank < world_size"
+            )
         self._rank = DataRank(rank, size)
         self._parts = size if microbatches is None else microbatches
         self._order = SampleOrder(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
-        self._done: int | None = None  # the value that was set
+        self._assigned_steps: int | None = None  # the value that was set
         self._check(microbatches)
         self.load_state_dict({"steps": steps_done})
 
     @property
     def steps_done(self) -> int:
         """The number of completed steps: the number that you set last, or else the steps yielded on this rank."""
-        return self._yielded if self._done is None else self._done
+        return self._yielded if self._assigned_steps is None else self._assigned_steps
 
     @steps_done.setter
     def steps_done(self, steps: int) -> None:
-        self._done = steps
+        self._assigned_steps = steps
 
     def state_dict(self) -> dict[str, int]:
         """Return `{"steps": steps_done}`. StatefulDataLoader of torchdata saves it with each batch that it fetches."""
@@ -90,46 +92,52 @@ class BatchSampler(Sampler[list[int]]):
         """Start the next iteration after `state["steps"]` steps, anywhere in an epoch and on any number of ranks."""
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0 or len(state) > 1:
-            raise UsageError(f'BatchSampler: its state is {dict(state)}; give {{"steps": the steps done, from 0}}')
-        self._first = self._yielded = steps
-        self._done = None
+            raise UsageError(
+                f'BatchSampler: cannot load the state {dict(state)}; pass {{"steps": N}} with the number of completed '
+                f"steps"
+            )
+        self._first_step = self._yielded = steps
+        self._assigned_steps = None
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration with `epoch`, from 0. If it already starts within this epoch, nothing changes."""
-        if self._first // self._steps.per_epoch != epoch:
-            self._first = self._yielded = epoch * self._steps.per_epoch
+        if self._first_step // self._steps.per_epoch != epoch:
+            self._first_step = self._yielded = epoch * self._steps.per_epoch
 
     def __len__(self) -> int:
         """Return the number of batches that this rank yields in a whole epoch."""
-        whole, last = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
-        return whole * len(self._own(self._steps.batch)) + len(self._own(last.samples))
+        full_steps, last_step = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
+        return full_steps * len(self._own_microbatches(self._steps.batch)) + len(
+            self._own_microbatches(last_step.samples)
+        )
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the sample indices of this rank, from the first step that isn't done to the end of its epoch."""
-        if not self._given and (now := process_group() or self._rank[:2]) != self._rank[:2]:
+        if not self._fixed_rank and (rank_and_size := process_group() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
-                f"BatchSampler: it was made by rank {self._rank.replica} of {self._rank.replicas}, and this is rank "
-                f"{now[0]} of {now[1]}; make it after the process group, or give rank= and world_size="
+                f"BatchSampler: created on rank {self._rank.replica} of {self._rank.replicas}, but this process is "
+                f"now rank {rank_and_size[0]} of {rank_and_size[1]}; create it after the process group, or pass rank= "
+                f"and world_size="
             )
-        first = self._steps[self._first]
-        order = self._order.for_epoch(first.epoch)
-        end = (first.epoch + 1) * self._steps.per_epoch
-        for step in map(self._steps.__getitem__, range(first.number, end)):
+        first_step = self._steps[self._first_step]
+        order = self._order.for_epoch(first_step.epoch)
+        end = (first_step.epoch + 1) * self._steps.per_epoch
+        for step in map(self._steps.__getitem__, range(first_step.number, end)):
             microbatches = step.microbatches(self._parts)
-            *others, last = self._own(step.samples)
-            for index in others:
+            *earlier_indices, last_index = self._own_microbatches(step.samples)
+            for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
             if step.last_of_epoch:  # here, since a trainer that counts batches stops at the last one
-                self._first = end
-            yield order(np.arange(microbatches[last].start, microbatches[last].stop)).tolist()
+                self._first_step = end
+            yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
 
     @property
     def batch_size(self) -> NoReturn:
         """Raises UsageError, because Accelerate and Lightning read it to shard the sampler over the ranks again."""
         raise UsageError(
-            "BatchSampler: it yields this rank's samples, and they were to be shared among the ranks once more; do not "
-            "give its loader to accelerator.prepare; for Lightning set use_distributed_sampler=False"
+            "BatchSampler: yields only the samples of this rank, and must not be sharded across ranks again; do not "
+            "pass its DataLoader to accelerator.prepare, and set use_distributed_sampler=False in Lightning"
         )
 
     @property
@@ -137,35 +145,56 @@ class BatchSampler(Sampler[list[int]]):
         """The sampler itself: transformers.Trainer looks here for an object with `set_epoch`."""
         return self
 
-    def _own(self, samples: int) -> list[int]:
+    def _own_microbatches(self, samples: int) -> list[int]:
         """Return the indices of this rank's micro-batches in a step of `samples` samples."""
         return [index for index, _ in self._rank.indices(min(self._parts, samples))]
 
     def _check(self, microbatches: int | None) -> None:
         steps, parts, ranks = self._steps, self._parts, self._rank.replicas
         if steps.batch < 1 or steps.length < (steps.batch if steps.drop_last else 1):
-            raise UsageError(f"BatchSampler: batch is {steps.batch}, of {steps.length} samples; take 1 to all of them")
+            raise UsageError(
+                f"BatchSampler: batch={steps.batch} does not fit {steps.length} samples; set batch from 1 to the "
+                f"number of samples"
+            )
         if not 1 <= parts <= steps.batch:
-            what = f"{ranks} ranks share" if microbatches is None else f"microbatches is {parts}, of"
-            raise UsageError(f"BatchSampler: {what} a batch of {steps.batch}; take from 1 to the batch")
-        for step, other in ((steps[0], "another batch"), (steps[steps.per_epoch - 1], "drop_last=True")):
-            self._check_step(step, other, "" if microbatches is None else f" in {parts} micro-batches")
+            if microbatches is None:
+                raise UsageError(
+                    f"BatchSampler: batch={steps.batch} is smaller than the world size of {ranks}; set batch to a "
+                    f"multiple of {ranks}"
+                )
+            raise UsageError(
+                f"BatchSampler: microbatches={parts} is not between 1 and batch={steps.batch}; set microbatches from "
+                f"1 to {steps.batch}"
+            )
+        split = "" if microbatches is None else f" in {parts} micro-batches"
+        limit = f" and at most {steps.length}" if steps.length < steps.batch else ""
+        if steps.length < ranks:
+            even_split = f"at most {steps.length} ranks"
+        elif microbatches is None:
+            even_split = f"a batch that is a multiple of {ranks}{limit}"
+        else:
+            even_split = f"a multiple of {ranks} micro-batches, and a batch that is a multiple of microbatches{limit}"
+        for step, remedy in ((steps[0], even_split), (steps[steps.per_epoch - 1], "drop_last=True")):
+            self._check_step(step, remedy, split)
 
-    def _check_step(self, step: Step, other: str, cut: str) -> None:
+    def _check_step(self, step: Step, remedy: str, split: str) -> None:
         ranks = self._rank.replicas
-        what = f"BatchSampler: a step of {step.samples} samples{cut} on {ranks} ranks"
+        subject = f"BatchSampler: a step of {step.samples} samples{split} on {ranks} ranks"
         if min(self._parts, step.samples) < ranks:
-            raise UsageError(f"{what} leaves some without any, and the others would wait for them; use {other}")
+            raise UsageError(
+                f"{subject} leaves some ranks without samples, and the other ranks would wait for them; use {remedy}"
+            )
         if not self._uneven and (step.samples % self._parts or self._parts % ranks):
             raise UsageError(
-                f"{what} is no equal share for each, and a mean over ranks weighs samples unequally; use {other}, or "
-                f"uneven=True where the loop divides the sum of all losses by the samples of all ranks"
+                f"{subject} does not split evenly, and a mean over ranks would weight samples unequally; use "
+                f"{remedy}, or uneven=True if the loop divides the sum of all losses by the number of samples on all "
+                f"ranks"
             )
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_size() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks."""
-    if (found := process_group()) is not None:
-        return found
+    if (group_rank := process_group()) is not None:
+        return group_rank
     info = detect(os.environ)
     return (0, 1) if info is None else (info.rank, info.size)

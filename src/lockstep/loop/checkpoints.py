@@ -32,12 +32,12 @@ class LoopCheckpoints:
         self._record = record
         self._state = state
         run = member.settings.run
-        self._kept = Checkpoints(member.rank, run, placed.canonical, self._decided, script=state.tensors)
+        self._checkpoints = Checkpoints(member.rank, run, placed.canonical, self._decisive_values, script=state.tensors)
 
     @property
     def weights(self) -> str:
         """The SHA-256 of the weights in the last checkpoint."""
-        return self._kept.weights
+        return self._checkpoints.weights
 
     def resume(self) -> None:
         """Resume from the checkpoint in the run folder, if any. Raises UsageError if a different loop saved it."""
@@ -45,7 +45,7 @@ class LoopCheckpoints:
         if path is None:
             return
         resumed, loop = read_own(self._member, path, self._placed)
-        self._kept.resume(resumed)
+        self._checkpoints.resume(resumed)
         self._record.resume(loop)
         saved: Mapping[str, Any] = resumed.state.recipe
         self._placed.take_settings(saved, self._rank.warn)
@@ -61,18 +61,18 @@ class LoopCheckpoints:
         if self._member.replay is None:  # the folder of a replay is deleted
             self._check_finite()
         changes = placed.changes()
-        plain, tensors = self._state.split()
+        plain_values, tensors = self._state.split()
         check_copied(tensors, placed.model)
         compared = {"the optimizer's settings": changes["settings"], "the scheduler": changes["scheduler"]}
         compared["modules in evaluation mode"] = placed.modes.summary()
-        where = calling()
-        compared["run.state"] = text = json.dumps(plain, sort_keys=True)
-        world.compare(compared, where=where)
-        self._state.note_save((text, compare_tensors(world, tensors)), where)
+        call_site = calling()
+        compared["run.state"] = values_json = json.dumps(plain_values, sort_keys=True)
+        world.compare(compared, where=call_site)
+        self._state.note_save((values_json, compare_tensors(world, tensors)), call_site)
         if placed.scheduler is not None:
             placed.scheduler.note_save()
         placed.modes.note_save()
-        return self._kept.save()
+        return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
         """Save at the end of a loop or on a signal, unless this step is saved already. Return the finished saves."""
@@ -80,15 +80,15 @@ class LoopCheckpoints:
 
     def has(self, step: int) -> bool:
         """Return whether the last checkpoint was saved after this step."""
-        return self._kept.has(step)
+        return self._checkpoints.has(step)
 
     def wait(self) -> list[Saved]:
         """Wait for a save in progress and return it."""
-        return self._kept.wait()
+        return self._checkpoints.wait()
 
     def close(self) -> None:
         """Shut down the saver. Call `wait` first. No save may be in progress."""
-        self._kept.close()
+        self._checkpoints.close()
 
     def _check_finite(self) -> None:
         try:
@@ -98,8 +98,8 @@ class LoopCheckpoints:
                 self._rank.digests.collect()  # so that you can examine the steps so far
             raise
 
-    def _decided(self) -> dict[str, Any]:
+    def _decisive_values(self) -> dict[str, Any]:
         """Return the values of a checkpoint that determined its weights."""
         loop = self._record.saved(self._placed)
-        plain, _ = self._state.split()
-        return {"recipe": {"loop": loop, "state": plain, **self._placed.changes()}, "data": {}}
+        plain_values, _ = self._state.split()
+        return {"recipe": {"loop": loop, "state": plain_values, **self._placed.changes()}, "data": {}}

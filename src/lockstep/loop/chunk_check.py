@@ -14,7 +14,7 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
-_NOT_COMPARED: Final = "run.place: the model in chunks was not compared with the whole model"
+_NOT_COMPARED: Final = "run.place: the chunked model was not compared with the whole model"
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -33,41 +33,44 @@ class FirstCallCheck:
         self._chunks = chunks
         self._cut = cut
         self._warn = warn
-        parameters = sum(each.numel() for each in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         if parameters > LARGEST:
-            warn(f"{_NOT_COMPARED}: its {parameters:,} parameters would be copied twice")
+            warn(
+                f"{_NOT_COMPARED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller "
+                f"model"
+            )
             return
         try:
-            whole = copy.deepcopy(model).eval()
+            whole_model = copy.deepcopy(model).eval()
         except Exception as error:  # a custom model may raise any exception when it is copied
-            warn(f"{_NOT_COMPARED}: it cannot be copied: {error}")
+            warn(f"{_NOT_COMPARED}: copy.deepcopy cannot copy it: {error}")
             return
-        self._whole = whole
+        self._whole_model = whole_model
         names = {module: name for name, module in model.named_modules()}
         self._names = {entry: names[entry] for entry in entry_modules(model)}
         self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
 
-    def _check(self, entry: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _check(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare at the first call of an entry module: the model, or a model in a container."""
         self._hooks.pop(entry).remove()
-        whole, name = self._whole, self._names.pop(entry)
+        whole_model, name = self._whole_model, self._names.pop(entry)
         if not self._names:
-            del self._whole
-        found = self._compare(whole, name, (args, named))
-        if found:
-            raise refusal(f"run.place: plan: {describe(found, self._chunks)}", ADVICE)
+            del self._whole_model
+        departure = self._compare(whole_model, name, (args, kwargs))
+        if departure:
+            raise refusal(f"run.place: plan: {describe(departure, self._chunks)}", ADVICE)
 
-    def _compare(self, whole: nn.Module, name: str, given: Arguments) -> Departure | None:
-        first = next(iter(tensors_of(given)), None)
-        device = torch.device("cpu") if first is None else first.device
+    def _compare(self, whole_model: nn.Module, name: str, inputs: Arguments) -> Departure | None:
+        first_tensor = next(iter(tensors_of(inputs)), None)
+        device = torch.device("cpu") if first_tensor is None else first_tensor.device
 
-        def run(model: nn.Module, inputs: Arguments) -> Any:
-            args, named = inputs
-            return model.get_submodule(name)(*args, **named)
+        def run(model: nn.Module, arguments: Arguments) -> Any:
+            args, kwargs = arguments
+            return model.get_submodule(name)(*args, **kwargs)
 
         with generators_kept(), new_tensors_dropped(), torch.autocast(device.type, enabled=False):
             try:
-                return quick_departure(whole.to(device), self._cut, given, run)
+                return quick_departure(whole_model.to(device), self._cut, inputs, run)
             except Exception as error:  # a custom model may raise any exception
                 self._warn(f"{_NOT_COMPARED}: {type(error).__name__}: {error}")
         return None

@@ -27,8 +27,8 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
     """Warn if the dataset has `set_epoch`, which the loop would call after samples were fetched."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
-            "run.steps: the dataset has set_epoch: samples are fetched before the loop calls it, and by "
-            "placement.workers in other processes; draw what changes in __getitem__"
+            "run.steps: the dataset has set_epoch, but samples are fetched before the loop calls it, and in other "
+            "processes with placement.workers; draw random changes in __getitem__ instead"
         )
 
 
@@ -36,6 +36,6 @@ def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
     """Fetch the first and last sample of a dataset, and look for faults if the run is new."""
     with generators_kept():  # a single rank fetches them, too, since a dataset may count its calls
         # Look for faults first, since a dataset may cache the samples that it returned.
-        looks = member.checkpoint is None and not items.in_memory
-        found = items_of_a_loop(items, type(dataset).__getitem__) if looks else []
-        return DatasetCheck(digest_ends(items), [DatasetFault(each.culprit, each.text) for each in found])
+        is_examined = member.checkpoint is None and not items.in_memory
+        findings = items_of_a_loop(items, type(dataset).__getitem__) if is_examined else []
+        return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

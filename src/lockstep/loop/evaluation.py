@@ -39,33 +39,33 @@ class Evaluation:
         """Return the number of samples per batch: `batch` if set, else the size of the largest micro-batch."""
         samples = batch or self.default_batch
         if not samples:
-            raise refusal("run.each: no batch, and no run.steps before it that has one", "give batch=")
+            raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and without gradients."""
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients off
         self.end_pass()
-        current = self._pass = Pass(loader.validation_batches(samples))
+        current_pass = self._pass = Pass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
             with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
-                for number, each, _ in loader.validation(samples):
-                    current.numbers.append(number)
+                for number, batch, _ in loader.validation(samples):
+                    current_pass.numbers.append(number)
                     gate.exchanged = False
                     seed_all(world, random.extend_key(draws, number or 0))
                     gate.open = True
                     guard.mark(modes=True)
-                    yield each
+                    yield batch
                     guard.check(modes=True, frozen=True)
                     gate.end_batch()
                     gate.open = False
-                current.whole = True
+                current_pass.is_complete = True
         finally:
-            if not current.whole:
+            if not current_pass.is_complete:
                 self._meeting.note_left(calling() or "run.each")
             gate.open = False
             seed_all(world, draws)  # ranks had different batches
@@ -81,6 +81,7 @@ class Evaluation:
         if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
             self._warned = True
             self._rank.warn(
-                "run.each: no run.sum added up what came of its batches: each rank has had a part of them, and what "
-                "rank 0 prints or keeps is that of its own; give run.sum one value for each batch"
+                "run.each: the results were not summed over ranks with run.sum: each rank evaluated only a part of "
+                "the batches, and rank 0 prints and saves only the results of its own part; pass run.sum one value "
+                "for each batch"
             )

@@ -54,30 +54,30 @@ class Examination:
         self._path = folder / f"examined-{world.rank}.json"
         self._world = world
         self._placed = placed
-        self._seen = Seen(samples=samples)
+        self._observations = Seen(samples=samples)
         self._report = report
-        self._looking = ExitStack()
+        self._observers = ExitStack()
         self._microbatch: MicroBatch | None = None
 
     def enter(self, microbatch: MicroBatch, iteration: int) -> None:
         """Start to observe before the forward of a micro-batch, unless it is a dummy."""
         if microbatch.dummy:
             return
-        found = self._seen.examined
-        if found.nonfinite is None:
-            self._seen.iteration = iteration
+        examined = self._observations.examined
+        if examined.nonfinite is None:
+            self._observations.iteration = iteration
         self._microbatch = microbatch
-        self._looking.enter_context(Observer(microbatch, found).observing(self._placed.model))
+        self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
     def note_loss(self, loss: Tensor) -> None:
         """Note the loss of the micro-batch, as passed by the script."""
         if self._microbatch is not None:
-            self._seen.examined.microbatches[self._microbatch.index] = float(loss.detach())
+            self._observations.examined.microbatches[self._microbatch.index] = float(loss.detach())
 
     def leave(self) -> None:
         """Stop observing, and write the observations."""
         if self._microbatch is not None:
-            self._looking.close()
+            self._observers.close()
             self._microbatch = None
             self._write()
 
@@ -93,7 +93,7 @@ class Examination:
 
         updated, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
         # Groups without an update have no gradient and don't move.
-        self._seen.layers += [each for each in layers if whole or each.gradient or each.update]
+        self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
         self._write()
         return updated
 
@@ -102,26 +102,26 @@ class Examination:
         self._report()
 
     def _write(self) -> None:
-        durable.replace(self._path, self._seen.model_dump_json().encode())
+        durable.replace(self._path, self._observations.model_dump_json().encode())
 
 
 def read_seen(folder: Path) -> Seen | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    ranks = [Seen.model_validate_json(plainfile.content(path, _LARGEST)) for path in paths]
-    if not ranks:
+    observations = [Seen.model_validate_json(plainfile.content(path, _LARGEST)) for path in paths]
+    if not observations:
         return None
-    found = Examined()
-    for each in ranks:
-        found.microbatches |= each.examined.microbatches
-        for name, largest in each.examined.activations.items():
-            found.note_activation(name, largest)
+    examined = Examined()
+    for observation in observations:
+        examined.microbatches |= observation.examined.microbatches
+        for name, largest in observation.examined.activations.items():
+            examined.note_activation(name, largest)
     # The nonfinite value that a single process would reach first, since it computes all micro-batches in order.
-    firsts = [
-        (each.iteration, nonfinite.microbatch, nonfinite)
-        for each in ranks
-        if (nonfinite := each.examined.nonfinite) is not None
+    candidates = [
+        (observation.iteration, nonfinite.microbatch, nonfinite)
+        for observation in observations
+        if (nonfinite := observation.examined.nonfinite) is not None
     ]
-    iteration, _, found.nonfinite = min(firsts, key=lambda first: first[:2], default=(0, 0, None))
-    layers = max((each.layers for each in ranks), key=len)  # rank 0 has all layers
-    return Seen(samples=ranks[0].samples, examined=found, iteration=iteration, layers=layers)
+    iteration, _, examined.nonfinite = min(candidates, key=lambda candidate: candidate[:2], default=(0, 0, None))
+    layers = max((observation.layers for observation in observations), key=len)  # rank 0 has all layers
+    return Seen(samples=observations[0].samples, examined=examined, iteration=iteration, layers=layers)

@@ -25,14 +25,14 @@ class LoggedFigures:
     def log(self, figures: Mapping[str, float | Tensor]) -> None:
         """Write metrics of the last step. See `Run.log`."""
         try:
-            plain = {name: float(value) for name, value in figures.items()}
+            values = {name: float(value) for name, value in figures.items()}
         except (TypeError, ValueError, RuntimeError) as error:
-            raise refusal(f"run.log: {error}", "give numbers, or tensors of one number each") from None
-        if taken := first_taken(plain, OF_ALL):
-            raise refusal(f"run.log: {taken} is written beside the figures", "choose another name")
-        self._rank.world.say(plain)
-        self._values.update({name: repr(value) for name, value in plain.items()})
-        self._rank.write(Logged(**self._rank.progress.at, figures=plain))
+            raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
+        if reserved_name := first_taken(values, OF_ALL):
+            raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
+        self._rank.world.say(values)
+        self._values.update({name: repr(value) for name, value in values.items()})
+        self._rank.write(Logged(**self._rank.progress.at, figures=values))
 
     def compare(self) -> None:
         """Warn of metrics with different values on different ranks, the first time that there are any."""
@@ -40,9 +40,14 @@ class LoggedFigures:
         if not world.figures_differ or self._compared:
             return
         self._compared = True
-        first, *others = world.told_by_all(self._values)
-        if names := [name for name in first if any(each.get(name, first[name]) != first[name] for each in others)]:
+        rank_0_values, *other_values = world.told_by_all(self._values)
+        if names := [
+            name
+            for name in rank_0_values
+            if any(values.get(name, rank_0_values[name]) != rank_0_values[name] for values in other_values)
+        ]:
             self._rank.warn(
-                f"run.log: {', '.join(names)}: not the same on all ranks, and rank 0's is written: what each adds up "
-                "of its own samples is not of all; add up by run.sum over run.each, or log a rank's own on rank 0 alone"
+                f"run.log: {', '.join(names)}: values differ between ranks, and only those of rank 0 are written, "
+                f"which may cover only its own samples; sum over all ranks with run.sum over run.each, or call "
+                f"run.log on rank 0 only"
             )

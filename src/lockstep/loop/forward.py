@@ -52,11 +52,12 @@ class Forward:
             self._placed.modes.check(number)
         self._placed.guard.mark(modes=first)
         # An earlier iteration over the step may have changed the tensors in place.
-        versions = [each._version for each in tensors_of(microbatch.batch) if not each.is_inference()]
+        versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
             raise refusal(
-                f"step {number}: an earlier pass changed its batch in place, and this one would get what it left",
-                "make new tensors, such as x = x + noise in place of x += noise",
+                f"step {number}: an earlier iteration modified the batch in place, and this iteration would get the "
+                f"modified batch",
+                "create new tensors, such as x = x + noise instead of x += noise",
             )
 
     def check_loss(self, loss: Tensor) -> None:

@@ -43,11 +43,11 @@ class Withheld(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, refuse: Refuse) -> "Withheld":
-        made: Withheld = Tensor._make_wrapper_subclass(
+        stand_in: Withheld = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.refuse = refuse
-        return made
+        stand_in.refuse = refuse
+        return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Withheld(shape={tuple(self.shape)})"
@@ -57,20 +57,22 @@ class Withheld(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute with nan instead of withheld gradients. See `torch.Tensor`."""
-        named = dict(kwargs or {})
-        held = [each for each in tree_leaves((args, named)) if isinstance(each, Withheld)]
-        shared = False
-        for place, argument in enumerate(func._schema.arguments):
+        keywords = dict(kwargs or {})
+        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Withheld)]
+        is_view = False
+        for index, argument in enumerate(func._schema.arguments):
             alias = argument.alias_info
-            given = args[place] if place < len(args) else named.get(argument.name)
-            if alias is None or not any(isinstance(each, Withheld) for each in tree_leaves(given)):
+            value = args[index] if index < len(args) else keywords.get(argument.name)
+            if alias is None or not any(isinstance(leaf, Withheld) for leaf in tree_leaves(value)):
                 continue
             if alias.is_write:
-                raise held[0].refuse(torch._C._current_graph_task_id() != -1)
-            shared = True
-        outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, named))
+                raise withheld[0].refuse(torch._C._current_graph_task_id() != -1)
+            is_view = True
+        outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, keywords))
         # A view could be written in place, so it must be withheld too.
-        return tree_map_only(Tensor, lambda each: Withheld(each, held[0].refuse), outputs) if shared else outputs
+        return (
+            tree_map_only(Tensor, lambda output: Withheld(output, withheld[0].refuse), outputs) if is_view else outputs
+        )
 
 
 def _nan(tensor: Tensor) -> Tensor:
@@ -82,64 +84,70 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 T = TypeVar("T")
 
 _ADVICE: Final = (
-    "leave weights and buffers to step.update; set them before run.place, average or clip a copy outside the model, "
-    "and leave DistributedDataParallel out, which writes them too"
+    "let only step.update change weights and buffers; set them before run.place, average or clip a copy outside the "
+    "model, and remove DistributedDataParallel, which writes to them too"
 )
 _GRADIENT: Final = (
-    "scale the loss that step.backward is given, and clip by step.update(clip=...); step.norm is the gradient's norm"
+    "scale the loss that you pass to step.backward, and clip with step.update(clip=...); step.norm is the gradient norm"
 )
-_MODE: Final = "in run.each the model is in evaluation, and between a micro-batch and its backward as it was before"
-_RESTS_IN_ROWS: Final = (
-    "this strategy gathers weights as they were at run.place: leave requires_grad as it is, and let a group of the "
-    "optimizer rest by its lr_scale or by step.update(of=...), which moves no other; or use strategy ddp or zero1"
+_MODE: Final = (
+    "call train() and eval() before or after the loop over the micro-batches, and leave the mode within run.each, "
+    "which sets evaluation mode"
 )
-_HOOK: Final = "compute it in the model, from which each strategy goes back, or scale the loss"
+_SHARDED_FREEZING: Final = (
+    "do not change requires_grad, because this strategy gathers weights as they were at run.place; to freeze an "
+    "optimizer group, set its lr_scale to 0 or update only the other groups with step.update(of=...); or use strategy "
+    "ddp or zero1"
+)
+_HOOK: Final = "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
 _CALLED_WITH: Final = (
-    "torch.func.functional_call does not reach weights that are in rows: use strategy ddp or zero1, or a module of the "
-    "model's own for the other weights"
+    "torch.func.functional_call cannot replace sharded weights; use strategy ddp or zero1, or put the other weights "
+    "into a separate module of the model"
 )
 _IN_LOSS: Final = (
-    "compute a penalty on the weights in the model's forward, or use strategy ddp, zero1 or zero2; weight decay is the "
-    "optimizer's"
+    "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
+    "zero1 or zero2"
 )
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 # Checks look for more in the first updates, and in every n-th update after them.
 _FIRST_UPDATES: Final = 8
 _EVERY: Final = 16
-_PLAIN: Final[Any] = TensorBase.data
-_TORCHS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
+_PLAIN_DATA: Final[Any] = TensorBase.data
+_TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @final
 class Guard:
-    """Watches a placed model, and the parameters that it had `before`, by name.
+    """Watches a placed model, and the `original_parameters` that it had before it was placed, by name.
 
-    `kept` are the buffers that the engine keeps the same on all ranks. A training forward may write to them. `gathered`
-    returns the tensors that the engine computes with instead of the parameters. Each call of Lockstep begins with
-    `check` and ends with `mark`.
+    `kept_buffers` are the buffers that the engine keeps the same on all ranks. A training forward may write to them.
+    `gathered` returns the tensors that the engine computes with instead of the parameters. Each call of Lockstep begins
+    with `check` and ends with `mark`.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        before: Mapping[str, Tensor],
-        kept: Collection[Tensor],
+        original_parameters: Mapping[str, Tensor],
+        kept_buffers: Collection[Tensor],
         gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self.step = 0
         self.last: Place = "", 0
-        self._compared_at = self._whole_at = self._asked_at = self.last  # where the last such check was
+        # The lines where the last checks of each kind were.
+        self._compared_at = self._fully_checked_at = self._autograd_checked_at = self.last
         self._frozen = False  # whether the last check found temporarily frozen parameters
-        own = {id(each) for each in kept}
+        kept_ids = {id(tensor) for tensor in kept_buffers}
         self._names: dict[Tensor, str] = {}
-        for name, each in chain(model.named_parameters(), model.named_buffers(), before.items()):
-            self._names.setdefault(each, name)
-        self._tensors = [each for each in self._names if id(each) not in own]
-        self._plain = [each for each in self._tensors if type(each) in (Tensor, Parameter)]
-        self._parameters = [each for each in self._tensors if isinstance(each, Parameter)]
-        still = {id(each) for each in _counted_unmoved(model)}
-        self._kept = sorted(kept, key=lambda each: id(each) not in still)
-        self._still = sum(id(each) in still for each in kept)  # leading buffers that a forward updates uncounted
+        for name, tensor in chain(model.named_parameters(), model.named_buffers(), original_parameters.items()):
+            self._names.setdefault(tensor, name)
+        self._tensors = [tensor for tensor in self._names if id(tensor) not in kept_ids]
+        self._plain = [tensor for tensor in self._tensors if type(tensor) in (Tensor, Parameter)]
+        self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
+        uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
+        self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
+        # leading buffers that a forward updates uncounted
+        self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [  # the dicts of the modules themselves
             (f"{name}." if name else "", part)
@@ -148,25 +156,25 @@ class Guard:
             if part
         ]
         self._part_values = [part.values() for _, part in self._parts]  # views, which follow the dicts
-        self._trained = [each for each in self._parameters if each.requires_grad]
-        self._stand_ins = [Withheld(each, self._write_error) for each in self._trained]
-        self._nothing = [None] * len(self._trained)
-        self._shown: Sequence[Tensor | None] = self._nothing  # the stand-ins in place of gradients
+        self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._stand_ins = [Withheld(parameter, self._write_error) for parameter in self._trained]
+        self._no_gradients = [None] * len(self._trained)
+        self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the stand-ins in place of gradients
         self._withheld: list[Tensor | None] = []  # the gradients while stand-ins replace them
         self._summing = False  # whether the step has had a backward
-        self._ask_gathered = gathered
+        self._get_gathered = gathered
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # of a sharded model: original and version
         self._files: dict[str, bool] = {}  # whether each file is the user's
         self._running = False  # whether user code is running
-        self._compared = self._asked = self._whole = True  # what the last check looked for
-        self._whole_step = self._last_step = 0  # of the last whole check, and of the last check
+        self._was_compared = self._was_autograd_check = self._was_full_check = True  # what the last check looked for
+        self._full_check_step = self._last_step = 0  # of the last full check, and of the last check
         self._updates = 0
         self._careful = True  # whether the checks of this step look for more
-        if any(type(each) is not Parameter for each in model.parameters()):
+        if any(type(parameter) is not Parameter for parameter in model.parameters()):
             self._watch_forwards(model)
-            for each in model.parameters():  # only user code can make a graph lead to shards
-                if each.requires_grad and type(each) is not Parameter:
-                    each.register_hook(partial(self._refuse_dependence, self._names[each]))  # type: ignore[no-untyped-call]
+            for parameter in model.parameters():  # only user code can make a graph lead to shards
+                if parameter.requires_grad and type(parameter) is not Parameter:
+                    parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
         _Data.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
         self._states = self._autograd_states()
@@ -191,11 +199,11 @@ class Guard:
     ) -> None:
         """Raise UsageError if something changed since the last call of Lockstep ended.
 
-        - `whole`: Check everything. Otherwise only check the gradients, the `kept` buffers, and `modes` if it is set.
+        - `whole`: Check everything. Otherwise only check the gradients, the kept buffers, and `modes` if it is set.
         - `updating`: The weights are about to be updated. Also check writes, replaced parts and `requires_grad`. An
           update would hide these changes, and their effect would stay.
         - `modes`: All modules must be in the marked mode.
-        - `forward`: A forward ran, so it may have written to the `kept` buffers.
+        - `forward`: A forward ran, so it may have written to the kept buffers.
         - `frozen`: Parameters may be frozen for an evaluation, and must be unfrozen before the next update.
 
         In the steps after the first updates, and in some later steps, checks that aren't `whole` look for more, so that
@@ -205,50 +213,51 @@ class Guard:
         self._running = False
         self._last_step = self.step or self._last_step
         self._updates += updating
-        self._asked = whole or updating
-        self._compared = self._asked or self._careful
-        self._whole = whole or (updating and self._careful)
-        if self._compared:
+        self._was_autograd_check = whole or updating
+        self._was_compared = self._was_autograd_check or self._careful
+        self._was_full_check = whole or (updating and self._careful)
+        if self._was_compared:
             self._check_writes()
-        if modes and (now := [each.training for each in self._modules]) != self._modes:
-            module = _first(self._modules, now, self._modes)
+        if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
+            module = _first_changed(self._modules, training_modes, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refusal(f"{self._modules[module] or 'the model'} was put into {mode}", _MODE)
+            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE)
         if self._withheld or forward:
-            found = [each.grad for each in self._trained]
-            if not all(map(is_, found, self._shown)):
-                self._check_gradients(found)
-        kept = self._still if forward else len(self._kept)
-        if kept and [each._version for each in self._kept[:kept]] != self._kept_versions[:kept]:
-            raise self._refusal("a running statistic of BatchNorm was written")
-        if self._compared:
+            gradients = [parameter.grad for parameter in self._trained]
+            if not all(map(is_, gradients, self._shown_gradients)):
+                self._check_gradients(gradients)
+        count = self._uncounted if forward else len(self._kept_buffers)
+        if count and [buffer._version for buffer in self._kept_buffers[:count]] != self._kept_versions[:count]:
+            raise self._refusal("a running statistic of BatchNorm was modified")
+        if self._was_compared:
             self._check_structure(self._compared_at)
-        if self._asked:
+        if self._was_autograd_check:
             self._frozen = False
-            if self._whole or [*map(_REQUIRES_GRAD, self._parameters)] != self._requires_grad:
-                self._check_asked(hooks=self._whole, frozen=frozen)
-        if self._whole and (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
-            name = self._names[_first(self._plain, addresses, self._addresses)]
-            raise self._refusal(f"{name} was given other memory", since=self._whole_at, first=self._whole_step)
+            if self._was_full_check or [*map(_REQUIRES_GRAD, self._parameters)] != self._requires_grad:
+                self._check_autograd(hooks=self._was_full_check, frozen=frozen)
+        if self._was_full_check and (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
+            name = self._names[_first_changed(self._plain, addresses, self._addresses)]
+            problem = f"the storage of {name} was replaced"
+            raise self._refusal(problem, since=self._fully_checked_at, first_step=self._full_check_step)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
         """Note the current state, and let user code run. Weights are only noted if they `moved`."""
         if moved:
             self._summing = False
             self._careful = self._updates <= _FIRST_UPDATES or not self._updates % _EVERY
-            self._versions = [each._version for each in self._tensors]
+            self._versions = [tensor._version for tensor in self._tensors]
         if modes:
-            self._modes = [each.training for each in self._modules]
-        if self._kept:
-            self._kept_versions = [each._version for each in self._kept]
+            self._modes = [module.training for module in self._modules]
+        if self._kept_buffers:
+            self._kept_versions = [buffer._version for buffer in self._kept_buffers]
         if not self._running:  # otherwise nothing was checked since
             self.last = self.line(3)
-            if moved or self._compared:
+            if moved or self._was_compared:
                 self._compared_at = self.last
-            if (moved or self._asked) and not self._frozen:
-                self._asked_at = self.last
-            if self._whole:
-                self._whole_at, self._whole_step = self.last, self._last_step
+            if (moved or self._was_autograd_check) and not self._frozen:
+                self._autograd_checked_at = self.last
+            if self._was_full_check:
+                self._fully_checked_at, self._full_check_step = self.last, self._last_step
             self._running = True
 
     def line(self, depth: int = 1) -> Place:
@@ -258,18 +267,18 @@ class Guard:
         """
         frame = sys._getframe(depth)
         while frame is not None:
-            name = frame.f_code.co_filename
-            own = self._files.get(name)
-            if own is None:
-                own = self._files[name] = is_own(name)
-            if own:
-                return name, frame.f_lineno
+            path = frame.f_code.co_filename
+            is_user_code = self._files.get(path)
+            if is_user_code is None:
+                is_user_code = self._files[path] = is_own(path)
+            if is_user_code:
+                return path, frame.f_lineno
             frame = frame.f_back  # type: ignore[assignment]
         return "", 0
 
     def withhold(self) -> None:
         """Replace gradients with stand-ins that reject writes."""
-        self._withheld, self._shown = [each.grad for each in self._trained], self._stand_ins
+        self._withheld, self._shown_gradients = [parameter.grad for parameter in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._summing = bool(self.step)
@@ -278,7 +287,7 @@ class Guard:
         """Put the gradients back in place."""
         for parameter, gradient in zip(self._trained, self._withheld, strict=False):
             parameter.grad = gradient
-        self._withheld, self._shown = [], self._nothing
+        self._withheld, self._shown_gradients = [], self._no_gradients
 
     def watches(self, tensor: Tensor) -> bool:
         """Return whether a tensor belongs to the model while user code is running."""
@@ -290,74 +299,78 @@ class Guard:
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
-            raise refusal(f"{self._at}{name} was given other memory", _ADVICE)
+            raise refusal(f"{self._prefix}the storage of {name} was replaced", _ADVICE)
 
     def _check_writes(self) -> None:
-        if (now := [each._version for each in self._tensors]) != self._versions:
-            name = self._names[_first(self._tensors, now, self._versions)]
-            raise self._refusal(f"{name} was written", since=self._compared_at)
+        if (versions := [tensor._version for tensor in self._tensors]) != self._versions:
+            name = self._names[_first_changed(self._tensors, versions, self._versions)]
+            raise self._refusal(f"{name} was modified", since=self._compared_at)
         for tensor, (original, version) in self._gathered.items():
             if tensor._version != version:
-                raise self._refusal(f"{self._names[original]} was written", since=self._compared_at)
+                raise self._refusal(f"{self._names[original]} was modified", since=self._compared_at)
 
-    def _check_gradients(self, found: Sequence[Tensor | None]) -> None:
-        for parameter, one, other in zip(self._trained, found, self._shown, strict=True):
+    def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient, shown in zip(self._trained, gradients, self._shown_gradients, strict=True):
             # zero_grad() before the first backward is harmless.
-            if one is not other and (self._summing or one is not None):
-                done = "removed" if one is None else "set"
-                raise self._refusal(f"the gradient of {self._names[parameter]} was {done}", _GRADIENT)
+            if gradient is not shown and (self._summing or gradient is not None):
+                change = "removed" if gradient is None else "set"
+                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT)
 
-    def _check_asked(self, *, hooks: bool = True, frozen: bool = False, in_rows: bool = False) -> None:
-        if (found := self._autograd_states()) == self._states:
+    def _check_autograd(self, *, hooks: bool = True, frozen: bool = False, is_sharded: bool = False) -> None:
+        if (states := self._autograd_states()) == self._states:
             return
-        for parameter, now, was in zip(self._parameters, found, self._states, strict=True):
-            if now[0] != was[0]:
+        for parameter, state, previous in zip(self._parameters, states, self._states, strict=True):
+            if state[0] != previous[0]:
                 self._frozen = True
                 if not frozen:
-                    advice = _RESTS_IN_ROWS if in_rows else REST
-                    done = "frozen" if was[0] else "freed"
-                    raise self._refusal(f"{self._names[parameter]} was {done}", advice, self._asked_at)
-            if hooks and now[1:] != was[1:]:
-                text = f"{self._names[parameter]} was given a hook of its gradient"
-                raise self._refusal(text, _HOOK, self._whole_at, self._whole_step)
+                    advice = _SHARDED_FREEZING if is_sharded else REST
+                    change = "frozen" if previous[0] else "unfrozen"
+                    raise self._refusal(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
+            if hooks and state[1:] != previous[1:]:
+                problem = f"a gradient hook was added to {self._names[parameter]}"
+                raise self._refusal(problem, _HOOK, self._fully_checked_at, self._full_check_step)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
             return refusal(
-                f"{self._at}a backward that is not step.backward adds to the gradients of the placed model",
-                "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative alone "
-                "call torch.autograd.grad",
+                f"{self._prefix}a backward other than step.backward adds to the gradients of the placed model",
+                "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
+                "without changing gradients, call torch.autograd.grad",
             )
-        return refusal(f"{self._at}a gradient of the placed model was written", _GRADIENT)
+        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT)
 
     def _check_structure(self, since: Place) -> None:
         if self._part_ids() != self._identities:
             self._note_gathered()  # tensors that were gathered with other tensors but not called
-        if (found := self._part_ids()) != self._identities:
-            places = [f"{prefix}{name}" for prefix, part in self._parts for name in part]
-            places += ["a part of the model"] * len(found)
-            place = _first(places, [*found, None], [*self._identities, None, None])
-            raise self._refusal(f"{place} was replaced", since=since)
+        if (part_ids := self._part_ids()) != self._identities:
+            names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
+            names += ["a part of the model"] * len(part_ids)
+            changed_name = _first_changed(names, [*part_ids, None], [*self._identities, None, None])
+            raise self._refusal(f"{changed_name} was replaced", since=since)
 
     def _autograd_states(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
         return [
-            (each.requires_grad, (*(each._backward_hooks or ()),), (*(each._post_accumulate_grad_hooks or ()),))
-            for each in self._parameters
+            (
+                parameter.requires_grad,
+                (*(parameter._backward_hooks or ()),),
+                (*(parameter._post_accumulate_grad_hooks or ()),),
+            )
+            for parameter in self._parameters
         ]
 
     def _part_ids(self) -> list[int]:
         """Return the identities of all parts of the modules. A gathered tensor counts as its original."""
-        found = [*map(id, chain.from_iterable(self._part_values))]
+        ids = [*map(id, chain.from_iterable(self._part_values))]
         if not self._gathered:
-            return found
+            return ids
         originals = {id(tensor): id(original) for tensor, (original, _) in self._gathered.items()}
-        return [originals.get(each, each) for each in found]
+        return [originals.get(part_id, part_id) for part_id in ids]
 
     def _watch_forwards(self, model: nn.Module) -> None:
         """Watch the tensors that a sharded model gathers for a forward and drops after it."""
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
-            if any(each is not None for each in module._parameters.values()):
+            if any(parameter is not None for parameter in module._parameters.values()):
                 module.register_forward_pre_hook(self._before_gathering, prepend=True)
                 module.register_forward_pre_hook(self._before_forward)
                 module.register_forward_hook(self._after_forward, prepend=True)
@@ -365,46 +378,48 @@ class Guard:
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure(self.last)  # check first, since gathering overwrites replaced parameters
-            self._check_asked(hooks=False, in_rows=True)  # it decides which tensors backward gathers
+            self._check_autograd(hooks=False, is_sharded=True)  # it decides which tensors backward gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
-        if self._running and (other := self._unknown(module)):
-            raise refusal(f"{self._at}{other} is called with other weights, and would be given its own", _CALLED_WITH)
+        if self._running and (name := self._find_foreign_module(module)):
+            raise refusal(f"{self._prefix}{name} is called with different weights, but would use its own", _CALLED_WITH)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        self._unknown(module)
+        self._find_foreign_module(module)
 
-    def _unknown(self, module: nn.Module) -> str:
+    def _find_foreign_module(self, module: nn.Module) -> str:
         """Note the gathered tensors of a module. If some of its tensors aren't known, return the name of the module."""
-        if not self._knows(module):
+        if not self._knows_tensors_of(module):
             self._note_gathered()
-        return "" if self._knows(module) else self._modules[module] or "the model"
+        return "" if self._knows_tensors_of(module) else self._modules[module] or "the model"
 
-    def _knows(self, module: nn.Module) -> bool:
-        held = [each for each in module._parameters.values() if each is not None]
-        return all(each in self._names or each in self._gathered for each in held)
+    def _knows_tensors_of(self, module: nn.Module) -> bool:
+        tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
+        return all(tensor in self._names or tensor in self._gathered for tensor in tensors)
 
     def _note_gathered(self) -> None:
-        for tensor, original in self._ask_gathered().items():
+        for tensor, original in self._get_gathered().items():
             self._gathered.setdefault(tensor, (original, tensor._version))
 
     def _after_forward(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         for tensor in module._parameters.values():
             if tensor in self._gathered and tensor._version != self._gathered[tensor][1]:
                 name = self._names[self._gathered[tensor][0]]
-                raise refusal(f"{self._at}{name} was written in a forward", _ADVICE)
+                raise refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refusal(f"{self._at}the loss depends on the rows of {name} that this process has", _IN_LOSS)
+        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _IN_LOSS)
 
     @property
-    def _at(self) -> str:
+    def _prefix(self) -> str:
         return f"step {self.step}: " if self.step else ""
 
-    def _refusal(self, text: str, advice: str = _ADVICE, since: Place | None = None, first: int = 0) -> Exception:
-        """Return the error for a change after the line `since`, which may have happened in any step from `first` on."""
-        at = f"steps {first} to {self.step}: " if 0 < first < self.step else self._at
-        return refusal(f"{at}{text}", advice, between(since or self.last, self.line()))
+    def _refusal(
+        self, problem: str, advice: str = _ADVICE, since: Place | None = None, first_step: int = 0
+    ) -> Exception:
+        """Return the error for a change after the line `since`, in any step from `first_step` on."""
+        prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
+        return refusal(f"{prefix}{problem}", advice, between(since or self.last, self.line()))
 
 
 @final
@@ -454,37 +469,43 @@ class _Data:
 
     @staticmethod
     def install() -> "_Data":
-        found = vars(Tensor).get("data")
-        if not isinstance(found, _Data):
-            found = Tensor.data = _Data()  # type: ignore[assignment]
-        return found
+        descriptor = vars(Tensor).get("data")
+        if not isinstance(descriptor, _Data):
+            descriptor = Tensor.data = _Data()  # type: ignore[assignment]
+        return descriptor
 
     def remove(self, guard: Guard) -> None:
-        self.guards = [each for each in self.guards if each() not in (guard, None)]
+        self.guards = [reference for reference in self.guards if reference() not in (guard, None)]
         if not self.guards:
             del Tensor.data
 
     def __get__(self, tensor: Tensor | None, _owner: type | None = None) -> Any:
         if tensor is None:
-            return _PLAIN
-        if any(guard.watches(tensor) for each in self.guards if (guard := each()) is not None):
+            return _PLAIN_DATA
+        if any(guard.watches(tensor) for reference in self.guards if (guard := reference()) is not None):
             return tensor.detach()
-        return _PLAIN.__get__(tensor)
+        return _PLAIN_DATA.__get__(tensor)
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
-        for each in self.guards:
-            if (guard := each()) is not None:
+        for reference in self.guards:
+            if (guard := reference()) is not None:
                 guard.refuse_data(tensor)
-        _PLAIN.__set__(tensor, value)
+        _PLAIN_DATA.__set__(tensor, value)
 
 
-def _counted_unmoved(model: nn.Module) -> Iterator[Tensor]:
+def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Yield the buffers that BatchNorm of PyTorch updates without counting. Only other writes change their versions."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm) and type(module).forward in _TORCHS and module.running_mean is not None:
+        if (
+            isinstance(module, _BatchNorm)
+            and type(module).forward in _TORCH_FORWARDS
+            and module.running_mean is not None
+        ):
             yield from (module.running_mean, cast(Tensor, module.running_var))
 
 
-def _first(places: Iterable[T], now: Sequence[object], before: Sequence[object]) -> T:
+def _first_changed(items: Iterable[T], values: Sequence[object], previous: Sequence[object]) -> T:
     """Return the first place that has changed."""
-    return next(place for place, found, was in zip(places, now, before, strict=False) if found != was)
+    return next(
+        item for item, value, previous_value in zip(items, values, previous, strict=False) if value != previous_value
+    )

@@ -23,10 +23,10 @@ from lockstep.loop.loss_terms import (
     LossTerm,
     Node,
     Scale,
-    are_of_one_sample_each,
-    are_of_samples,
+    are_sample_losses,
+    depends_on_outputs,
     find_terms,
-    follows,
+    is_mean_over_samples,
     mask_totals,
     operation_name,
     reduces,
@@ -74,13 +74,16 @@ class LossCheck:
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise refusal(f"step {step}: step.backward was given {found}", "give the loss as a 0-dim tensor")
+            received = f"a {type(loss).__name__}"
+            if isinstance(loss, Tensor):
+                received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
+            raise refusal(f"step {step}: step.backward received {received}", "pass a 0-dim floating-point tensor")
         root = loss.grad_fn
         if root is None:
             raise refusal(
-                f"step {step}: the loss has no graph that leads to the model",
-                "compute it from what the model returns, without detach, no_grad or loss.backward() of your own",
+                f"step {step}: the loss has no autograd graph that leads to the model",
+                "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
+                "loss.backward()",
             )
         if not microbatch.weight:
             return  # a mean over nothing isn't finite and shows nothing
@@ -89,156 +92,165 @@ class LossCheck:
         if form in self._forms and step != self._first_step:
             return
         self._forms.add(form)
-        looked = _Looked(root, microbatch, returned, mean=mean)
-        if not looked.terms:
+        graph = _LossGraph(root, microbatch, returned, mean=mean)
+        if not graph.terms:
             return
-        self._check_factors(step, looked)
-        self._check_division(step, looked)
+        self._check_factors(step, graph)
+        self._check_division(step, graph)
         if microbatch.samples == microbatch.weight == 1:
             return  # mean and sum are the same
         if mean:
-            self._check_mean(step, looked, microbatches)
-            self._compare_counts(step, looked, microbatches, weighs)
+            self._check_mean(step, graph, microbatches)
+            self._compare_counts(step, graph, microbatches, weighs)
         else:
-            self._check_sum(step, looked, weighs, step_weight)
+            self._check_sum(step, graph, weighs, step_weight)
         if not mean or microbatches > 1:
-            self._ask_of_function(step, looked)
+            self._ask_about_function(step, graph)
 
-    def _check_factors(self, step: int, looked: "_Looked") -> None:
+    def _check_factors(self, step: int, graph: "_LossGraph") -> None:
         """Raise UsageError for the factor of a GradScaler, and warn of a factor equal to the number of processes."""
-        for scale in looked.shared:
-            if _is_of_a_scaler(scale):
+        for scale in graph.shared:
+            if _is_scaler_factor(scale):
                 raise refusal(
                     f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
-                    'leave the scaler out: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
+                    'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
-            if not scale.divides and scale.value == self.processes > 1 and scale.value not in looked.counts:
+            if not scale.divides and scale.value == self.processes > 1 and scale.value not in graph.counts:
                 self._ask(
                     "processes",
-                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}): if that is the number of "
-                    f"processes, to undo a mean over them, drop it: the gradient is the mean over the step on any "
-                    f"number of processes; a factor of your own stays",
+                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}), the number of processes; "
+                    f"remove the factor if it undoes a mean over processes, because the gradient is the mean over the "
+                    f"step on any number of processes; otherwise, keep it",
                 )
 
-    def _check_division(self, step: int, looked: "_Looked") -> None:
+    def _check_division(self, step: int, graph: "_LossGraph") -> None:
         """Reject a division of the whole loss by an integer in the first step of a run, and warn of it later."""
-        for scale in looked.unexplained():
-            text = f"step {step}: the loss is divided by {scale.value:g}"
+        for scale in graph.unexplained():
+            problem = f"step {step}: the loss is divided by {scale.value:g}"
             advice = (
-                f"leave the division out: run.steps(microbatches=) accumulates gradients, and step.update takes the "
-                f"mean over the step; write a factor of your own as {1 / scale.value:.6g} * loss"
+                f"remove the division: run.steps(microbatches=) accumulates gradients, and step.update takes the mean "
+                f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
             )
             if step == 1:
-                raise refusal(text, advice)
-            self._ask("division", f"{text} ({calling()}); {advice}")
+                raise refusal(problem, advice)
+            self._ask("division", f"{problem} ({calling()}); {advice}")
 
-    def _check_sum(self, step: int, looked: "_Looked", weighs: bool, step_weight: int) -> None:
+    def _check_sum(self, step: int, graph: "_LossGraph", weighs: bool, step_weight: int) -> None:
         """Raise UsageError for a mean that is passed as a sum, and ask if a sum has more terms than weight.
 
         If the script multiplies the sum by the weight of the step, the update divides it by the same weight again. Such
         a script wants a plain sum, so the check doesn't ask.
         """
-        means = [term for term, kind in looked.kinds() if kind == "mean"]
+        means = [term for term, kind in graph.kinds() if kind == "mean"]
         if means:
-            divisor = next((each.value for term in means if (each := looked.divisor_of_mean(term))), 0.0)
-            by = f": a sum that is divided by {divisor:g}" if divisor else ""
-            own = f"; write a factor of your own as {1 / divisor:.6g} * loss" if divisor else ""
-            if len(means) == len(looked.terms):
-                raise refusal(f"step {step}: the loss is a mean{by}", f"pass it as step.backward(mean=loss){own}")
+            divisor = next((division.value for term in means if (division := graph.divisor_of_mean(term))), 0.0)
+            division_note = f": a sum divided by {divisor:g}" if divisor else ""
+            scaling_note = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
+            if len(means) == len(graph.terms):
+                raise refusal(
+                    f"step {step}: the loss is a mean{division_note}",
+                    f"pass it as step.backward(mean=loss){scaling_note}",
+                )
             raise refusal(
-                f"step {step}: a part of the loss is a mean{by}, and another part is a sum",
-                f"reduce all parts alike: a mean times the number of samples is a sum{own}",
+                f"step {step}: a part of the loss is a mean{division_note}, and another part is a sum",
+                f"reduce all parts in the same way: a mean times the number of samples is a sum{scaling_note}",
             )
-        weight = looked.microbatch.weight
-        fewest = min(looked.count_of_sum(term) for term in looked.terms)
-        undivided = any(not scale.divides and scale.value == step_weight for scale in looked.shared)
-        decided = undivided or (weighs and not fewest % weight)
-        if fewest > weight and not decided:
-            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
+        weight = graph.microbatch.weight
+        value_count = min(graph.count_of_sum(term) for term in graph.terms)
+        undivided = any(not scale.divides and scale.value == step_weight for scale in graph.shared)
+        is_intended = undivided or (weighs and not value_count % weight)
+        if value_count > weight and not is_intended:
+            size = f"of weight {weight}" if weighs else f"of {weight} samples"
             self._ask(
                 "terms",
-                f"step {step}: the loss adds up {fewest:g} values of a micro-batch that {unit} ({calling()}), and "
+                f"step {step}: the loss sums {value_count:g} values of a micro-batch {size} ({calling()}), and "
                 f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"step.backward(mean=loss); if it never divides the sum, step.backward(sum=step.weight * loss); if you "
-                f"mean this sum, add up each sample first and then the samples",
+                f"step.backward(mean=loss); if it never divides the sum, use step.backward(sum=step.weight * loss); "
+                f"if this sum is intended, sum over each sample first and then over the samples",
             )
 
-    def _check_mean(self, step: int, looked: "_Looked", microbatches: int) -> None:
+    def _check_mean(self, step: int, graph: "_LossGraph", microbatches: int) -> None:
         """Raise UsageError for a sum that is passed as a mean, and ask if a part of the loss is a sum."""
-        sums = [term for term, kind in looked.kinds() if kind == "sum"]
+        sums = [term for term, kind in graph.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in uncancelled(sums[0]) if not looked.is_usual(scale)]
-        if len(sums) == len(looked.terms) and not divisors and all(map(looked.is_over_samples, sums)):
+        divisors = [scale.value for scale in uncancelled(sums[0]) if not graph.is_usual(scale)]
+        if len(sums) == len(graph.terms) and not divisors and all(map(graph.is_over_samples, sums)):
             raise refusal(
                 f"step {step}: the loss is a sum over {sums[0].size:g} values",
-                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; "
-                "step.backward(sum=step.weight * loss) keeps the gradient of a script that never divides it",
+                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; to keep the "
+                "gradient of a script that never divides the sum, use step.backward(sum=step.weight * loss)",
             )
         if microbatches > 1:
-            by = f", divided by {divisors[0]:g}" if divisors else ""
-            whole = "the loss" if len(sums) == len(looked.terms) else "a part of the loss"
+            division_note = f", divided by {divisors[0]:g}" if divisors else ""
+            subject = "the loss" if len(sums) == len(graph.terms) else "a part of the loss"
             self._ask(
                 "part",
-                f"step {step}: {whole} is a sum over {sums[0].size:g} values{by} ({calling()}), in one of "
-                f"{microbatches} micro-batches, of {looked.microbatch.samples} samples: its gradient depends on the "
-                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all as sums",
+                f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} ({calling()}), in one of "
+                f"{microbatches} micro-batches of {graph.microbatch.samples} samples, so its gradient depends on the "
+                f"number of micro-batches; divide it by the number of samples of the micro-batch, or pass all parts as "
+                f"sums",
             )
 
-    def _compare_counts(self, step: int, looked: "_Looked", microbatches: int, weighs: bool) -> None:
+    def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, weighs: bool) -> None:
         """Ask for `weight` if the means are over different counts than the weights of the micro-batches."""
-        weight = looked.microbatch.weight
-        counts = [looked.count_of_mean(term) for term, kind in looked.kinds() if kind == "mean"]
-        (step_before, weight_before, before), self._counts = self._counts, (step, weight, counts)
+        weight = graph.microbatch.weight
+        counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
+        (step_before, weight_before, counts_before), self._counts = self._counts, (step, weight, counts)
         if microbatches == 1:
             return
-        comparable = step_before == step and len(before) == len(counts)
+        comparable = step_before == step and len(counts_before) == len(counts)
         for number, count in enumerate(counts):
-            differs = comparable and count * weight_before != before[number] * weight
+            differs = comparable and count * weight_before != counts_before[number] * weight
             if not count or not (count % weight or differs):
                 continue
-            unit = f"weighs {weight}" if weighs else f"has {weight} samples"
-            other = f", and over {before[number]:g} in the micro-batch before" if differs else ""
+            size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            comparison = f", and over {counts_before[number]:g} values in the previous one" if differs else ""
             self._ask(
                 "weight",
-                f"step {step}: the loss is a mean over {count:g} values of a micro-batch that {unit} ({calling()})"
-                f"{other}; if micro-batches differ in that, give run.steps the count: {_suggest_weight(looked)}",
+                f"step {step}: the loss is a mean over {count:g} values of a micro-batch {size} "
+                f"({calling()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
+                f"{_suggest_weight(graph)}",
             )
 
-    def _ask_of_function(self, step: int, looked: "_Looked") -> None:
+    def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
         """Ask about a term that is a function of all samples of the micro-batch together."""
-        for term in looked.terms:
-            if not term.kind and reduces(term.node) and term.node not in looked.returned:
+        for term in graph.terms:
+            if not term.kind and reduces(term.node) and term.node not in graph.returned:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
-                    f"step {step}: the loss has a part that is no sum over samples, but the {name} of what all samples "
-                    f"of a micro-batch give ({calling()}): the number of micro-batches decides what it is; pass such a "
-                    f"loss as step.backward(mean=loss)",
+                    f"step {step}: a part of the loss is not a sum over samples, but a function ({name}) of all "
+                    f"samples of a micro-batch ({calling()}), so it depends on the number of micro-batches; pass the "
+                    f"loss as step.backward(mean=loss), and do not change microbatches",
                 )
 
-    def _ask(self, about: str, line: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            self.warn(line)
+    def _ask(self, topic: str, warning: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            self.warn(warning)
 
 
 @final
-class _Looked:
+class _LossGraph:
     """The loss of a micro-batch, split into the terms that depend on the outputs of the model."""
 
     def __init__(self, root: Node, microbatch: MicroBatch, returned: Collection[Node], *, mean: bool) -> None:
         self.microbatch = microbatch
         self.returned = returned
         self._mean = mean
-        every = find_terms(root, microbatch.samples, returned)
-        terms = [each for each in every if follows(each.node, returned) or are_of_samples(each, microbatch, returned)]
-        if are_of_one_sample_each(terms, microbatch.samples):
-            terms = [each._replace(kind="sum", size=1) for each in terms]
+        all_terms = find_terms(root, microbatch.samples, returned)
+        terms = [
+            term
+            for term in all_terms
+            if depends_on_outputs(term.node, returned) or is_mean_over_samples(term, microbatch, returned)
+        ]
+        if are_sample_losses(terms, microbatch.samples):
+            terms = [term._replace(kind="sum", size=1) for term in terms]
         self.terms: Sequence[LossTerm] = terms
-        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(each.size for each in terms)} - {0, 1}
-        self.counts |= {total for each in terms for mask in each.masks for total in mask_totals(mask)} - {0, 1}
-        nodes = [{scale.node for scale in each.scales} for each in terms]
+        self.counts = {*map(float, (microbatch.samples, microbatch.weight)), *(term.size for term in terms)} - {0, 1}
+        self.counts |= {total for term in terms for mask in term.masks for total in mask_totals(mask)} - {0, 1}
+        nodes = [{scale.node for scale in term.scales} for term in terms]
         common = set.intersection(*nodes) if nodes else set()
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
 
@@ -262,9 +274,10 @@ class _Looked:
         samples = self.microbatch.samples
         for scale in uncancelled(term):
             value = scale.value
-            part = samples > 1 and value > 1 and not value % samples and not term.size % value
-            one = self._mean and value == 1  # no script divides by a literal 1, so this is a count that happens to be 1
-            if (value in self.counts or part or one) and not self._averages_terms(scale):
+            divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
+            # No script divides by a literal 1, so this is a count that happens to be 1.
+            is_one = self._mean and value == 1
+            if (value in self.counts or divides_size or is_one) and not self._averages_terms(scale):
                 return scale
         return None
 
@@ -284,14 +297,14 @@ class _Looked:
 
     def is_over_samples(self, term: LossTerm) -> bool:
         """Return whether a sum is certainly over the samples of the micro-batch."""
-        of_loss = getattr(term.node, "_saved_reduction", None) is not None
-        return of_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
+        is_loss = getattr(term.node, "_saved_reduction", None) is not None
+        return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
     def unexplained(self) -> Iterator[Scale]:
         """Yield divisions of the whole loss by integers from 2, except usual divisions and those that make a mean."""
         for scale in self.shared:
-            whole = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not whole or any(scale not in uncancelled(term) for term in self.terms):
+            is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
+            if not is_integer or any(scale not in uncancelled(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):
@@ -305,45 +318,45 @@ class _Looked:
 
     def _averages_terms(self, scale: Scale) -> bool:
         """Return whether a division by n averages n losses that aren't the losses of individual samples."""
-        beneath = [term for term in self.terms if scale in term.scales]
-        alike = len({term.factor(scale.node) for term in beneath}) == 1
-        one_each = all(term.size == 1 for term in beneath)
-        return len(beneath) == scale.value > 1 and alike and not one_each
+        terms_below = [term for term in self.terms if scale in term.scales]
+        is_same_factor = len({term.factor(scale.node) for term in terms_below}) == 1
+        are_single_values = all(term.size == 1 for term in terms_below)
+        return len(terms_below) == scale.value > 1 and is_same_factor and not are_single_values
 
 
 def _last_operations(node: Node) -> list[type]:
     """Return the types of the last operations of a loss, starting at the end."""
-    found = []
+    operations = []
     for _ in range(_COMPARED):
-        found.append(type(node))
+        operations.append(type(node))
         for below, _ in node.next_functions:
             if below is not None:
                 node = below
                 break
         else:
             break
-    return found
+    return operations
 
 
-def _is_of_a_scaler(scale: Scale) -> bool:
+def _is_scaler_factor(scale: Scale) -> bool:
     """Return whether a factor is a tensor, as in GradScaler, and a large power of two."""
     if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
         return False
-    saved = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
-    return any(each is not None and not each.ndim and each.dtype == torch.float32 for each in saved)
+    operands = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
+    return any(operand is not None and not operand.ndim and operand.dtype == torch.float32 for operand in operands)
 
 
-def _suggest_weight(looked: _Looked) -> str:
+def _suggest_weight(graph: _LossGraph) -> str:
     """Return the `weight` to pass to run.steps, as far as the loss and the batch show it."""
-    for term in looked.terms:
-        ignored = getattr(term.node, "_saved_ignore_index", None)
-        if ignored is None or getattr(term.node, "_saved_weight", None) is not None:
+    for term in graph.terms:
+        ignore_index = getattr(term.node, "_saved_ignore_index", None)
+        if ignore_index is None or getattr(term.node, "_saved_weight", None) is not None:
             continue
-        name = _name_in_batch(looked.microbatch.batch, term.node._saved_target)
-        value = ignored - (1 << 64) if ignored >= 1 << 63 else ignored
+        name = _name_in_batch(graph.microbatch.batch, term.node._saved_target)
+        value = ignore_index - (1 << 64) if ignore_index >= 1 << 63 else ignore_index
         if name:
             return f"weight=lambda batch: int(({name} != {value}).sum())"
-    return "weight= is a function of a batch that returns a whole number, in proportion to it"
+    return "weight= with a function of a batch that returns an integer proportional to the count"
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:

@@ -47,37 +47,37 @@ class LossTerm(NamedTuple):
     sizes: tuple[int, ...] = ()
     masks: tuple[Tensor, ...] = ()
 
-    def factor(self, below: Node) -> float:
+    def factor(self, start: Node) -> float:
         """Return the product of the constants below a node."""
         nodes = [scale.node for scale in self.scales]
-        inner = self.scales[nodes.index(below) + 1 :]
+        inner = self.scales[nodes.index(start) + 1 :]
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
 def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
     """Return the terms of a loss. The walk ends at means, losses, nonlinear operations and outputs of the model."""
-    found, waiting = [], [LossTerm(root)]
-    while waiting:
-        term = waiting.pop()
+    terms, pending = [], [LossTerm(root)]
+    while pending:
+        term = pending.pop()
         if kind := _reduction(term.node, samples):
-            found.append(term._replace(kind=kind, size=_reduced(term.node), sizes=()))
-        elif term.node not in returned and (below := _below(term, returned)):
-            waiting += reversed(below)
+            terms.append(term._replace(kind=kind, size=_reduced_count(term.node), sizes=()))
+        elif term.node not in returned and (operands := _linear_operands(term, returned)):
+            pending += reversed(operands)
         else:
-            found.append(term)
-    return found
+            terms.append(term)
+    return terms
 
 
 def uncancelled(term: LossTerm) -> Sequence[Scale]:
     """Return the divisions of a term that aren't undone by a multiplication with the same number."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
-    left = []
+    divisions = []
     for scale in term.scales:
         if scale.divides and scale.value in multipliers:
             multipliers.remove(scale.value)
         elif scale.divides:
-            left.append(scale)
-    return left
+            divisions.append(scale)
+    return divisions
 
 
 def mask_totals(mask: Tensor) -> Iterator[float]:
@@ -87,17 +87,17 @@ def mask_totals(mask: Tensor) -> Iterator[float]:
         yield mask.numel() - total
 
 
-def are_of_one_sample_each(terms: Sequence[LossTerm], samples: int) -> bool:
+def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
     """Return whether the terms are the losses of the individual samples."""
-    return len(terms) == samples > 1 and all(each.kind == "mean" and _rows(each.node) != samples for each in terms)
+    return len(terms) == samples > 1 and all(term.kind == "mean" and _rows(term.node) != samples for term in terms)
 
 
-def follows(node: Node, returned: Collection[Node]) -> bool:
+def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
     """Return whether a part of the loss depends on an output of the model, or True if that isn't known."""
-    return not returned or any(each in returned for each in nodes_behind(node))
+    return not returned or any(ancestor in returned for ancestor in nodes_behind(node))
 
 
-def are_of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
+def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
     """Return whether a term is a mean over one value per sample that a forward has computed.
 
     This detects a penalty on gradients or on values inside the model, which doesn't depend on any output. A mean over
@@ -105,8 +105,10 @@ def are_of_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[
     """
     if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
-    behind = {each for node in returned for each in nodes_behind(node)}
-    return any(each in behind and not each.name().endswith("AccumulateGrad") for each in nodes_behind(term.node))
+    ancestors = {ancestor for node in returned for ancestor in nodes_behind(node)}
+    return any(
+        ancestor in ancestors and not ancestor.name().endswith("AccumulateGrad") for ancestor in nodes_behind(term.node)
+    )
 
 
 def reduces(node: Node) -> bool:
@@ -123,21 +125,21 @@ def operation_name(node: Node) -> str:
     return name if name[-1:].isdigit() else ""
 
 
-def _below(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
+def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
     """Return the terms that an operation is linear in, or an empty list."""
     node, name = term.node, operation_name(term.node)
     if name.startswith(_SCALING):
-        return _scaling_operands(term, [each for each, _ in node.next_functions], returned)
+        return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], returned)
     if not name.startswith(_LINEAR):
         return []
     if name.startswith("SumBackward") and not term.sizes:
         sizes = tuple(node._saved_self_sym_sizes)
         term = term._replace(kind="sum", sizes=sizes, size=math.prod(sizes))
-    elif name.startswith("MeanBackward") and (stacked := _stack_size(node)):
-        term = term._replace(scales=(*term.scales, Scale(node, float(stacked), divides=True)))
+    elif name.startswith("MeanBackward") and (stack_size := _stack_size(node)):
+        term = term._replace(scales=(*term.scales, Scale(node, float(stack_size), divides=True)))
     elif (mask := _mask_of(node)) is not None:
         term = term._replace(masks=(*term.masks, mask))
-    return [term._replace(node=each) for each, _ in node.next_functions if each is not None]
+    return [term._replace(node=next_node) for next_node, _ in node.next_functions if next_node is not None]
 
 
 def _mask_of(node: Node) -> Tensor | None:
@@ -156,16 +158,16 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
     """Return the terms below a product or quotient with one side that is constant or depends only on weights."""
     node = term.node
     divides = node.name().startswith("DivBackward")
-    of_model = [each for each in sides if each is not None]
-    if len(of_model) > 1:
-        of_model = [each for each in sides if follows(each, returned)]
-    if len(of_model) != 1 or (divides and of_model[0] is not sides[0]):
+    model_sides = [side for side in sides if side is not None]
+    if len(model_sides) > 1:
+        model_sides = [side for side in sides if depends_on_outputs(side, returned)]
+    if len(model_sides) != 1 or (divides and model_sides[0] is not sides[0]):
         return []
-    inner = term._replace(node=of_model[0])
+    inner = term._replace(node=model_sides[0])
     if len(sides) > 1 and None not in sides:
         return [inner]
     try:
-        constant = node._saved_other if of_model[0] is sides[0] else node._saved_self
+        constant = node._saved_other if model_sides[0] is sides[0] else node._saved_self
     except RuntimeError:  # modified in place, which its backward will report
         return [inner]
     if constant is None:
@@ -186,12 +188,12 @@ def _reduction(node: Node, samples: int) -> Kind:
     return "mean" if len(dims) == len(sizes) or (0 in dims and sizes[0] == samples) else ""
 
 
-def _reduced(node: Node) -> float:
+def _reduced_count(node: Node) -> float:
     """Return the number of values that a mean or a loss reduces itself, or 0 if it hasn't kept the number."""
     if operation_name(node).startswith("MeanBackward"):
         count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node)))
         inner = node.next_functions[0][0]  # a mean of means counts the values of both
-        return count * (_reduced(inner) if operation_name(inner).startswith("MeanBackward") else 1)
+        return count * (_reduced_count(inner) if operation_name(inner).startswith("MeanBackward") else 1)
     try:
         total = getattr(node, "_saved_total_weight", None)
         return float(node._saved_self.numel() if total is None else total)
@@ -209,8 +211,8 @@ def _stack_size(node: Node) -> int:
 def _dims(node: Node) -> list[int]:
     """Return the dims that a mean reduces."""
     ndim = len(node._saved_self_sym_sizes)
-    given = getattr(node, "_saved_dim", None) or range(ndim)
-    return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in given})
+    dims = getattr(node, "_saved_dim", None) or range(ndim)
+    return sorted({(dim - (1 << 64) if dim >= 1 << 63 else dim) % ndim for dim in dims})
 
 
 def _rows(node: Node) -> int:

@@ -33,18 +33,18 @@ class Meeting:
     def meet(self, call: str) -> None:
         """Wait until all ranks reach this call. Raises UsageError if a rank is at a different call."""
         self.compare_left()
-        met = self._world.meet(_PLACES.index(call))
-        if met is not None:
-            place, rank = met
+        mismatch = self._world.meet(_PLACES.index(call))
+        if mismatch is not None:
+            place, rank = mismatch
             raise refusal(
                 f"{call}: rank {rank} is at {_PLACES[place]} instead",
-                "let all ranks make the same calls of run, and leave a loop after the same step: rank 0 alone writes "
-                "and prints",
+                "call the same methods of run on all ranks, not under `if run.rank == 0`, and leave each loop after "
+                "the same step",
             )
 
-    def note_left(self, where: str) -> None:
+    def note_left(self, call_site: str) -> None:
         """Note the line where the script left a loop over `run.each` before its last batch."""
-        self._left_at = where
+        self._left_at = call_site
 
     def compare_left(self) -> None:
         """Raise UsageError if this rank left a loop over `run.each` early and other ranks of its group didn't.
@@ -52,11 +52,13 @@ class Meeting:
         Call it at the next call of Lockstep, and not when the loop is left, because an error in the script also leaves
         the loop.
         """
-        where, self._left_at = self._left_at, ""
-        if where and self._gate.alike is not None:
-            self._gate.alike.call(AlikeCalls.LEFT, "", where)
+        call_site, self._left_at = self._left_at, ""
+        if call_site and self._gate.alike is not None:
+            self._gate.alike.call(AlikeCalls.LEFT, "", call_site)
 
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""
         if self._gate.open:
-            raise refusal(f"{call}: within a batch of run.each", "call it after that, or put all in one dataset")
+            raise refusal(
+                f"{call}: called within a batch of run.each", "call it after the loop, or join the datasets into one"
+            )

@@ -15,7 +15,7 @@ from lockstep.common import hashing
 from lockstep.common.rank import RankInfo
 from lockstep.common.user_source import script_digests, source_digests
 from lockstep.config.placement import Placement
-from lockstep.config.run import RunConfig as Kept
+from lockstep.config.run import RunConfig as RunSettings
 from lockstep.core import random
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.data.items import seed_generators
@@ -55,12 +55,12 @@ class Member:
     rendezvous: Rendezvous
     rank: Rank
     checkpoint: Path | None
-    held: ExitStack
+    resources: ExitStack
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
     replay: Replaying | None = None  # set if this is a replay
-    of_ray: bool = False  # a worker of Ray Train, where Ray handles the process and its errors
+    is_ray_worker: bool = False  # a worker of Ray Train, where Ray handles the process and its errors
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> "Member":
@@ -68,58 +68,62 @@ class Member:
 
         An error ends this process. If the rank is alone or a worker of Ray Train, the error is raised instead.
         """
-        context, held = WORKER_CONTEXT.get(), ExitStack()
+        context, resources = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
         info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
         if context is None and worker is None and not _interactive():
             sys.excepthook = _report  # `register` replaces it, once there is a run
-        settings = _read(read, info)
-        placement, kept = settings.placement, settings.run
-        again = replaying()
-        if again is not None:
-            kept = again.settings(kept)
+        settings = _read_settings(read, info)
+        placement, run_config = settings.placement, settings.run
+        replay = replaying()
+        if replay is not None:
+            run_config = replay.settings(run_config)
         if context is not None:
             rendezvous = context.rendezvous
-            if context.folder is not None and (kept.dir is not None or (context.keeps and not context.runs)):
-                kept = kept.model_copy(update={"dir": str(context.folder)})
+            if context.folder is not None and (run_config.dir is not None or (context.keeps and not context.runs)):
+                run_config = run_config.model_copy(update={"dir": str(context.folder)})
         elif worker is not None:
-            kept = kept.model_copy(update={"dir": kept.dir and ray.run_folder(worker, kept.dir), "save_async": False})
+            run_config = run_config.model_copy(
+                update={"dir": run_config.dir and ray.run_folder(worker, run_config.dir), "save_async": False}
+            )
             # Ray watches its workers and ends all if one fails: no heartbeats are needed, and errors are raised.
             rendezvous = join_ranks(ray.rank_info(worker, os.environ), placement.rendezvous, placement.timeout_s)
-            held.callback(rendezvous.leave)
+            resources.callback(rendezvous.leave)
         elif info is not None:
             life = membership(info, placement.rendezvous, placement.timeout_s, placement.lost_after_s)
-            rendezvous = held.enter_context(life)
+            rendezvous = resources.enter_context(life)
         else:
-            _close_left(kept.dir)
+            _close_abandoned(run_config.dir)
             if warning := slurm.warning(os.environ):
                 print(warning, file=sys.stderr)
             rendezvous = alone()  # errors propagate to the script, a notebook or a test
-        with _ending(held):
-            check_sinks(kept)
-            size, asked = rendezvous.info.size, placement.processes
-            if context is None and asked not in ("auto", size):
+        with _cleanup_on_error(resources):
+            check_sinks(run_config)
+            size, processes = rendezvous.info.size, placement.processes
+            if context is None and processes not in ("auto", size):
                 raise UsageError(
-                    f"placement.processes: {asked} asked for, but there are {size}; a launcher starts them, such as "
-                    f"torchrun --nproc-per-node={asked}, or lockstep launch"
+                    f"placement.processes: got {processes}, but the world size is {size}; start {processes} processes "
+                    f"with a launcher, such as torchrun --nproc-per-node={processes} or lockstep launch"
                 )
             source = script_digests()
-            decided = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
+            decisive_settings = {"seed": settings.seed, "precision": settings.precision, "threads": settings.threads}
             recipe = PlainRecipe(1, seed=settings.seed, threads=settings.threads, precision=settings.precision)
-            session = held.enter_context(open_rank(rendezvous, placement, recipe, decided | {"your script": source}))
-            where = path = None
-            if (folder := kept.dir) is not None:
+            session = resources.enter_context(
+                open_rank(rendezvous, placement, recipe, decisive_settings | {"your script": source})
+            )
+            folder_path = checkpoint_path = None
+            if (folder := run_config.dir) is not None:
                 claim = run_folder.hold_run_folder(
-                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(kept.key_file))
+                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(run_config.key_file))
                 )
-                start = held.enter_context(claim)
-                where, path = start.folder, start.checkpoint
+                start = resources.enter_context(claim)
+                folder_path, checkpoint_path = start.folder, start.checkpoint
             streams = [sys.stdout]
-            if where is not None and not _interactive():
-                log = where / run_folder.LOGS / log_name(rendezvous.info.rank)
-                streams.append(held.enter_context(rendezvous.rank_log.capture(log)))
-            world = held.enter_context(session.open_world())
-            rank = Rank(rendezvous, world, where, machine.numerics(session.device), source)
+            if folder_path is not None and not _interactive():
+                log = folder_path / run_folder.LOGS / log_name(rendezvous.info.rank)
+                streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
+            world = resources.enter_context(session.open_world())
+            rank = Rank(rendezvous, world, folder_path, machine.numerics(session.device), source)
             if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
@@ -127,15 +131,26 @@ class Member:
             if context is not None and observe is not None:  # verify compares placements and needs no terminal output
                 rank.sinks = list(context.sinks)
             elif not world.rank:
-                rank.sinks = held.enter_context(_sinks(kept, decided, where, streams))
-                if where is not None:
-                    sources = source | source_digests(own_paths(kept))
-                    run_folder.record_environment(where, sources, [], {"backend": world.backend})
-            if worker is not None and where is not None:
-                rank.sinks = [*rank.sinks, RayReport(str(where), lead=world.rank == 0)]
+                rank.sinks = resources.enter_context(_sinks(run_config, decisive_settings, folder_path, streams))
+                if folder_path is not None:
+                    sources = source | source_digests(own_paths(run_config))
+                    run_folder.record_environment(folder_path, sources, [], {"backend": world.backend})
+            if worker is not None and folder_path is not None:
+                rank.sinks = [*rank.sinks, RayReport(str(folder_path), lead=world.rank == 0)]
             seed_generators(random.key(random.INITIAL, settings.seed))  # last, since a sink may draw random numbers
-        settings = settings.model_copy(update={"run": kept})
-        return Member(settings, rendezvous, rank, path, held, strategy, observe, guarded, again, worker is not None)
+        settings = settings.model_copy(update={"run": run_config})
+        return Member(
+            settings,
+            rendezvous,
+            rank,
+            checkpoint_path,
+            resources,
+            strategy,
+            observe,
+            guarded,
+            replay,
+            worker is not None,
+        )
 
     def register(self, run: R) -> R:
         """Close the run when this process, or the function that joined it, ends. Return the run."""
@@ -143,14 +158,14 @@ class Member:
         if context is not None:
             context.runs.append(run)
             return run
-        if self.of_ray:
+        if self.is_ray_worker:
             return run
-        left = weakref.ref(run)
-        atexit.register(_at_exit, left)
+        run_reference = weakref.ref(run)
+        atexit.register(_at_exit, run_reference)
         if not _interactive():
-            sys.excepthook = _hook(left)
+            sys.excepthook = _hook(run_reference)
         _OPEN.append(run)
-        self.held.callback(_OPEN.remove, run)
+        self.resources.callback(_OPEN.remove, run)
         return run
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
@@ -165,12 +180,12 @@ class Member:
 
         An error ends the process, unless the rank is alone, or Ray Train or a Lockstep worker handles the error.
         """
-        self.held.__exit__(
+        self.resources.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
         )
 
 
-def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
+def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
     """Return the settings passed to `join`. If they are invalid, all ranks of a launcher end, with one report."""
     try:
         return read()
@@ -180,38 +195,38 @@ def _read(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
         raise
 
 
-def _close_left(folder: str | None) -> None:
+def _close_abandoned(folder: str | None) -> None:
     """Close this process's run in the folder of the next run, and all runs that began after it.
 
     An error left the loop of that run. The runs must be closed in reverse order, because each run restores the process
     state that it found when it began.
     """
-    first = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
-    for run in reversed(_OPEN[first:]):
+    first_index = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
+    for run in reversed(_OPEN[first_index:]):
         run._abandon()
 
 
 @contextmanager
-def _ending(held: ExitStack) -> Iterator[None]:
-    """If the block fails, undo everything entered into `held`. With several ranks, this ends the process."""
+def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
+    """If the block fails, undo everything entered into `resources`. With several ranks, this ends the process."""
     try:
         yield
     except BaseException as error:
-        held.__exit__(type(error), error, error.__traceback__)
+        resources.__exit__(type(error), error, error.__traceback__)
         raise
 
 
 @contextmanager
 def _sinks(
-    kept: Kept, decided: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
+    run_config: RunSettings, decisive_settings: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Yield the sinks of rank 0, which writes to `streams`: the terminal and, if there is a run folder, its log."""
     if folder is None:
         with closing(Console(streams[0], None, "")) as console:
             yield [console]
         return
-    with open_sinks(kept, decided, "", folder, streams) as found:
-        yield found
+    with open_sinks(run_config, decisive_settings, "", folder, streams) as sinks:
+        yield sinks
 
 
 def _interactive() -> bool:
@@ -219,17 +234,17 @@ def _interactive() -> bool:
     return "ps1" in vars(sys)
 
 
-def _at_exit(left: weakref.ref[R]) -> None:
-    run = left()
+def _at_exit(run_reference: weakref.ref[R]) -> None:
+    run = run_reference()
     if run is not None:
         run.close()
 
 
-def _hook(left: weakref.ref[R]) -> Hook:
+def _hook(run_reference: weakref.ref[R]) -> Hook:
     """Return the exception hook that ends the run and all ranks, and reports the error once and briefly."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        run = left()
+        run = run_reference()
         if isinstance(error, KeyboardInterrupt):
             error = TrainingError("interrupted")
             error.exit_code = EXIT_INTERRUPTED

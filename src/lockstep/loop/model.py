@@ -25,19 +25,20 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 _TOO_FEW: Final = (
-    "BatchNorm needs two samples in each micro-batch, those of an epoch's last step too: take fewer micro-batches, or "
-    "drop_last=True in run.steps"
+    "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
+    "micro-batch, also in the last step of an epoch"
 )
 # Words in PyTorch's error if it can't compute with a DTensor.
-_OF_ROWS: Final = ("DTensor", "DeviceMesh")
-_OF_DTYPES: Final = "uniform original parameter dtype"
+_DTENSOR_WORDS: Final = ("DTensor", "DeviceMesh")
+_DTYPE_WORDS: Final = "uniform original parameter dtype"
 _ONE_DTYPE: Final = (
-    "this strategy gathers the weights of a block together: give them one dtype, or use strategy ddp or zero1"
+    "convert the weights of each block to a single dtype, because this strategy gathers them together, or use strategy "
+    "ddp or zero1"
 )
-_IN_ROWS: Final = (
-    "this strategy keeps weights in rows on the ranks, whole only while their block is called: use a weight in the "
-    "forward of its own block, leave updates to step.update, and read weights after it by their full_tensor(), on all "
-    "ranks; or use strategy ddp or zero1"
+_SHARDED_ADVICE: Final = (
+    "this strategy shards weights and gathers them only while their block is called: use a weight only in the forward "
+    "of its own block, update weights only with step.update, and read them after it with full_tensor() on all ranks; "
+    "or use strategy ddp or zero1"
 )
 
 
@@ -73,16 +74,16 @@ class Gate:
         self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
-                f"step {self.step}: weights that are in rows are read within the step, which takes an exchange that "
-                f"other ranks may not come to",
-                "compute what the loss has of them, such as a penalty, in the model's forward, or use strategy ddp or "
-                "zero1; read them after step.update",
+                f"step {self.step}: sharded weights are read within the step, which requires a collective that other "
+                f"ranks may not call",
+                "compute a penalty on weights in the model's forward, read weights after step.update, or use strategy "
+                "ddp or zero1",
             )
         if self.step:
             raise refusal(
-                f"step {self.step}: torch.distributed.{name} within the step, which other ranks may not come to: each "
-                f"has micro-batches of its own, and not as many",
-                "add figures up by run.sum over run.each, or exchange after step.update",
+                f"step {self.step}: torch.distributed.{name} is called within the step, where other ranks may not call "
+                f"it, because ranks can have different numbers of micro-batches",
+                "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
     def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
@@ -91,37 +92,38 @@ class Gate:
         A container has no forward. In this case, the gate is in front of the modules in the container.
         """
         self.alike = alike
-        for number, each in enumerate(entry_modules(model)):
+        for number, module in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
-                _in_dtype(each, numerics)
+                _convert_dtype(module, numerics)
             # PyTorch stores a compiled call here, around all hooks. Hooks of our own would add 7 us to each call.
-            call = each._compiled_call_impl or each._call_impl
-            vars(each)["_compiled_call_impl"] = partial(self._call, call, each, number)
+            call = module._compiled_call_impl or module._call_impl
+            vars(module)["_compiled_call_impl"] = partial(self._call, call, module, number)
 
-    def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **named: Any) -> Any:
+    def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **kwargs: Any) -> Any:
         if self.recomputing:  # torch.utils.checkpoint restores the random numbers and the precision of the forward
-            return call(*args, **named)
+            return call(*args, **kwargs)
         if not self.open and self.step:
             raise refusal(
                 f"step {self.step}: the placed model is called between two micro-batches: {self.ended}",
-                "call it before step.backward, and give that all losses of the micro-batch added up, once",
+                "call it before step.backward, and call step.backward once with the sum of all losses of the "
+                "micro-batch",
             )
         if not self.open:
             raise refusal(
                 "the placed model is called outside of a micro-batch",
-                "call it within `for batch in step`, before step.backward, or within `for batch in run.each(...)`; "
-                "lockstep.load(folder, model=...) returns what a run that was joined with dir=folder has saved",
+                "call it within `for batch in step` before step.backward, or within `for batch in run.each(...)`; to "
+                "use the saved weights of a run with dir=folder, call lockstep.load(folder, model=...)",
             )
         if self.alike is not None:
             self.alike.call(number, self.at, training=module.training)
             if torch.is_inference_mode_enabled():
                 # Tensors gathered under inference mode stay inference tensors, which no later backward can use.
                 with torch.inference_mode(False), torch.no_grad():
-                    return call(*args, **named)
-        outputs = call(*args, **named)
-        for each in tensors_of(outputs):
-            if each.grad_fn is not None and each.ndim:  # the check looks into a loss that the model computes itself
-                self.returned.add(each.grad_fn)
+                    return call(*args, **kwargs)
+        outputs = call(*args, **kwargs)
+        for tensor in tensors_of(outputs):
+            if tensor.grad_fn is not None and tensor.ndim:  # the check looks into a loss that the model computes itself
+                self.returned.add(tensor.grad_fn)
         return outputs
 
 
@@ -145,55 +147,59 @@ class AlikeCalls:
         """Return the check for groups of ranks, or None if each group has one rank."""
         return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
 
-    def call(self, number: int, at: str, where: str = "", training: bool = False) -> None:
+    def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of a group unless all of them call the module `number` now.
 
-        All ranks of the group must call this method. `training` is the mode of the module. `where` is the line to
+        All ranks of the group must call this method. `training` is the mode of the module. `call_site` is the line to
         name. It defaults to the calling line.
         """
         # The gradient mode and the mode of the module also decide what is communicated.
-        found = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
-        if len({*found}) == 1:
+        messages = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
+        if len({*messages}) == 1:
             return
-        if len({each[:3] for each in found}) == 1:
-            raise _modes_error(self._ranks, [bool(each[3]) for each in found], at)
-        if leaving := [rank for rank, each in zip(self._ranks, found, strict=True) if _number(each) == self.LEFT]:
-            raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], where)
-        over = [_number(each) == self.OVER for each in found]
-        calling, others = (
-            [str(rank) for rank, each in zip(self._ranks, over, strict=True) if each is end] for end in (False, True)
+        if len({message[:3] for message in messages}) == 1:
+            raise _modes_error(self._ranks, [bool(message[3]) for message in messages], prefix)
+        if leaving := [
+            rank for rank, message in zip(self._ranks, messages, strict=True) if _module_number(message) == self.LEFT
+        ]:
+            raise _left_error(leaving, [rank for rank in self._ranks if rank not in leaving], call_site)
+        over = [_module_number(message) == self.OVER for message in messages]
+        calling, finished = (
+            [str(rank) for rank, is_over in zip(self._ranks, over, strict=True) if is_over is end]
+            for end in (False, True)
         )
-        more = f"rank {', '.join(calling)} more often than rank {', '.join(others)}"
+        counts = f"rank {', '.join(calling)} more often than rank {', '.join(finished)}"
         raise refusal(
-            f"{at}ranks call the placed model differently in their micro-batches: "
-            f"{more if calling and others else 'in another order, or some of them without gradients'}",
-            "in each call ranks exchange parts of it, so call it equally often in each micro-batch, and multiply what "
-            "does not count by 0; strategies ddp and zero1 exchange nothing there",
+            f"{prefix}ranks call the placed model differently in their micro-batches: "
+            f"{counts if calling and finished else 'in a different order, or some ranks without gradients'}",
+            "call it the same number of times in every micro-batch, and multiply outputs that must not count by 0; or "
+            "use strategy ddp or zero1, which do not communicate in a call of the model",
         )
 
 
-def _number(said: bytes) -> int:
-    return int.from_bytes(said[:2])
+def _module_number(message: bytes) -> int:
+    return int.from_bytes(message[:2])
 
 
-def _modes_error(ranks: Sequence[int], training: Sequence[bool], at: str) -> Exception:
+def _modes_error(ranks: Sequence[int], training: Sequence[bool], prefix: str) -> Exception:
     in_training, in_evaluation = (
-        ", ".join(str(rank) for rank, mode in zip(ranks, training, strict=True) if mode is which)
-        for which in (True, False)
+        ", ".join(str(rank) for rank, is_training in zip(ranks, training, strict=True) if is_training is mode)
+        for mode in (True, False)
     )
     return refusal(
-        f"{at}rank {in_training} calls the placed model in training mode, and rank {in_evaluation} in evaluation mode",
+        f"{prefix}rank {in_training} calls the placed model in training mode, and rank {in_evaluation} in evaluation "
+        f"mode",
         "choose the mode from step.number, step.epoch or step.samples_seen, and not from the rank or the micro-batch",
     )
 
 
-def _left_error(leaving: Sequence[int], others: Sequence[int], where: str) -> Exception:
-    left, stayed = (", ".join(map(str, ranks)) for ranks in (leaving, others))
+def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) -> Exception:
+    leaving_ranks, staying_ranks = (", ".join(map(str, ranks)) for ranks in (leaving, staying))
     return refusal(
-        f"run.each: rank {left} left the loop before its last batch, and rank {stayed} did not",
-        "leave it after the same batch on all ranks, or let it run to its end: ranks exchange parts of the model in "
-        "each of its calls; strategies ddp and zero1 exchange nothing there",
-        where,
+        f"run.each: rank {leaving_ranks} left the loop before its last batch, and rank {staying_ranks} did not",
+        "leave the loop after the same batch on all ranks, or let it run to its end; or use strategy ddp or zero1, "
+        "which do not communicate in a call of the model",
+        call_site,
     )
 
 
@@ -207,7 +213,7 @@ class StrayModuleCheck:
         `samples` is the number of samples in the watched micro-batch. `too_few` describes a later micro-batch with a
         single sample, if there is one.
         """
-        self._known = set(model.modules())
+        self._placed_modules = set(model.modules())
         self._samples = samples
         self._too_few = too_few
         self._parameters = {*model.parameters()}
@@ -225,44 +231,45 @@ class StrayModuleCheck:
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
                 raise refusal(
                     f"step {step}: the loss depends on a parameter of shape {list(leaf.shape)} that is not in the "
-                    f"placed model, and which nobody trains",
-                    "make it a part of the model that run.place is given",
+                    f"placed model and is not trained",
+                    "make it a part of the model that you pass to run.place",
                 )
 
     def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._known:  # in its forward, a layer of a sharded model has different parameters
+        if module in self._placed_modules:  # in its forward, a layer of a sharded model has different parameters
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
-        if module in self._known:
+        if module in self._placed_modules:
             self._check_values(module, _inputs)
             return
         kind = type(module).__name__
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
             self.close()
             raise refusal(
-                f"a {kind} outside the placed model: its running statistics would differ from rank to rank",
-                "make it a part of the model that run.place is given",
+                f"a {kind} outside the placed model: its running statistics would differ between ranks",
+                "make it a part of the model that you pass to run.place",
             )
         # A teacher under no_grad may have parameters with requires_grad, which get no gradient.
-        if torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters(recurse=False)):
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             self.close()
             raise refusal(
-                f"a {kind} outside the placed model has parameters that want a gradient, which nobody adds up",
-                "make it a part of the model that run.place is given",
+                f"a {kind} outside the placed model has parameters that require gradients, which are not summed over "
+                f"ranks",
+                "make it a part of the model that you pass to run.place",
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
         """Raise UsageError if BatchNorm gets one value per channel and sample while a micro-batch has one sample."""
         if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
             return
-        first = inputs[0] if inputs else None
-        if isinstance(first, Tensor) and first.ndim > 1 and first.numel() == self._samples * first.shape[1]:
+        values = inputs[0] if inputs else None
+        if isinstance(values, Tensor) and values.ndim > 1 and values.numel() == self._samples * values.shape[1]:
             self.close()
             raise refusal(
-                f"{self._too_few}, and BatchNorm needs two values of each channel",
-                "set drop_last=True in run.steps, "
-                "or choose another batch or fewer micro-batches, so that each has two samples",
+                f"{self._too_few}, but BatchNorm needs at least two values per channel",
+                "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
+                "micro-batch has at least two samples",
             )
 
 
@@ -283,15 +290,15 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     """Return an error in user code, with advice if PyTorch can't compute with a micro-batch or with sharded weights."""
     if isinstance(error, LockstepError):
         return error
-    in_rows = any(type(each) is not nn.Parameter for each in model.parameters())
-    if in_rows and any(word in str(error) for word in _OF_ROWS):
-        if alone := _module_called_alone(error, model):
-            return refusal(f"{alone} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
-        return OwnCodeError(f"weights that are in rows are computed with: {describe_error(error, _IN_ROWS)}")
+    is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
+    if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
+        if name := _module_called_alone(error, model):
+            return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
+        return OwnCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
         advice = _TOO_FEW
-    if _OF_DTYPES in str(error):
+    if _DTYPE_WORDS in str(error):
         advice = _ONE_DTYPE
     return OwnCodeError(describe_error(error, advice)) if advice else error
 
@@ -330,7 +337,7 @@ def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
 
     These are the names and identities of its parameters, whether they are trained, and the names of its buffers.
     """
-    parameters = [(name, id(each), each.requires_grad) for name, each in model.named_parameters()]
+    parameters = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
@@ -338,17 +345,17 @@ def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
     """Return the modules of the placed model that the user calls."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
-    return [each for member in model.children() for each in entry_modules(member)]
+    return [module for member in model.children() for module in entry_modules(member)]
 
 
-def _in_dtype(module: nn.Module, numerics: Numerics) -> None:
+def _convert_dtype(module: nn.Module, numerics: Numerics) -> None:
     """Convert the inputs of a module to the dtype that it computes in, and its outputs to float32."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def convert_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return numerics.prepare_inputs(args), numerics.prepare_inputs(kwargs)
 
-    def after(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+    def convert_outputs(_module: nn.Module, _inputs: Any, outputs: Any) -> Any:
         return numerics.prepare_outputs(outputs)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_pre_hook(convert_inputs, prepend=True, with_kwargs=True)
+    module.register_forward_hook(convert_outputs)

@@ -16,7 +16,7 @@ _CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forwar
 
 def is_evaluating(model: nn.Module) -> bool:
     """Return whether the whole model is in evaluation mode."""
-    return not any(each.training for each in model.modules() if not isinstance(each, _CONTAINERS))
+    return not any(module.training for module in model.modules() if not isinstance(module, _CONTAINERS))
 
 
 def mode_dependent_layer(model: nn.Module) -> str:
@@ -25,9 +25,9 @@ def mode_dependent_layer(model: nn.Module) -> str:
     Layers of PyTorch are recognized by their class and settings. Any other module depends on its mode if its class has
     a name like a dropout, or if its forward reads `self.training`, unless all of its probabilities are 0.
     """
-    for name, each in model.named_modules():
-        if _depends_on_mode(each):
-            return f"{name or 'the model'}, a {type(each).__name__}"
+    for name, module in model.named_modules():
+        if _depends_on_mode(module):
+            return f"{name or 'the model'}, a {type(module).__name__}"
     return ""
 
 
@@ -49,16 +49,16 @@ def _depends_on_mode(module: nn.Module) -> bool:
     probabilities = _probabilities(module)
     if any(probabilities):
         return True
-    named = any(word in kind.__name__ for word in _RANDOM)
+    is_named_random = any(word in kind.__name__ for word in _RANDOM)
     # With gradient checkpointing, forwards of transformers also read the mode, but compute the same.
-    reads = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
-    return (named or reads) and not probabilities
+    reads_mode = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
+    return (is_named_random or reads_mode) and not probabilities
 
 
 def _probabilities(module: nn.Module) -> list[float]:
-    held = vars(module)
-    names = [name for name in held if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
-    return [float(held[name]) for name in names if isinstance(held[name], int | float)]
+    attributes = vars(module)
+    names = [name for name in attributes if name in _PROBABILITIES or name.endswith(("dropout", "drop_prob"))]
+    return [float(attributes[name]) for name in names if isinstance(attributes[name], int | float)]
 
 
 def _reads_mode(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ class Modes:
     def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
         self._modules = dict(model.named_modules())
         names = [*self._modules]  # parents before their children
-        self._sizes = [_subtree_size(names, place) for place in range(len(names))]
+        self._sizes = [_subtree_size(names, index) for index in range(len(names))]
         self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
         self._restored: frozenset[str] | None = None  # modes to restore
         self._saved: frozenset[str] | None = None  # modes saved in this step
@@ -37,17 +37,17 @@ class Modes:
 
         Different sets of modules have different descriptions.
         """
-        resting = [not module.training for module in self._modules.values()]
-        if not any(resting):
+        in_evaluation = [not module.training for module in self._modules.values()]
+        if not any(in_evaluation):
             return "none"
-        names, found, place = [*self._modules], [], 0
-        while place < len(names):
-            name, size = names[place] or "the whole model", self._sizes[place]
-            whole = all(resting[place : place + size])
-            if resting[place]:
-                found.append(name if whole else f"{names[place] or 'the model'} without its parts")
-            place += size if whole else 1
-        return ", ".join(found)
+        names, descriptions, index = [*self._modules], [], 0
+        while index < len(names):
+            name, size = names[index] or "the whole model", self._sizes[index]
+            is_whole = all(in_evaluation[index : index + size])
+            if in_evaluation[index]:
+                descriptions.append(name if is_whole else f"{names[index] or 'the model'} without its submodules")
+            index += size if is_whole else 1
+        return ", ".join(descriptions)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
         """Load the modes from a checkpoint. Checkpoints of earlier versions have no modes."""
@@ -56,8 +56,8 @@ class Modes:
         self._restored = frozenset(saved)
         if placed is not None and [*placed] != self.placed:
             warn(
-                "run.place: modules of the model are in another mode than when the run began: the run keeps the modes "
-                "that were saved, and the change has no effect; set modes within the loop, or choose another dir"
+                "run.place: modules of the model are in a different mode than at the start of the run, but the run "
+                "keeps the saved modes; set modes within the loop, or choose a different dir"
             )
 
     def note_save(self) -> None:
@@ -76,8 +76,8 @@ class Modes:
     def end_step(self) -> None:
         """Note the modes that the script set in this step after saving."""
         if self._saved is not None:
-            changed = self._saved.symmetric_difference(self.evaluating())
-            self._changed_late = {name: self._modules[name].training for name in changed}
+            changed_names = self._saved.symmetric_difference(self.evaluating())
+            self._changed_late = {name: self._modules[name].training for name in changed_names}
             self._saved = None
 
     def check(self, step: int) -> None:
@@ -85,13 +85,13 @@ class Modes:
 
         A loop that sets its modes at the start of each step may change modes after a save.
         """
-        late, self._changed_late = self._changed_late, {}
-        for name, training in late.items():
+        late_changes, self._changed_late = self._changed_late, {}
+        for name, training in late_changes.items():
             if self._modules[name].training is training:
                 raise refusal(
-                    f"step {step}: {name or 'the model'} was put into {'training' if training else 'evaluation'} after "
-                    f"run.save, so that a resumed run would leave it out",
-                    "set modes first, and save then",
+                    f"step {step}: {name or 'the model'} was switched to {'training' if training else 'evaluation'} "
+                    f"mode after run.save, so a resumed run would lose the change",
+                    "set modes before run.save",
                     self._saved_at,
                 )
 
@@ -101,9 +101,10 @@ def evaluating(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     return [name for name, module in modules if not module.training]
 
 
-def _subtree_size(names: Sequence[str], place: int) -> int:
-    """Return the number of modules in the subtree at position `place`, including its root."""
-    prefix = f"{names[place]}." if names[place] else ""
+def _subtree_size(names: Sequence[str], index: int) -> int:
+    """Return the number of modules in the subtree at position `index`, including its root."""
+    prefix = f"{names[index]}." if names[index] else ""
     return 1 + next(
-        (more for more, name in enumerate(names[place + 1 :]) if not name.startswith(prefix)), len(names) - place - 1
+        (offset for offset, name in enumerate(names[index + 1 :]) if not name.startswith(prefix)),
+        len(names) - index - 1,
     )

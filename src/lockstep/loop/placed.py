@@ -45,8 +45,8 @@ from lockstep.training.agreement import agreed
 from lockstep.training.checkpoint.tensorfile import digest
 
 _SEEDED: Final = (
-    "build the model after lockstep.join, which seeds torch's, NumPy's and Python's generators, and from nothing that "
-    "differs between ranks"
+    "build the model after lockstep.join, which seeds PyTorch, NumPy and Python, and do not use values that differ "
+    "between ranks"
 )
 
 
@@ -63,7 +63,7 @@ class ChunkPlan:
         Raises UsageError if the model can't be split.
         """
         if type(self.count) is not int or self.count < 1:
-            raise refusal(f"run.place: chunks is {self.count!r}", "give a whole number from 1")
+            raise refusal(f"run.place: got chunks={self.count!r}", "pass an integer of at least 1")
         if self.count == 1:
             return {}
         try:
@@ -159,8 +159,8 @@ class Placed:
         scheduler = self.scheduler
         if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
             warn(
-                f"run.place: the scheduler is made with another {', '.join(other)} than when the run began: it keeps "
-                "what was saved, and the change has no effect; choose another dir to train with it"
+                f"run.place: the scheduler has a different {', '.join(other)} than at the start of the run, but keeps "
+                f"the saved settings; to train with the change, choose a different dir"
             )
 
     def changes(self) -> dict[str, Any]:
@@ -178,14 +178,15 @@ class Placed:
         if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{more} is not finite after step {step}: nothing is saved; {against_nonfinite(None)}"
+                f"{broken[0]}{more} is not finite after step {step}, so nothing was saved; {against_nonfinite(None)}"
             )
 
     def check_structure(self) -> None:
         """Raise UsageError if the model has other parameters or buffers than when it was placed."""
         if structure(self.model) != self.structure:
             raise refusal(
-                "the model was changed after run.place: it has other parameters or buffers, or others are trained",
+                "the model was changed after run.place: it has different parameters or buffers, or different ones are "
+                "trained",
                 "change it before run.place",
             )
 
@@ -241,8 +242,9 @@ def spread(
     if not isinstance(engine, Phased):
         engine.close()
         raise refusal(
-            f"strategy {name}: its engine has no begin, forward, backward and end, which a loop of your own calls",
-            "use another strategy, or a recipe",
+            f"strategy {name}: not supported in a custom training loop, which needs an engine with begin, forward, "
+            f"backward and end",
+            "use a different strategy, or a recipe",
         )
     _let_go(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
@@ -278,7 +280,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     size = member.rank.world.size
     given = member.strategy or asked
     if not isinstance(given, str | Mapping):
-        raise refusal(f"run.place: strategy is {given!r}", "give its name, or a mapping of its name and options")
+        raise refusal(f"run.place: got strategy={given!r}", "pass a name, or a mapping with name and options")
     strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
     for _, text in strategy_problems(strategy.name):
         raise UsageError(f"run.place: {text}")
@@ -286,23 +288,25 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     name, chosen = find_strategy(placement, size)
     if name == "pipeline" or chosen.mesh(size).pipe > 1:
         raise refusal(
-            f"strategy {name}: a pipeline has to know what goes into the model and what the loss is, as a task does",
-            "use another strategy, or a recipe",
+            f"strategy {name}: not supported in a custom training loop, because a pipeline needs a task to know the "
+            f"inputs and the loss of the model",
+            "use a different strategy, or a recipe",
         )
     if isinstance(chosen, ExternalEngine):
         raise refusal(
-            f"strategy {name}: it trains in an engine of its own, which a loop of yours cannot call piece by piece",
-            "use single, ddp, zero1, zero2, zero3 or hsdp here, or a recipe",
+            f"strategy {name}: not supported in a custom training loop, because its external engine runs whole steps",
+            "use strategy single, ddp, zero1, zero2, zero3 or hsdp, or a recipe",
         )
     if chosen.mesh(size).context > 1 or chosen.traits.spreads_sequences:
         raise refusal(
-            f"strategy {name}: a loop of your own gives the model whole sequences, which no process computes here",
-            "use another strategy, or a recipe with recipe.model.sequence_chunks",
+            f"strategy {name}: not supported in a custom training loop, which passes whole sequences to the model",
+            "use a different strategy, or a recipe with recipe.model.sequence_chunks",
         )
     if placement.audit_every is not None and (isinstance(chosen, CutsModel) or not chosen.traits.audits):
         raise refusal(
-            f"placement.audit_every: under strategy {name} no rank can repeat what the loop does on another one",
-            "use ddp, zero1, zero2, zero3 or hsdp, or leave audit_every out",
+            f"placement.audit_every: not supported with strategy {name} in a custom training loop, because no rank can "
+            f"repeat the micro-batches of a different rank",
+            "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
     if size == 1 and chosen.traits.cuts_rows:  # one process can't shard, but scripts run on any number
         name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)

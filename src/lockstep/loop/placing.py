@@ -30,22 +30,22 @@ from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
-_NO_HOOK: Final = "do before or after step.update what it does, as far as that leaves weights and gradients alone"
+_NO_HOOK: Final = "run the code of the hook before or after step.update, and do not change weights or gradients there"
 _TRIAL_RATE: Final = 0.1
-_ITSELF: Final = "give the model itself, which run.place spreads over the ranks"
+_ITSELF: Final = "pass the model itself, which run.place distributes over the ranks"
 _WRAPPERS: Final = {  # matched by name, because some are slow to import
     "DataParallel": _ITSELF,
     "DistributedDataParallel": _ITSELF,
     "FullyShardedDataParallel": _ITSELF,
     "FSDPModule": _ITSELF,
-    "OptimizedModule": "give the model as it was before torch.compile; a recipe compiles with recipe.compile",
+    "OptimizedModule": "pass the model without torch.compile; in a recipe, set recipe.compile",
 }
 _NOT_CALLED: Final = {
-    "step": "call step.update(lr=...), once for each step",
-    "zero_grad": "leave it out: step.update forgets the gradients",
-    "add_param_group": "give it all groups before run.place",
-    "state_dict": "run.save() saves what it has gathered, with the weights",
-    "load_state_dict": "a run resumes from its own checkpoint; make another with the weights alone",
+    "step": "call step.update(lr=...) once for each step",
+    "zero_grad": "remove the call: step.update resets the gradients",
+    "add_param_group": "add all groups before run.place",
+    "state_dict": "call run.save(), which saves the optimizer state with the weights",
+    "load_state_dict": "to resume, pass the dir of the run; to start a new run, load only the weights before run.place",
     "register_step_pre_hook": _NO_HOOK,
     "register_step_post_hook": _NO_HOOK,
 }
@@ -54,61 +54,71 @@ _NOT_CALLED: Final = {
 def check_pair(model: Any, optimizer: Any) -> None:
     """Raise UsageError unless these are a model and an optimizer of exactly its parameters, without any steps yet."""
     if not isinstance(model, nn.Module):
-        raise refusal(f"run.place: the model is a {type(model).__name__}", "give a torch.nn.Module")
-    for name, each in model.named_modules():
-        for kind in {base.__name__ for base in type(each).__mro__} & _WRAPPERS.keys():
-            raise refusal(f"run.place: {name or 'the model'} is a {kind} of torch's", _WRAPPERS[kind])
-        if each._compiled_call_impl is not None:
-            raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
-    if synced := [name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)]:
         raise refusal(
-            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, and the forwards of a loop of your "
-            f"own do not reach a layer together",
-            "use torch.nn.BatchNorm layers, which normalise by micro-batch, or a recipe with batchnorm: sync",
+            f"run.place: expected a torch.nn.Module, got a {type(model).__name__}", "pass the model and its optimizer"
+        )
+    for name, module in model.named_modules():
+        for kind in {base.__name__ for base in type(module).__mro__} & _WRAPPERS.keys():
+            raise refusal(f"run.place: {name or 'the model'} is wrapped in {kind}", _WRAPPERS[kind])
+        if module._compiled_call_impl is not None:
+            raise refusal(f"run.place: {name or 'the model'} was compiled in place", _WRAPPERS["OptimizedModule"])
+    if synced := [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]:
+        raise refusal(
+            f"run.place: {synced[0] or 'the model'} is a torch.nn.SyncBatchNorm, but in a custom training loop, ranks "
+            f"do not reach a layer at the same time",
+            "use torch.nn.BatchNorm layers, which normalize each micro-batch, or a recipe with recipe.batchnorm=sync",
         )
     if isinstance(optimizer, list | tuple | Mapping):
         raise refusal(
-            f"run.place: {len(optimizer)} optimizers in a {type(optimizer).__name__}, and it takes one",
-            'make one with a group for each model, such as torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
+            f"run.place: expected an optimizer, got a {type(optimizer).__name__} of {len(optimizer)} optimizers",
+            'create one with a group for each model: torch.optim.Adam([{"params": G.parameters(), "name": "G"}, '
             '{"params": D.parameters(), "name": "D", "lr": 4e-4}], lr=1e-4), and call step.update(of="G")',
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise refusal(
-            "run.place: LBFGS computes the loss several times in a step, by a closure that Lockstep does not call",
-            "use an optimizer that steps once for each gradient, such as SGD or Adam, or minimise by LBFGS on one "
-            "process without run.place",
+            "run.place: LBFGS is not supported, because it computes the loss several times per step with a closure",
+            "use an optimizer that takes one step per gradient, such as SGD or Adam, or use LBFGS on one process "
+            "without run.place",
         )
     if not isinstance(optimizer, Optimizer):
-        raise refusal(f"run.place: the optimizer is a {type(optimizer).__name__}", "give one of torch.optim's kind")
+        raise refusal(
+            f"run.place: expected a torch.optim.Optimizer, got a {type(optimizer).__name__}",
+            "pass the model and its optimizer",
+        )
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(hooked)} hooks of its step", _NO_HOOK)
+        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _NO_HOOK)
     if optimizer.state and not _is_fresh(optimizer):
-        raise refusal("run.place: the optimizer has stepped already", "make it anew; a run resumes from its checkpoint")
+        raise refusal(
+            "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
+        )
     if "lr" not in optimizer.defaults:
         raise refusal(
-            f"run.place: {type(optimizer).__name__} has no default lr, which groups are measured by", "give it one"
+            f"run.place: {type(optimizer).__name__} has no lr in its defaults, which the rates of groups relate to",
+            "add lr to its defaults",
         )
     if any(not isinstance(group["lr"], Real | Tensor) for group in optimizer.param_groups):
-        raise refusal("run.place: the optimizer finds its own rate: its lr is no number", "give it an lr")
+        raise refusal("run.place: the lr of the optimizer is not a number", "pass a number as lr")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = [list(each.shape) for each in held if each not in names]
+    group_parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [list(parameter.shape) for parameter in group_parameters if parameter not in names]
     if foreign:
         raise refusal(
-            f"run.place: the optimizer has {len(foreign)} parameters that the model has not, such as one of shape "
+            f"run.place: the optimizer has {len(foreign)} parameters that are not in the model, such as one of shape "
             f"{foreign[0]}",
-            "put all that is trained in one module, such as an nn.ModuleDict",
+            "put everything that you train into one module, such as an nn.ModuleDict",
         )
     if watched := hooked_parameter(model):
         raise refusal(
-            f"run.place: {watched} has a hook of its gradient, which strategies keep in other tensors",
-            "take it away; compute in the model what changes gradients, and log step.norm",
+            f"run.place: {watched} has a gradient hook, but strategies keep gradients in other tensors",
+            "remove the hook; change gradients in the model's forward instead, and log step.norm",
         )
-    missing = [name for each, name in names.items() if each.requires_grad and each not in set(held)]
-    if missing:
+    missing_names = [
+        name for parameter, name in names.items() if parameter.requires_grad and parameter not in set(group_parameters)
+    ]
+    if missing_names:
         raise refusal(
-            f"run.place: {missing[0]} wants a gradient and is in no group of the optimizer",
-            "add it, or freeze it with requires_grad_(False)",
+            f"run.place: {missing_names[0]} requires a gradient but is in no optimizer group",
+            "add it to a group, or freeze it with requires_grad_(False)",
         )
 
 
@@ -134,16 +144,16 @@ def check_steps(
     narrow = {parameter.dtype for parameter in trained} & {*NARROW}
     whole_updates = False
     for group in optimizer.param_groups:
-        tried = partial(_trial_optimizer, optimizer, group)
+        make_trial = partial(_trial_optimizer, optimizer, group)
         dims = {parameter.ndim for parameter in group["params"] if parameter.requires_grad}
         if dims:
-            check_optimizer(tried, dims)
+            check_optimizer(make_trial, dims)
         if type(optimizer).__module__.partition(".")[0] not in ("torch", "timm"):
-            check_own(type(optimizer).__name__, tried)
+            check_own(type(optimizer).__name__, make_trial)
         if stored is not None:
-            check_stored(tried, stored)
+            check_stored(make_trial, stored)
         for dtype in {stored, *narrow} if cuts_rows else ():
-            whole_updates |= check_updates(tried, strategy, dtype, lends_wholes=lends_wholes)
+            whole_updates |= check_updates(make_trial, strategy, dtype, lends_wholes=lends_wholes)
     return whole_updates
 
 
@@ -165,12 +175,16 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = [
-        (group, [names[each] for each in group["params"] if each.requires_grad]) for group in optimizer.param_groups
+        (group, [names[parameter] for parameter in group["params"] if parameter.requires_grad])
+        for group in optimizer.param_groups
     ]
 
     def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
-        own = dict(trained)
-        return _twin(optimizer, [{**group, "params": [own[name] for name in held]} for group, held in groups])
+        parameters = dict(trained)
+        return _twin(
+            optimizer,
+            [{**group, "params": [parameters[name] for name in parameter_names]} for group, parameter_names in groups],
+        )
 
     return make
 
@@ -178,7 +192,7 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 def hand_over(optimizer: Optimizer) -> None:
     """Leave the user an optimizer that only shows its groups. `step.update` does the steps."""
     for name, advice in _NOT_CALLED.items():
-        setattr(optimizer, name, MethodType(_refusing(name, advice), optimizer))
+        setattr(optimizer, name, MethodType(_make_rejecting_method(name, advice), optimizer))
     optimizer.state = HiddenState()
 
 
@@ -219,39 +233,44 @@ def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optim
 def _is_fresh(optimizer: Optimizer) -> bool:
     """Return whether the state of the optimizer is still its initial state."""
     try:
-        made = _rebuild(optimizer, optimizer.param_groups)
+        fresh = _rebuild(optimizer, optimizer.param_groups)
     except Exception:  # the class takes other arguments than its defaults
         return False
-    return made.state.keys() == optimizer.state.keys() and all(
-        _same_slots(made.state[parameter], slots) for parameter, slots in optimizer.state.items()
+    return fresh.state.keys() == optimizer.state.keys() and all(
+        _same_slots(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
     )
 
 
-def _same_slots(made: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
+def _same_slots(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
     """Return whether the optimizer state of a parameter is the same."""
-    if made.keys() != slots.keys():
+    if initial.keys() != slots.keys():
         return False
-    pairs = [(made[name], slots[name]) for name in slots]
-    return all(torch.equal(one, other) if isinstance(one, Tensor) else one == other for one, other in pairs)
+    pairs = [(initial[name], slots[name]) for name in slots]
+    return all(
+        torch.equal(initial_value, value) if isinstance(initial_value, Tensor) else initial_value == value
+        for initial_value, value in pairs
+    )
 
 
 def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
     """Return a twin that shares no state with the optimizer, so a trial can't change it. Parameters aren't copied."""
     twin = _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
-    kept: dict[int, Any] = {id(each): each for held in optimizer.param_groups for each in held["params"]}
-    kept |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
+    memo: dict[int, Any] = {
+        id(parameter): parameter for param_group in optimizer.param_groups for parameter in param_group["params"]
+    }
+    memo |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
     for name, value in vars(twin).items():
         with suppress(TypeError, RuntimeError):  # some values can't be copied, such as a lock
-            twin.__dict__[name] = deepcopy(value, kept)
+            twin.__dict__[name] = deepcopy(value, memo)
     # A rate of 0 comes from a schedule. A trial at 0 would show nothing.
     twin.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
     twin.defaults["lr"] = twin.defaults["lr"] or _TRIAL_RATE
     return twin
 
 
-def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
-    def refuse(_: Optimizer, given: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
-        raise refusal(f"optimizer.{name}() is not this loop's to call", advice)
+def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
+    def refuse(_: Optimizer, argument: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
+        raise refusal(f"optimizer.{name}() is not supported after run.place", advice)
 
     refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns of a step that it doesn't know
     return refuse
@@ -259,8 +278,8 @@ def _refusing(name: str, advice: str) -> Callable[..., NoReturn]:
 
 def _hidden(*_: object) -> Any:
     raise refusal(
-        "optimizer.state is empty here: the strategy's optimizer has it, in rows under some",
-        "leave it alone; step.norm is the gradient's norm, and run.save() saves all of it",
+        "optimizer.state is empty after run.place, because the optimizer of the strategy holds the state",
+        "do not access it; step.norm is the gradient norm, and run.save() saves the whole state",
     )
 
 
@@ -278,11 +297,14 @@ class HiddenState(defaultdict[Any, Any]):
 Settings = dict[str, Any]
 
 _RATE: Final = (
-    "give the rate to step.update(lr=...), as a function of step.samples_seen; for another schedule in each group, "
+    "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
     "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
 )
-REST: Final = "do it before run.place; to let a group of the optimizer rest later, set its lr_scale to 0"
-_OTHER: Final = "between steps change numbers alone, such as weight_decay or betas; all else before run.place"
+REST: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
+_OTHER: Final = (
+    "between steps, change only numbers such as weight_decay or betas; change everything else before run.place"
+)
+_SCHEDULED: Final = "set the rate of the group with the scheduler"
 
 
 @final
@@ -300,61 +322,65 @@ class OwnGroup(dict[str, Any]):
 class Groups:
     """The groups of the user's optimizer. `take` applies their settings, and their rates if a scheduler sets them."""
 
-    def __init__(self, optimizer: Optimizer, of_engine: Sequence[Mapping[str, Any]], scheduled: bool = False) -> None:
+    def __init__(
+        self, optimizer: Optimizer, engine_groups: Sequence[Mapping[str, Any]], scheduled: bool = False
+    ) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
         self._facts: tuple[int, dict[str, Any]] = (0, {})  # a step, and the facts of its updates
-        self._before = [(each, {**each}) for each in optimizer.param_groups]  # user code may still hold these
-        for number, (group, own) in enumerate(zip(optimizer.param_groups, of_engine, strict=True)):
-            scale = {SCALE: own[SCALE]} if SCALE in own and not scheduled else {}
-            optimizer.param_groups[number] = kept = OwnGroup({**group, **scale})
-            kept.scheduled = scheduled
+        self._user_groups = [(group, {**group}) for group in optimizer.param_groups]  # user code may still hold these
+        for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
+            scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not scheduled else {}
+            optimizer.param_groups[number] = own_group = OwnGroup({**group, **scale})
+            own_group.scheduled = scheduled
         self._groups: list[Settings] = [*optimizer.param_groups]
-        self._made = [{**each} for each in self._groups]
-        self._last = [{**each} for each in self._groups]
-        self._parameters = [[*each["params"]] for each in self._groups]
+        self._initial = [{**group} for group in self._groups]
+        self._applied = [{**group} for group in self._groups]
+        self._parameters = [[*group["params"]] for group in self._groups]
 
-    def take(self, of_engine: Sequence[Settings], step: int) -> None:
+    def take(self, engine_groups: Sequence[Settings], step: int) -> None:
         """Copy changed settings to the groups of the engine. Raises UsageError for settings that can't be applied."""
         if not _same(self._optimizer.param_groups, self._groups):
-            raise refusal(f"step {step}: the optimizer's groups were replaced", _OTHER)
+            raise refusal(f"step {step}: the optimizer groups were replaced", _OTHER)
         if not all(_same(group["params"], known) for group, known in zip(self._groups, self._parameters, strict=True)):
-            raise refusal(f"step {step}: params of a group of the optimizer was changed", REST)
-        for before, was in self._before:
-            if before != was:
+            raise refusal(f"step {step}: params of an optimizer group were changed", REST)
+        for user_group, copy in self._user_groups:
+            if user_group != copy:
                 raise refusal(
-                    f"step {step}: a group that was taken from the optimizer before run.place was changed",
-                    "take it from optimizer.param_groups, which has others since then",
+                    f"step {step}: an optimizer group that you read before run.place was changed",
+                    "read the group from optimizer.param_groups again, because run.place replaced it",
                 )
-        for group, last, own in zip(self._groups, self._last, of_engine, strict=True):
-            if group != last:
-                for name in (name for name in {**last, **group} if group.get(name) is not last.get(name)):
-                    _check(last, name, group.get(name), f"step {step}: ", self._scheduled)
-                    own[name] = last[name] = group[name]
+        for group, applied, engine_group in zip(self._groups, self._applied, engine_groups, strict=True):
+            if group != applied:
+                for name in (name for name in {**applied, **group} if group.get(name) is not applied.get(name)):
+                    _check(applied, name, group.get(name), f"step {step}: ", self._scheduled)
+                    engine_group[name] = applied[name] = group[name]
             if self._scheduled:  # an update at rate 1 uses the rate of the group, bit for bit
-                own[SCALE] = float(group["lr"])
+                engine_group[SCALE] = float(group["lr"])
 
     def named(self, name: str) -> frozenset[int]:
         """Return the indices of the groups with this name. Raises UsageError if there are none."""
         names = [group.get("name") for group in self._groups]
         if name not in names:
-            known = ", ".join(sorted({repr(each) for each in names if each is not None})) or "none"
-            raise refusal(
-                f"step.update: of={name!r}, and the optimizer's groups are named: {known}",
-                'give groups names where the optimizer is made: {"params": ..., "name": ...}',
+            known_names = (
+                ", ".join(sorted({repr(group_name) for group_name in names if group_name is not None})) or "none"
             )
-        return frozenset(number for number, each in enumerate(names) if each == name)
+            raise refusal(
+                f"step.update: got of={name!r}, expected the name of an optimizer group: {known_names}",
+                'name the groups when you create the optimizer: {"params": ..., "name": ...}',
+            )
+        return frozenset(number for number, group_name in enumerate(names) if group_name == name)
 
-    def facts(self, step: int, given: Mapping[str, float | str | None]) -> dict[str, Any]:
+    def facts(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
         """Return the arguments of an update and the settings of the groups, by name.
 
         If the step had earlier updates, their values come first.
         """
-        before = self._facts[1] if self._facts[0] == step else {}
+        earlier = self._facts[1] if self._facts[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
-        now = {**given, **groups}
-        name = f"step.update {1 + len(before) // len(now)}" if before else "step.update"
-        self._facts = step, {**before, **{f"{name}: {key}": value for key, value in now.items()}}
+        facts = {**arguments, **groups}
+        name = f"step.update {1 + len(earlier) // len(facts)}" if earlier else "step.update"
+        self._facts = step, {**earlier, **{f"{name}: {key}": value for key, value in facts.items()}}
         return self._facts[1]
 
     def changes(self) -> list[Settings]:
@@ -364,36 +390,38 @@ class Groups:
                 name: value
                 for name, value in group.items()
                 if (_is_number(value) or _is_pair(value))
-                and (value != made.get(name) or (self._scheduled and name in ("lr", "initial_lr")))
+                and (value != initial.get(name) or (self._scheduled and name in ("lr", "initial_lr")))
             }
-            for group, made in zip(self._groups, self._made, strict=True)
+            for group, initial in zip(self._groups, self._initial, strict=True)
         ]
 
-    def load(self, changed: Sequence[Settings], of_engine: Sequence[Settings]) -> None:
+    def load(self, changes: Sequence[Settings], engine_groups: Sequence[Settings]) -> None:
         """Load the settings that `changes` returned."""
-        for group, last, own, saved in zip(self._groups, self._last, of_engine, changed, strict=True):
+        for group, applied, engine_group, saved in zip(
+            self._groups, self._applied, engine_groups, changes, strict=True
+        ):
             for name, value in saved.items():
-                group[name] = last[name] = tuple(value) if isinstance(value, list) else value
-            # The engine's groups have the settings of the last update before the save. `changed` lacks later resets.
+                group[name] = applied[name] = tuple(value) if isinstance(value, list) else value
+            # The engine's groups have the settings of the last update before the save. `changes` lacks later resets.
             numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
-            own.update({name: value for name, value in numbers.items() if name != "lr"})
+            engine_group.update({name: value for name, value in numbers.items() if name != "lr"})
             if SCALE not in group and not self._scheduled:  # a checkpoint may have a scale relative to a different rate
-                own.pop(SCALE, None)
+                engine_group.pop(SCALE, None)
 
 
-def _check(group: Mapping[str, Any], name: str, value: Any, at: str = "", scheduled: bool = False) -> None:
+def _check(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
     """Raise UsageError if a setting of a group can't be changed to this value."""
     before: Any = group.get(name)
     if value is before or value == before or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
-        raise refusal(f"{at}{SCALE} of a group of the optimizer was changed, whose rate a scheduler sets", _OTHER)
+        raise refusal(f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULED)
     if name == "lr" and not scheduled:
-        raise refusal(f"{at}the optimizer's rate was changed, as a scheduler does", _RATE)
+        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
     pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
     if not numbers and not pairs:
-        raise refusal(f"{at}{name} of a group of the optimizer was changed", _OTHER)
+        raise refusal(f"{prefix}{name} of an optimizer group was changed", _OTHER)
 
 
 def _same(objects: Sequence[object], known: Sequence[object]) -> bool:

@@ -41,16 +41,16 @@ class OwnPlan:
     def too_few(self) -> str:
         """A description of the steps that have a micro-batch of a single sample, or "" if there are none."""
         steps, count = self.steps, self.microbatches
-        last = steps[steps.per_epoch - 1]
-        if steps.total >= steps.per_epoch and last.samples // min(count, last.samples) == 1:
-            if last.samples == 1:
+        last_step = steps[steps.per_epoch - 1]
+        if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
+            if last_step.samples == 1:
                 return "the last step of an epoch has a single sample"
             return (
-                f"the last step of an epoch has {last.samples} samples in {min(count, last.samples)} micro-batches, "
-                f"some of one sample"
+                f"the last step of an epoch has {last_step.samples} samples in {min(count, last_step.samples)} "
+                f"micro-batches, some with a single sample"
             )
         if steps.per_epoch > 1 and steps.batch // count == 1:
-            return f"a step has {steps.batch} samples in {count} micro-batches, some of one sample"
+            return f"a step has {steps.batch} samples in {count} micro-batches, some with a single sample"
         return ""
 
     def decisive(self) -> dict[str, Any]:
@@ -87,17 +87,18 @@ def make_plan(
 ) -> OwnPlan:
     """Return the plan. Raises UsageError if the arguments are invalid."""
     if (epochs is None) == (steps is None):
-        raise refusal("run.steps: give either epochs or steps", "give one of the two")
+        raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):
-        raise refusal(f"run.steps: batch is {batch}, of {order.length} samples", "take 1 or more, and at most those")
+        limit = f" and at most {order.length}" if drop_last else ""
+        raise refusal(f"run.steps: got batch={batch} for {order.length} samples", f"set batch to at least 1{limit}")
     if microbatch is not None and (microbatches is not None or microbatch < 1):
         raise refusal(
-            f"run.steps: microbatch is {microbatch}, and microbatches {microbatches}",
-            "give either the number of micro-batches, or the samples of one, which are 1 or more",
+            f"run.steps: got microbatch={microbatch} and microbatches={microbatches}",
+            "pass either microbatches, or a microbatch of at least 1 sample",
         )
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
-        raise refusal(f"run.steps: microbatches is {count}, of a batch of {batch}", "take from 1 to the batch")
+        raise refusal(f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}")
     return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
@@ -107,5 +108,5 @@ def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
         if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
             counted = int(counted)
         if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
-            raise UsageError(f"weight: it gave {counted!r}; give a whole number from 0, and below 2**53")
+            raise UsageError(f"weight: returned {counted!r}; return an integer from 0 to below 2**53")
     return counted

@@ -36,8 +36,8 @@ class LoopRecord:
 
     def earlier_microbatches(self, batch: int) -> int | None:
         """Return the number of micro-batches if the loop began with the default of an earlier version, else None."""
-        before, earlier = self._resumed, earlier_microbatches(batch)
-        if before is None or (before.get("batch"), before.get("microbatches")) != (batch, earlier):
+        saved, earlier = self._resumed, earlier_microbatches(batch)
+        if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
             return None
         return earlier
 
@@ -53,45 +53,48 @@ class LoopRecord:
 
         Raises UsageError if the loop differs from an earlier loop of the run, or between ranks.
         """
-        before = self._dataset
-        other = before and before[0] is not dataset and before[1] != ends  # samples may be random
-        if self.loop is not None and (other or loop != self.loop):
+        previous = self._dataset
+        is_different = previous and previous[0] is not dataset and previous[1] != ends  # samples may be random
+        if self.loop is not None and (is_different or loop != self.loop):
             raise refusal(
-                "run.steps: another dataset, batch or number of micro-batches than before",
-                "a run has one of each; train what follows in another (lockstep.join), from lockstep.load of this one",
+                "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
+                "keep them the same, or continue in a new run with lockstep.join, from lockstep.load of this run",
             )
-        asked = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends}
+        arguments = {**loop, "epochs": epochs, "steps": steps, "first and last sample": ends}
         try:
-            self._rank.world.compare({f"run.steps: {name}": value for name, value in asked.items()})
+            self._rank.world.compare({f"run.steps: {name}": value for name, value in arguments.items()})
         except UsageError as error:
-            differ, _, _ = str(error).rpartition("; ")
-            raise refusal(differ, "give every rank the same, and the whole dataset: run.steps shares it out") from None
+            differences, _, _ = str(error).rpartition("; ")
+            raise refusal(
+                differences,
+                "pass the same arguments and the whole dataset on every rank, because run.steps distributes it",
+            ) from None
         self.loop, self._dataset = loop, (dataset, ends)
 
     def warn_of_changes(self, placed: Placed) -> None:
         """Warn, once, of known changes since the checkpoint that are allowed but change the resulting weights."""
         if self._resumed is None:
             return
-        before, now = self._resumed.pop("began", {}), self._beginnings(placed)
-        if changed := [name for name in now if before.get(name, now[name]) != now[name]]:
+        saved, current = self._resumed.pop("began", {}), self._beginnings(placed)
+        if changed_names := [name for name in current if saved.get(name, current[name]) != current[name]]:
             self._rank.warn(
-                f"changed since step {self._rank.progress.step} was saved: {', '.join(changed)}: the run goes on with "
-                f"what is there now, and may not come to the bits of an uninterrupted one"
+                f"changed since step {self._rank.progress.step} was saved: {', '.join(changed_names)}: the run "
+                f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
     def check_steps_left(self, plan: OwnPlan) -> None:
         """Raise UsageError if no step is left, unless a resumed run had completed all steps."""
-        done = self._rank.progress.step
-        if done < plan.steps.total or (done > 0 and done == self._first_step):
+        steps_done = self._rank.progress.step
+        if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
             return
         if plan.steps.epochs is None:
             raise refusal(
-                f"run.steps: no step is left of steps={plan.steps.steps}: {done} are done",
-                "`steps` counts from the start of the run: drop the outer loop, or ask for more",
+                f"run.steps: no step is left of steps={plan.steps.steps}: {steps_done} steps are done",
+                "remove the outer loop, or pass more `steps`, which count from the start of the run",
             )
         raise refusal(
-            f"run.steps: no step is left of epochs={plan.steps.epochs}: {done} steps are done",
-            "`epochs` counts from the start of the run: drop the outer loop, or write `epochs=epoch + 1`",
+            f"run.steps: no step is left of epochs={plan.steps.epochs}: {steps_done} steps are done",
+            "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
     def saved(self, placed: Placed) -> dict[str, Any]:
@@ -108,14 +111,14 @@ class LoopRecord:
         return rate | ({} if self._dataset is None else {"the first or the last sample": self._dataset[1]})
 
 
-def refuse_other(place: object, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def refuse_other(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise UsageError if settings that determine the weights have changed."""
     lines = [
-        f"  {name}: {before[name]!r}, and now {now[name]!r}"
-        for name in now
-        if name in before and before[name] != now[name]
+        f"  {name}: saved {saved[name]!r}, now {current[name]!r}"
+        for name in current
+        if name in saved and saved[name] != current[name]
     ]
     if lines:
-        where = f" ({line})" if (line := calling()) else ""
-        told = f"{place}: of another loop{where}; undo the changes, or choose another dir:"
-        raise UsageError("\n".join([told, *lines]))
+        location = f" ({line})" if (line := calling()) else ""
+        heading = f"{path}: saved by a different loop{location}; undo these changes, or choose a different dir:"
+        raise UsageError("\n".join([heading, *lines]))

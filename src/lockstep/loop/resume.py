@@ -25,7 +25,7 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
-        raise UsageError(f"{path}: of a run of a recipe, not of a loop of one's own; choose another dir")
+        raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
     # Runs of earlier versions lack these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
     refuse_other(path, loop, placed.decisive())
@@ -33,10 +33,15 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 
 
-def _check_forms(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _check_forms(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise UsageError if the tensors of a checkpoint don't have the names, shapes and dtypes of the model's."""
-    forms = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in here.items()}
-    found = {name: (tuple(held.shape), local_tensor(held).dtype) for name, held in saved.items()}
-    wrong = [name for name in sorted({*forms, *found}) if forms.get(name) != found.get(name)]
-    if wrong:
-        raise UsageError(f"{path}: of another model; differing: {', '.join(wrong[:5])}; choose another dir")
+    expected_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
+    saved_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}
+    differing_names = [
+        name for name in sorted({*expected_forms, *saved_forms}) if expected_forms.get(name) != saved_forms.get(name)
+    ]
+    if differing_names:
+        raise UsageError(
+            f"{path}: does not match the model: different shape, dtype or name of {', '.join(differing_names[:5])}; "
+            f"choose a different dir"
+        )

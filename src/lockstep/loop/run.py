@@ -48,8 +48,8 @@ from lockstep.training.checkpoint import store
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
 _WRITTEN: Final = (
-    "something has written weights past torch, such as NumPy, or a device computes wrongly; leave weights to the "
-    "optimizer, and see audits (docs/failures.md)"
+    "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
+    "computes wrong results (docs/failures.md)"
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -84,7 +84,7 @@ class Run:
         self._ended = False
         # The heartbeat threads keep the run alive until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
-        member.held.enter_context(exchanges.intercept(self._gate.exchange))
+        member.resources.enter_context(exchanges.intercept(self._gate.exchange))
 
     @property
     def rank(self) -> int:
@@ -150,24 +150,27 @@ class Run:
         it has other parameters than before. Raises UsageError if the strategy doesn't fit the model or the number of
         ranks, or if the checkpoint was saved by a different loop.
         """
-        self._between("run.place")
+        self._begin_call("run.place")
         if self._placed is not None:
-            raise refusal("run.place: a second model", "put all that is trained in one, such as an nn.ModuleDict")
+            raise refusal(
+                "run.place: the run already has a model",
+                "put everything that you train into one, such as an nn.ModuleDict",
+            )
         check_pair(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
-            raise refusal(f"run.place: ema is {ema}", "give a decay from 0 to below 1, such as 0.999")
-        cut = ChunkPlan(chunks, plan or {})
+            raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
+        chunk_plan = ChunkPlan(chunks, plan or {})
         own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
         with modes_kept(model):
             with with_its_line():
                 placed = self._placed = spread(
-                    self._member, model, optimizer, strategy, cut, scheduler=own_scheduler, ema=ema
+                    self._member, model, optimizer, strategy, chunk_plan, scheduler=own_scheduler, ema=ema
                 )
             if self.dir is not None:
                 self._checkpoints = LoopCheckpoints(self._member, placed, self._record, self._state)
                 self._checkpoints.resume()
-                every = self._member.settings.run.digest_every
-                self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, every)
+                interval = self._member.settings.run.digest_every
+                self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, interval)
         hand_over(optimizer)
         self._gate.stand_before(model, placed.numerics, AlikeCalls.for_groups(self._world, placed.calling_together))
         placed.guard.mark(moved=True)
@@ -205,14 +208,14 @@ class Run:
         ends the script with exit code 75 (130 for Ctrl-C). Raises UsageError if a resumed run used a dataset of a
         different length, or a different batch size, number of micro-batches or optimizer.
         """
-        placed = self._ready("run.steps")
+        placed = self._begin_placed_call("run.steps")
         refuse_autocast("run.steps")
         with with_its_line():
             items = Items(dataset, collate)
-            by = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
+            sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
                 microbatches = self._record.earlier_microbatches(batch)
-            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, by)
+            plan = make_plan(items, batch, microbatches, microbatch, epochs, steps, weight, drop_last, sample_order)
             check_strategy(placed.name, placed.chosen, self.size, plan.microbatches)
         warn_of_set_epoch(self._member, dataset)
         loop = {**placed.decisive(), **plan.decisive()}
@@ -235,7 +238,7 @@ class Run:
         samples per batch. It defaults to the size of the largest micro-batch of `run.steps`. Pass one value per batch
         to `run.sum`. Each batch has its own random numbers, which don't depend on the number of ranks.
         """
-        placed = self._ready("run.each")
+        placed = self._begin_placed_call("run.each")
         samples = self._evaluation.batch_size(batch)
         self._sequence.report_complete()
         with with_its_line():
@@ -250,7 +253,7 @@ class Run:
         All other values are added in float64 in a fixed order, so the sum doesn't depend on the number of ranks.
         Returns a number for 0-dim values, and a tensor on the CPU for tensors with dimensions.
         """
-        self._between("run.sum")
+        self._begin_call("run.sum")
         return self._evaluation.sum(values)
 
     def log(self, **figures: float | Tensor) -> None:
@@ -259,11 +262,11 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""
-        self._ready("run.save")
+        self._begin_placed_call("run.save")
         if self._checkpoints is None:
             raise refusal(
                 "run.save: the run has no folder",
-                'name one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
+                'pass one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
         # Report before saving: a run that is killed in between resumes after this step, and wouldn't report it again.
         self._sequence.report_saved()
@@ -276,7 +279,7 @@ class Run:
         Checkpoints record the same hash. All ranks must call this method. Raises UsageError if the weights differ
         between ranks.
         """
-        sha256 = store.weights_sha256(self._ready("run.fingerprint").weights())
+        sha256 = store.weights_sha256(self._begin_placed_call("run.fingerprint").weights())
         self._world.compare({"the SHA-256 of the weights": sha256}, _WRITTEN)
         return sha256
 
@@ -292,27 +295,27 @@ class Run:
         error = error or unfinished
         if error is not None and self._placed is not None:
             error = explain_error(error, self._placed.model)
-        kept = self._checkpoints
-        left = self._steps if self._steps and getgeneratorstate(self._steps) == GEN_SUSPENDED else None
+        checkpoints = self._checkpoints
+        open_steps = self._steps if self._steps and getgeneratorstate(self._steps) == GEN_SUSPENDED else None
         try:
             if error is None:
                 self._meet("the end of the run")
-                if left is not None and (kept is None or kept.has(self.step)):  # early stopping
-                    finish(self._rank, self._here(), kept)
-        except LockstepError as found:
-            error = found
+                if open_steps is not None and (checkpoints is None or checkpoints.has(self.step)):  # early stopping
+                    finish(self._rank, self._require_placed(), checkpoints)
+        except LockstepError as raised:
+            error = raised
         if error is None:
             self._evaluation.end_pass()
             self._rank.enter("ending")
-            for saved in kept.wait() if kept else []:
+            for saved in checkpoints.wait() if checkpoints else []:
                 self._rank.write(saved)
             self._world.barrier()  # rank 0 may still be writing, and a launcher ends the other ranks when one exits
-            if kept is not None:
-                kept.close()
+            if checkpoints is not None:
+                checkpoints.close()
             if self._placed is not None:
                 self._placed.engine.close()
-        if left is not None:
-            left.close()  # restores the signal handlers and ends the loader processes
+        if open_steps is not None:
+            open_steps.close()  # restores the signal handlers and ends the loader processes
         if self._placed is not None:
             self._placed.guard.close()
         if isinstance(error, CorruptionError):
@@ -349,27 +352,27 @@ class Run:
         finally:  # in case a save failed
             self._member.close(None)
 
-    def _ready(self, what: str) -> Placed:
-        self._between(what)
-        return self._here(what)
+    def _begin_placed_call(self, call: str) -> Placed:
+        self._begin_call(call)
+        return self._require_placed(call)
 
-    def _here(self, what: str = "run") -> Placed:
+    def _require_placed(self, call: str = "run") -> Placed:
         if self._placed is None:
-            raise refusal(f"{what}: no model is placed", "call run.place(model, optimizer) first")
+            raise refusal(f"{call}: no model is placed", "call run.place(model, optimizer) first")
         return self._placed
 
-    def _between(self, what: str) -> None:
+    def _begin_call(self, call: str) -> None:
         if self._ended:
-            raise refusal(f"{what}: the run has ended", "call lockstep.join again")
-        self._sequence.refuse_within_step(what)
-        self._meeting.refuse_within_batch(what)
+            raise refusal(f"{call}: the run has ended", "call lockstep.join again")
+        self._sequence.refuse_within_step(call)
+        self._meeting.refuse_within_batch(call)
         if self._placed is not None:
             self._placed.guard.check(frozen=True)
             self._placed.guard.mark()
-        self._meet(what)
+        self._meet(call)
 
-    def _meet(self, what: str) -> None:
-        self._meeting.meet(what)
+    def _meet(self, call: str) -> None:
+        self._meeting.meet(call)
         self._figures.compare()
 
 

@@ -24,16 +24,23 @@ class OwnScheduler:
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         if not isinstance(scheduler, LRScheduler):
-            what = type(scheduler).__name__
-            raise refusal(f"run.place: the scheduler is a {what}", "give one of torch.optim.lr_scheduler's kind")
-        if scheduler.optimizer is not optimizer:
-            raise refusal("run.place: the scheduler is of another optimizer", "make it of the one that is placed")
-        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
-            raise refusal("run.place: a scheduler of an optimizer whose lr is a tensor", "give it a number as lr")
-        if unknown := [*_unknown("", scheduler.state_dict())]:
             raise refusal(
-                f"run.place: the scheduler holds what no checkpoint can: {', '.join(unknown)}",
-                "use one of torch.optim.lr_scheduler's, such as SequentialLR, or step.update(lr=...)",
+                f"run.place: expected a scheduler of torch.optim.lr_scheduler, got a {type(scheduler).__name__}",
+                "pass one, or set the rate with step.update(lr=...)",
+            )
+        if scheduler.optimizer is not optimizer:
+            raise refusal(
+                "run.place: the scheduler belongs to a different optimizer",
+                "create it with the optimizer that you pass to run.place",
+            )
+        if any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
+            raise refusal(
+                "run.place: a scheduler is not supported with a tensor lr", "pass a number as lr to the optimizer"
+            )
+        if unsupported := [*_unsupported_names("", scheduler.state_dict())]:
+            raise refusal(
+                f"run.place: a checkpoint cannot hold these values of the scheduler: {', '.join(unsupported)}",
+                "use a scheduler of torch.optim.lr_scheduler, such as SequentialLR, or step.update(lr=...)",
             )
         self._scheduler = scheduler
         self._optimizer = optimizer
@@ -52,17 +59,17 @@ class OwnScheduler:
 
     def state(self) -> Any:
         """Return the state of the scheduler, ready for JSON."""
-        return _plain(self._scheduler.state_dict())
+        return _to_json(self._scheduler.state_dict())
 
-    def load(self, saved: Any, made: Any) -> list[str]:
+    def load(self, saved: Any, initial: Any) -> list[str]:
         """Load the state that `state` returned, and return the names of settings that differ from the saved ones.
 
-        `made` is the state that the saved scheduler had at first. The saved settings replace the different ones.
+        `initial` is the state that the saved scheduler had at first. The saved settings replace the different ones.
         """
-        self._scheduler.load_state_dict(_restored(self._scheduler.state_dict(), saved))
-        now, self.made = self.made, made or self.made  # checkpoints of earlier versions don't have `made`
-        other = [name for name in now if now[name] != self.made.get(name)]
-        return [name for name in other if not name.startswith("_")] or (["schedule"] if other else [])
+        self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved))
+        current, self.made = self.made, initial or self.made  # checkpoints of earlier versions don't have `made`
+        changed_names = [name for name in current if current[name] != self.made.get(name)]
+        return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
     def note_update(self) -> None:
         """Tell the scheduler that there was an update. It warns if it is stepped before the first update."""
@@ -77,44 +84,47 @@ class OwnScheduler:
         """Raise UsageError if the scheduler was stepped after a save, because a resumed run would lose this step."""
         if self._saved not in (None, self.state()):
             raise refusal(
-                f"step {step}: scheduler.step() after run.save, so that a resumed run would leave it out",
-                "step the scheduler first, and save then",
+                f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose it",
+                "call scheduler.step() before run.save",
             )
 
 
-def _unknown(name: str, value: Any) -> Iterator[str]:
+def _unsupported_names(name: str, value: Any) -> Iterator[str]:
     """Yield the names of values in a state that aren't numbers, text or functions."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _unknown(f"{name}.{key}" if name else str(key), each)
+        for key, item in value.items():
+            yield from _unsupported_names(f"{name}.{key}" if name else str(key), item)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _unknown(name, each)
+        for item in value:
+            yield from _unsupported_names(name, item)
     elif isinstance(value, LRScheduler) or not (isinstance(value, int | float | str | None) or callable(value)):
         yield name
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Return a state that JSON can hold. Functions stay in the script."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): _to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
-def _restored(now: Any, saved: Any) -> Any:
+def _merge_state(current: Any, saved: Any) -> Any:
     """Return a state with the saved values. Objects with the same value already are kept."""
-    if _plain(now) == saved:
-        return now
-    if isinstance(now, Mapping) and isinstance(saved, dict) and {*map(str, now)} == {*saved}:
-        return {name: _restored(each, saved[str(name)]) for name, each in now.items()}
-    if isinstance(now, list | tuple) and isinstance(saved, list) and len(now) == len(saved):
-        return type(now)(map(_restored, now, saved))
-    if isinstance(now, float) and isinstance(saved, str):
+    if _to_json(current) == saved:
+        return current
+    if isinstance(current, Mapping) and isinstance(saved, dict) and {*map(str, current)} == {*saved}:
+        return {name: _merge_state(item, saved[str(name)]) for name, item in current.items()}
+    if isinstance(current, list | tuple) and isinstance(saved, list) and len(current) == len(saved):
+        return type(current)(map(_merge_state, current, saved))
+    if isinstance(current, float) and isinstance(saved, str):
         return float(saved)
-    if isinstance(now, int | float | None) and isinstance(saved, int | float | None):
+    if isinstance(current, int | float | None) and isinstance(saved, int | float | None):
         return saved
-    raise UsageError(f"the scheduler has {now!r}, and had {saved!r}; make it as it was, or choose another dir")
+    raise UsageError(
+        f"run.place: the scheduler has {current!r}, but {saved!r} was saved; create it as before, or choose a "
+        f"different dir"
+    )

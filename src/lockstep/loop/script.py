@@ -24,7 +24,7 @@ _LONGEST_PATH: Final = 4096  # bytes, as on Linux
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     """Run a script in `count` processes on this machine and return the exit code."""
     if not Path(path).is_file():
-        raise UsageError(f"{path}: no such file; name a script that calls lockstep.join")
+        raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
     failures: list[Failure] = []
     claimed = RawArray("c", _LONGEST_PATH)  # the last run folder, without a lock that a dying process could hold
     work = partial(_work, path, [path, *arguments], claimed)

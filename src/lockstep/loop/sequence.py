@@ -116,7 +116,7 @@ class StepSequence:
     def refuse_within_step(self, call: str) -> None:
         """Raise UsageError for a call within a step without an update."""
         if self._step is not None and not self._step.updated:
-            raise refusal(f"{call}: within step {self._step.number}", "call it after step.update")
+            raise refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
 
     def report(self) -> None:
         """Write the events of the last step, once it is done, unless they are written already. All ranks call it."""
@@ -171,8 +171,8 @@ def _check_mode(model: nn.Module) -> None:
     """Raise UsageError if a model that was placed in evaluation mode is still in it, and depends on its mode."""
     if is_evaluating(model) and (layer := mode_dependent_layer(model)):
         raise refusal(
-            f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, and {layer}, "
-            "computes something else in training",
+            f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "
+            "computes a different result in training mode",
             "call model.train() before the loop; to train in evaluation mode on purpose, call model.train() before "
             "run.place and model.eval() after it",
         )

@@ -17,13 +17,13 @@ from lockstep.errors import ConfigError
 
 # Keys of a configuration that a custom loop controls itself, or doesn't support.
 _NOT_HERE: Final = {
-    ("placement", "strategy"): "give it to run.place(model, optimizer, strategy=)",
-    ("placement", "on_corruption"): "your script cannot start itself without a rank; leave it out",
-    ("run", "resume"): "a run goes on with what is in dir; to begin anew, name another dir",
+    ("placement", "strategy"): "pass it to run.place(model, optimizer, strategy=...)",
+    ("placement", "on_corruption"): "remove it, because a script cannot restart itself without a rank",
+    ("run", "resume"): "remove it: a run resumes from dir; to start a new run, choose a different dir",
     ("run", "start_from"): "load the weights into the model before run.place",
-    ("run", "save_every"): "call run.save() where `step.every(...)` says so",
-    ("run", "evaluate_every"): "evaluate where `step.every(...)` says so",
-    ("run", "probe"): "it looks at the code that a recipe names; leave it out",
+    ("run", "save_every"): "call run.save() if `step.every(...)` is true",
+    ("run", "evaluate_every"): "evaluate if `step.every(...)` is true",
+    ("run", "probe"): "remove it, because it checks the code that a recipe names",
 }
 
 
@@ -50,15 +50,26 @@ def settings(
     Raises ConfigError with all invalid arguments and the line that is calling. Keys that have no effect in a custom
     loop are invalid too.
     """
-    place = SourcePosition(calling() or "lockstep.join")
-    placed = dict(placement) if isinstance(placement, Mapping) else placement or {}
-    kept = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
-    given = {"seed": seed, "precision": precision, "threads": threads, "placement": placed, "run": kept}
+    position = SourcePosition(calling() or "lockstep.join")
+    placement_values = dict(placement) if isinstance(placement, Mapping) else placement or {}
+    run_values = {**({} if dir is None else {"dir": str(dir)}), **(run or {})}
+    arguments = {
+        "seed": seed,
+        "precision": precision,
+        "threads": threads,
+        "placement": placement_values,
+        "run": run_values,
+    }
     try:
-        found = Settings.model_validate(given)
+        validated = Settings.model_validate(arguments)
     except ValidationError as error:
-        raise ConfigError([str(each) for each in problems(error, {(): place})]) from None
-    asked = {"placement": found.placement.model_fields_set, "run": found.run.model_fields_set}
-    if idle := [key for key in _NOT_HERE if key[1] in asked[key[0]]]:
-        raise ConfigError([f"{place}  {format_key(key)}: not for a loop of your own; {_NOT_HERE[key]}" for key in idle])
-    return found
+        raise ConfigError([str(problem) for problem in problems(error, {(): position})]) from None
+    set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
+    if rejected_keys := [key for key in _NOT_HERE if key[1] in set_fields[key[0]]]:
+        raise ConfigError(
+            [
+                f"{position}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}"
+                for key in rejected_keys
+            ]
+        )
+    return validated

@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import store, tensorfile
 # The plain values of `run.state` as JSON, and a digest of each tensor. Equal values have equal summaries.
 Summary = tuple[str, dict[str, str]]
 
-_KINDS: Final = "keep numbers, text, tensors, lists and dicts by text in it"
+_KINDS: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
 
 
 @final
@@ -47,9 +47,9 @@ class ScriptState:
         """Load the values from the checkpoint `path`."""
         self.values |= joined_state(path, plain, tensors, self._world.device)
 
-    def note_save(self, summary: Summary, where: str) -> None:
+    def note_save(self, summary: Summary, call_site: str) -> None:
         """Note a summary of the values that a save at this line keeps."""
-        self._saved = summary, where
+        self._saved = summary, call_site
 
     def forget_save(self) -> None:
         """Forget a save between two loops. After such a save, a resumed script runs the same lines."""
@@ -60,8 +60,8 @@ class ScriptState:
         saved, self._saved = self._saved, None
         if saved is not None and self._summary() != saved[0]:
             raise refusal(
-                f"step {step}: run.state was changed after run.save, so that a resumed run would leave it out",
-                "change run.state first, and save then",
+                f"step {step}: run.state was changed after run.save, so a resumed run would lose the change",
+                "change run.state before run.save",
                 saved[1],
             )
 
@@ -76,49 +76,53 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     Raises UsageError if it holds a value that a checkpoint can't restore exactly.
     """
     tensors: dict[str, Tensor] = {}
-    plain = _without_tensors(state, (), tensors)
-    if (back := _read_back(plain)) != plain:
-        way, reason = next(_not_kept(plain, ()), ((), "would not come back as it is"))
-        raise refusal(f"{_shown(way)} {reason}", _KINDS)
+    plain = _split_tensors(state, (), tensors)
+    if (restored := _restore_value(plain)) != plain:
+        value_path, reason = next(_find_unsaved(plain, ()), ((), "would not be restored exactly"))
+        raise refusal(f"{_display_path(value_path)} {reason}", _KINDS)
     for path, tensor in tensors.items():
-        _check(shown(path), tensor, device)
+        _check(display_name(path), tensor, device)
     _check_apart(tensors)
-    plain = back  # return a copy, since the script continues while it is written
+    plain = restored  # return a copy, since the script continues while it is written
     return plain, tensors
 
 
 def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the digests of the tensors of `run.state`. Raises UsageError if they differ. All ranks call it."""
-    own = state_digests(tensors)
-    first, *others = [own] if world.size == 1 else world.told_by_all(own)
-    for rank, digests in enumerate(others, start=1):
-        wrong = next((name for name in [*first, *digests] if digests.get(name) != first.get(name)), None)
-        if wrong is not None:
+    own_digests = state_digests(tensors)
+    rank_0_digests, *other_digests = [own_digests] if world.size == 1 else world.told_by_all(own_digests)
+    for rank, digests in enumerate(other_digests, start=1):
+        differing_name = next(
+            (name for name in [*rank_0_digests, *digests] if digests.get(name) != rank_0_digests.get(name)), None
+        )
+        if differing_name is not None:
             raise refusal(
-                f"{wrong} is another tensor on rank {rank} than on rank 0",
-                "make it of what all ranks have, such as step.sums, step.loss or the weights, and not of what a rank "
-                "computes of its own micro-batches",
+                f"{differing_name} is a different tensor on rank {rank} than on rank 0",
+                "compute it from values that all ranks share, such as step.sums, step.loss or the weights, and not "
+                "from the micro-batches of a rank",
             )
-    return own
+    return own_digests
 
 
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError if a tensor of `run.state` is a parameter or buffer of the placed model instead of a copy."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    live = sorted((*_span(each), name) for name, each in named if type(each.detach()) is Tensor and each.numel())
+    named_tensors = (*model.named_parameters(), *model.named_buffers())
+    live = sorted(
+        (*_span(weight), name) for name, weight in named_tensors if type(weight.detach()) is Tensor and weight.numel()
+    )
     for path, tensor in tensors.items():
         start, end = _span(tensor)
-        place = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
-        if tensor.numel() and place < len(live) and live[place][0] < end:
+        index = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
+        if tensor.numel() and index < len(live) and live[index][0] < end:
             raise refusal(
-                f"{shown(path)} is {live[place][2]} of the placed model, and would be a copy after a resume",
-                "keep a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) of all",
+                f"{display_name(path)} is {live[index][2]} of the placed model, but would be a copy after a resume",
+                "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
 
 
 def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a digest of each tensor, with its dtype and shape, by its name in messages."""
-    return {shown(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
+    return {display_name(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
 
 
 def joined_state(
@@ -131,41 +135,43 @@ def joined_state(
     state = dict(plain)
     for name, tensor in tensors.items():
         try:
-            *way, last = parse_json(name)
-            place: Any = state
-            for each in way:
-                place = place[each]
-            if place[last] is not None:
+            *keys, last_key = parse_json(name)
+            container: Any = state
+            for key in keys:
+                container = container[key]
+            if container[last_key] is not None:
                 raise ValueError
-            place[last] = tensor.to(device, copy=True)
+            container[last_key] = tensor.to(device, copy=True)
         except (ValueError, TypeError, LookupError):
-            raise UsageError(f"{path}: run.state has no place for a tensor {name[:60]}") from None
+            raise UsageError(
+                f"{path}: run.state has no place for the tensor {name[:60]}; choose a different dir"
+            ) from None
     return state
 
 
-def shown(path: str) -> str:
+def display_name(path: str) -> str:
     """Return the name of a tensor of `run.state` in messages."""
-    return _shown(parse_json(path))
+    return _display_path(parse_json(path))
 
 
-def _shown(way: Sequence[str | int]) -> str:
-    return "run.state" + "".join(f"[{json.dumps(each)}]" for each in way)
+def _display_path(path: Sequence[str | int]) -> str:
+    return "run.state" + "".join(f"[{json.dumps(key)}]" for key in path)
 
 
-def _without_tensors(value: Any, way: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
+def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        tensors[json.dumps(way)] = value
+        tensors[json.dumps(path)] = value
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
-        if (key := next((each for each in value if not isinstance(each, str)), None)) is not None:
-            raise refusal(f"{_shown(way)} has a key that is no text: {key!r}", _KINDS)
-        return {key: _without_tensors(each, (*way, key), tensors) for key, each in value.items()}
+        if (key := next((item for item in value if not isinstance(item, str)), None)) is not None:
+            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _KINDS)
+        return {key: _split_tensors(item, (*path, key), tensors) for key, item in value.items()}
     if type(value) is list:
-        return [_without_tensors(each, (*way, place), tensors) for place, each in enumerate(value)]
+        return [_split_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
     return value
 
 
-def _read_back(value: Any) -> Any:
+def _restore_value(value: Any) -> Any:
     """Return a value as a checkpoint would restore it.
 
     Returns NotImplemented, which doesn't equal any value, if a checkpoint can't hold the value.
@@ -176,17 +182,17 @@ def _read_back(value: Any) -> Any:
         return NotImplemented
 
 
-def _not_kept(value: Any, way: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _find_unsaved(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Yield the path of each value that a checkpoint can't restore exactly, and why."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _not_kept(each, (*way, key))
+        for key, item in value.items():
+            yield from _find_unsaved(item, (*path, key))
     elif type(value) is list:
-        for place, each in enumerate(value):
-            yield from _not_kept(each, (*way, place))
-    elif (back := _read_back(value)) != value:
-        comes_back = "" if back is NotImplemented else f", and would come back as {repr(back)[:60]}"
-        yield way, f"is a {type(value).__name__}, {repr(value)[:60]}{comes_back}"
+        for index, item in enumerate(value):
+            yield from _find_unsaved(item, (*path, index))
+    elif (restored := _restore_value(value)) != value:
+        restored_note = "" if restored is NotImplemented else f", and would be restored as {repr(restored)[:60]}"
+        yield path, f"is a {type(value).__name__}, {repr(value)[:60]}{restored_note}"
 
 
 def _check_apart(tensors: Mapping[str, Tensor]) -> None:
@@ -194,13 +200,14 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
 
     Tensors that are next to each other in the same memory are fine, such as the statistics of a copied BatchNorm layer.
     """
-    spans = sorted((*_span(each), path) for path, each in tensors.items() if each.numel())
-    for (_, end, one), (start, _, other) in pairwise(spans):
+    spans = sorted((*_span(tensor), path) for path, tensor in tensors.items() if tensor.numel())
+    for (_, end, left_path), (start, _, right_path) in pairwise(spans):
         if start < end:
-            first, later = sorted((one, other), key=[*tensors].index)
+            first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
             raise refusal(
-                f"{shown(later)} shares memory with {shown(first)}, and would not after a resume",
-                f"give it memory of its own: {shown(later)} = tensor.clone()",
+                f"{display_name(later_path)} shares memory with {display_name(first_path)}, but would not after a "
+                f"resume",
+                f"clone it: {display_name(later_path)} = tensor.clone()",
             )
 
 
@@ -213,21 +220,21 @@ def _check(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise UsageError unless a checkpoint can restore a tensor exactly."""
     if tensor.requires_grad:
         raise refusal(
-            f"{name} holds a graph, or is to have a gradient, and a checkpoint keeps values alone",
+            f"{name} requires a gradient or has an autograd graph, but a checkpoint keeps only values",
             f"detach it: {name} = tensor.detach().clone()",
         )
     if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized:
-        raise refusal(f"{name} is a tensor of a kind of its own", "keep plain dense tensors in run.state")
+        raise refusal(f"{name} is not a plain dense tensor", "store only plain dense tensors in run.state")
     try:
         tensorfile.dtype_name(name, tensor)
     except ValueError as error:
-        raise refusal(str(error), "keep it in another dtype") from None
+        raise refusal(str(error), "convert it to a different dtype") from None
     if tensor.device != device:
         raise refusal(
-            f"{name} is on {tensor.device}, and would be on {device} after a resume", f"keep it on run.device: {device}"
+            f"{name} is on {tensor.device}, but would be on {device} after a resume", f"move it to run.device: {device}"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise refusal(
-            f"{name} is a view with strides of its own, and would have others after a resume",
+            f"{name} is a non-contiguous or conjugate view, but would be contiguous after a resume",
             f"make it contiguous: {name} = tensor.contiguous().clone()",
         )

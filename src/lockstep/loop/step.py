@@ -89,7 +89,9 @@ class Step:
     def loss(self) -> Tensor:
         """The mean loss of the whole step, 0-dim and float64, the same on every rank. Available after `update`."""
         if self._turn.sums is None:
-            raise refusal(f"step {self.number}: step.loss is known after step.update", "ask for it then")
+            raise refusal(
+                f"step {self.number}: step.loss is not available before step.update", "read it after step.update"
+            )
         return self._turn.sums.loss
 
     @property
@@ -100,7 +102,9 @@ class Step:
         preceding iteration.
         """
         if not self._updated:
-            raise refusal(f"step {self.number}: step.sums is known after step.update", "ask for it then")
+            raise refusal(
+                f"step {self.number}: step.sums is not available before step.update", "read it after step.update"
+            )
         return self._sums.totals
 
     @property
@@ -120,7 +124,7 @@ class Step:
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
         """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass one of the two."""
         if (epochs is None) == (steps is None):
-            raise refusal("step.every: give either epochs or steps", "give one of the two")
+            raise refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
         return Interval(steps, epochs).falls_on(self._turn.step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -133,14 +137,15 @@ class Step:
         current = self._pass
         if current.begun:
             raise refusal(
-                f"step {self.number}: its micro-batches are gone through a second time",
-                'end each pass with an update of its own groups, such as step.update(of="D"), whose groups have names: '
-                '{"params": ..., "name": "D"}; or give step.backward the sum of all losses in one pass',
+                f"step {self.number}: a second iteration over its micro-batches without step.update(of=...) between "
+                f"them",
+                'end each iteration with an update of its own optimizer groups, such as step.update(of="D") for '
+                '{"params": ..., "name": "D"}, or pass the sum of all losses to step.backward in a single iteration',
             )
         if self._saved:
             raise refusal(
-                f"step {self.number}: its micro-batches are gone through again after run.save",
-                "save after the last update of a step: a resumed run begins with the next step",
+                f"step {self.number}: an iteration over its micro-batches after run.save",
+                "call run.save after the last update of a step, because a resumed run begins with the next step",
             )
         current.begun, self._updated = True, False
         self._sums.begin()
@@ -160,7 +165,7 @@ class Step:
                 if self._forward.microbatch is not None:
                     raise refusal(
                         f"step {self.number}: no backward for micro-batch {current.done + 1} of {current.expected}",
-                        "call step.backward(mean=loss), not loss.backward(), for each",
+                        "call step.backward(mean=loss), not loss.backward(), for each micro-batch",
                     )
         finally:
             if current.complete:
@@ -180,8 +185,8 @@ class Step:
         if self._forward.microbatch is None:
             outside = f"after {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
             raise refusal(
-                f"step {self.number}: step.sum {outside}",
-                "call it before the step.backward of its micro-batch, whose loss and sums are added up together",
+                f"step {self.number}: step.sum was called {outside}",
+                "call it in a micro-batch before step.backward, which adds up the loss and the sums together",
             )
         self._sums.add(self.number, numbers)
 
@@ -199,22 +204,20 @@ class Step:
         """
         number = self.number
         if unnamed or (mean is None) == (sum is None):
-            found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without its name"
+            found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
             raise refusal(
-                f"step {number}: step.backward was given {found if unnamed or mean is not None else 'no loss'}",
-                "name it: step.backward(mean=loss) if it is a mean, as most losses of torch are by default, or "
+                f"step {number}: step.backward received {found if unnamed or mean is not None else 'no loss'}",
+                "use step.backward(mean=loss) if it is a mean, as most losses of PyTorch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
             )
         loss, is_mean = (sum, False) if mean is None else (mean, True)
         assert loss is not None
         microbatch = self._forward.microbatch
         if microbatch is None:
-            what = (
-                f"a second backward: {self._gate.ended}" if self._pass.done else "a backward outside of a micro-batch"
-            )
+            what = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
             raise refusal(
-                f"step {number}: {what}",
-                "call step.backward once for each micro-batch, within `for batch in step`, with all losses added up",
+                f"step {number}: step.backward was called {what}",
+                "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
             )
         self._losses(self._pass.number).check(
             number,
@@ -265,7 +268,7 @@ class Step:
         number = self.number
         if self.updated:
             raise refusal(
-                f"step {number}: a second step.update",
+                f"step {number}: step.update was called twice",
                 "call it once for each step, or with of= after another iteration over its micro-batches",
             )
         if not self._pass.complete:

@@ -90,8 +90,11 @@ class StepPass:
         number = self._turn.step.number + 1
         if not self.complete:
             return refusal(
-                f"step {number}: left after {self.done} of its {self.expected} micro-batches",
-                "let `for batch in step` run to its end, with a step.backward for each: other ranks wait for them",
+                f"step {number}: the loop left the step after {self.done} of {self.expected} micro-batches",
+                "let `for batch in step` run to its end, with a step.backward for each micro-batch, because other "
+                "ranks wait for them",
                 self.left_at,
             )
-        return refusal(f"step {number}: left without step.update", "call step.update once for each step")
+        return refusal(
+            f"step {number}: the loop left the step without step.update", "call step.update once for each step"
+        )

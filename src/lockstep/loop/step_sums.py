@@ -29,47 +29,51 @@ class StepSums:
         self._world = world
         self.names: tuple[str, ...] = ()
         self.totals: Mapping[str, Tensor] = _NO_TOTALS
-        self._first: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
+        self._first_names: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
         self._values: dict[str, Tensor | float] = {}
 
     def begin(self) -> None:
         """Call this before each iteration over the micro-batches of a step."""
-        self._first = None
+        self._first_names = None
         self._values = {}
 
     def add(self, step: int, values: Mapping[str, Tensor | float]) -> None:
         """Add numbers of the current micro-batch. Raises UsageError for other values."""
         for name, value in values.items():
             if name in self._values:
-                raise refusal(f"step {step}: step.sum was given {name} twice in a micro-batch", "add them up before")
+                raise refusal(
+                    f"step {step}: step.sum received {name} twice in one micro-batch",
+                    "add the values and pass their sum once",
+                )
             numeric = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.is_complex())
             if not numeric or (isinstance(value, Tensor) and value.ndim):
                 shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
                 raise refusal(
-                    f"step {step}: step.sum was given {name}, a {type(value).__name__}{shape}",
-                    "give numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
+                    f"step {step}: step.sum received {name} as a {type(value).__name__}{shape}",
+                    "pass numbers or 0-dim tensors, such as correct=(outputs.argmax(1) == y).sum()",
                 )
             self._values[name] = value.detach() if isinstance(value, Tensor) else value
         if len(self._values) > ROOM:
             raise refusal(
-                f"step {step}: step.sum was given {len(self._values)} names", f"add up at most {ROOM} numbers a step"
+                f"step {step}: step.sum received {len(self._values)} names", f"pass at most {ROOM} names per step"
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:
         """Return the numbers of the micro-batch as a vector for the engine to add up, or None if there are none."""
         values, self._values = self._values, {}
         names = tuple(sorted(values))
-        first = self._first = names if self._first is None else self._first
-        if names != first:
+        first_names = self._first_names = names if self._first_names is None else self._first_names
+        if names != first_names:
             raise refusal(
-                f"step {step}: step.sum was given {_list(names)} in a micro-batch, and {_list(first)} in the first one",
-                "give it the same names in each micro-batch of a step, 0 if there is nothing to add",
+                f"step {step}: step.sum received {_list(names)} in a micro-batch, but {_list(first_names)} in the "
+                f"first one",
+                "pass the same names in each micro-batch of a step, with 0 if there is nothing to add",
             )
         if not names:
             return None
         vector = torch.zeros(ROOM, dtype=torch.float64, device=self._world.device)
-        for place, name in enumerate(names):
-            vector[place] = values[name]
+        for index, name in enumerate(names):
+            vector[index] = values[name]
         return vector
 
     def end(self, *, some_idle: bool) -> None:
@@ -77,7 +81,7 @@ class StepSums:
 
         If `some_idle`, some ranks have no micro-batch. They learn the names from the other ranks.
         """
-        self.names = self._first or ()
+        self.names = self._first_names or ()
         if some_idle:
             self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
 
@@ -86,7 +90,7 @@ class StepSums:
         if counts is None:
             self.totals = _NO_TOTALS
         else:
-            self.totals = MappingProxyType({name: counts[place] for place, name in enumerate(self.names)})
+            self.totals = MappingProxyType({name: counts[index] for index, name in enumerate(self.names)})
 
 
 def _list(names: tuple[str, ...]) -> str:

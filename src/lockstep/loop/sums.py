@@ -20,45 +20,48 @@ class Pass:
 
     batches: int = 0  # on all ranks together
     numbers: list[int | None] = field(default_factory=list)
-    whole: bool = False  # whether the loop went through all of them
-    summed: bool = False
+    is_complete: bool = False  # whether the loop went through all of them
+    is_summed: bool = False
 
     @property
     def is_local(self) -> bool:
         """Whether each rank only has the results of its own batches."""
-        return self.whole and bool(self.numbers) and not self.summed
+        return self.is_complete and bool(self.numbers) and not self.is_summed
 
 
 def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
     """Add values over their batches and all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refusal(
-            f"run.sum: it was given a {type(values).__name__}",
-            "give one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
+            f"run.sum: expected an iterable of values, got a {type(values).__name__}",
+            "pass one value for each batch of run.each: run.sum(f(batch) for batch in run.each(dataset))",
         )
     rows = [_by_name(value) for value in values]
-    at = last_pass()
-    if len(rows) != len(at.numbers):
+    current_pass = last_pass()
+    if len(rows) != len(current_pass.numbers):
         raise refusal(
-            f"run.sum: {len(rows)} values, but run.each gave {len(at.numbers)} batches",
-            "give one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
+            f"run.sum: got {len(rows)} values for {len(current_pass.numbers)} batches of run.each",
+            "pass one value for each batch: run.sum(f(batch) for batch in run.each(dataset))",
         )
-    at.summed, added = True, NamedSums()
-    for number, row in zip(at.numbers, rows, strict=True):
+    current_pass.is_summed, sums_by_batch = True, NamedSums()
+    for number, row in zip(current_pass.numbers, rows, strict=True):
         if number is not None:
-            added.add(number, row)
-    sums = {name: each if each.ndim else each.item() for name, each in added.total(world, at.batches).items()}
+            sums_by_batch.add(number, row)
+    sums = {
+        name: total if total.ndim else total.item()
+        for name, total in sums_by_batch.total(world, current_pass.batches).items()
+    }
     return sums.get(_ONE, sums)
 
 
 def _by_name(value: Any) -> dict[str, Tensor]:
     values = value if isinstance(value, Mapping) else {_ONE: value}
-    return {str(name): _tensor(each) for name, each in values.items()}
+    return {str(name): _tensor(part) for name, part in values.items()}
 
 
 def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if not isinstance(value, int | float):
-        raise refusal(f"run.sum: a value is a {type(value).__name__}", "give numbers, tensors, or dicts of them")
+        raise refusal(f"run.sum: got a value of type {type(value).__name__}", "pass numbers, tensors, or dicts of them")
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)

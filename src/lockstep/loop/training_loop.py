@@ -84,16 +84,16 @@ class TrainingLoop:
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            following = turns(self._until_last(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
-            for each in following:
-                if isinstance(each, Turn):
-                    yield self._begin(each, reports)
+            items = turns(self._until_last(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
+            for item in items:
+                if isinstance(item, Turn):
+                    yield self._begin(item, reports)
                     self.sequence.end(self.placed)
                     continue
-                rank.write(each)
-                if isinstance(each, Stopped):
+                rank.write(item)
+                if isinstance(item, Stopped):
                     stop.release()
-                    self.member.stop(each.reason, self.close)
+                    self.member.stop(item.reason, self.close)
         finally:
             stop.release()
         if self.member.replay is not None:
@@ -120,9 +120,9 @@ class TrainingLoop:
         try:
             self._world.compare({f"run.steps: the order of epoch {epoch}": order.digest(epoch)})
         except UsageError as error:
-            differ, _, _ = str(error).rpartition("; ")
+            differences, _, _ = str(error).rpartition("; ")
             raise refusal(
-                differ, "let order= follow from the epoch and a seed alone, as lockstep.orders does"
+                differences, "compute order= only from the epoch and a seed, as lockstep.orders does"
             ) from None
 
     def _save_last(self, progress: Progress) -> list[Saved]:
@@ -140,7 +140,7 @@ class TrainingLoop:
             self.member.checkpoint,
             microbatches=self.plan.microbatches,
             strategy=self.placed.name,
-            parameters=sum(each.numel() for each in self.placed.model.parameters()),
+            parameters=sum(parameter.numel() for parameter in self.placed.model.parameters()),
             base_lr=self.placed.rate,
         )
 
@@ -149,8 +149,8 @@ class TrainingLoop:
 
         Returns "" if verify or a replay runs the loop.
         """
-        member, first = self.member, self.sequence.begin_loop()
-        if self._world.rank or not first or member.checkpoint is not None or member.observe is not None:
+        member, is_first = self.member, self.sequence.begin_loop()
+        if self._world.rank or not is_first or member.checkpoint is not None or member.observe is not None:
             return ""
         return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
 
@@ -191,16 +191,16 @@ def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> N
         rank.write(saved)
     sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
     skipped, audited = rank.progress.skipped_steps, placed.audit.audited
-    at = rank.progress.at
-    rank.write(Done(**at, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))
+    fields = rank.progress.at
+    rank.write(Done(**fields, weights_sha256=sha256, skipped_steps=skipped, audited=audited, seconds=rank.seconds))
 
 
-def refuse_autocast(where: str) -> None:
+def refuse_autocast(call: str) -> None:
     """Raise UsageError if autocast is on for any device, because it caches cast weights until its block ends."""
     if torch._C._is_any_autocast_enabled():
         raise refusal(
-            f"{where}: torch.autocast is on around the steps, and would compute with weights that it cast before the "
-            f"last update",
-            'drop it and set the precision of the run: lockstep.join(precision="bf16"); autocast within a micro-batch '
-            "is fine",
+            f"{call}: torch.autocast is enabled around the steps, and would compute with weights that it cast before "
+            f"the last update",
+            'remove it, and set the precision of the run: lockstep.join(precision="bf16"); autocast within a '
+            "micro-batch is fine",
         )

@@ -30,7 +30,9 @@ def update_settings(
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
-        raise refusal(f"step {step}: a rate besides that of the scheduler", "give one of the two")
+        raise refusal(
+            f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
+        )
     rate = placed.rate if lr is None else _rate(step, lr)
     shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
     groups = None if of is None else _groups_of(step, placed, of, audited)
@@ -40,14 +42,14 @@ def update_settings(
 def _clip(step: int, value: object) -> float:
     number = _number(value)
     if not number > 0:  # otherwise the weights wouldn't change, or would move uphill
-        raise refusal(f"step {step}: clip is {value!r}", "give a norm above 0, or leave it out")
+        raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
 def _rate(step: int, value: object) -> float:
     number = _number(value)
     if not 0 <= number < math.inf:
-        raise refusal(f"step {step}: lr is {value!r}", "give a finite rate from 0")
+        raise refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
@@ -61,10 +63,12 @@ def _number(value: object) -> float:
 def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
     """Return the indices of the groups with this name."""
     reasons = {
-        "in a step that is audited": audited,
-        "while the weights are averaged (ema)": placed.numerics.ema_decay is not None,
-        "where gradients are compressed, which keeps a part of those of other groups": placed.engine.compresses,
+        "in an audited step": audited,
+        "with ema": placed.numerics.ema_decay is not None,
+        "with compressed gradients, which keep a part of the gradients of other groups": placed.engine.compresses,
     }
     if what := next((reason for reason, holds in reasons.items() if holds), ""):
-        raise refusal(f"step {step}: an update of some groups {what}", "leave one of the two out")
+        raise refusal(
+            f"step {step}: step.update(of=...) is not supported {what}", "update all groups together, without of="
+        )
     return placed.groups.named(of)

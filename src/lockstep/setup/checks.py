@@ -174,7 +174,9 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
     dtypes = {stored}
     if stored is None:  # the model itself may have weights in 16 bits
         dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
-    return _check_updates(resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes)
+    return _check_updates(
+        resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes
+    )
 
 
 def _check_updates(

@@ -38,18 +38,18 @@ class Disagreement:
     hosts: tuple[str, ...]  # by rank
 
     @property
-    def listed(self) -> str:
+    def name_list(self) -> str:
         """The names, or the first names if there are many."""
         return list_some(self.names, _NAMED)
 
     @property
-    def who(self) -> str:
+    def verdict(self) -> str:
         """The ranks that differ from the majority, or the reason why they aren't known."""
         if self.odd is None:
-            equal = "two ranks" if len(self.hosts) == 2 else "as many ranks as others"
-            return f"{equal} disagree, so which is wrong cannot be told"
+            ranks = "the two ranks" if len(self.hosts) == 2 else "the ranks"
+            return f"{ranks} disagree without a majority, so the wrong rank is unknown"
         ranks = ", ".join(f"{rank} ({self.hosts[rank]})" for rank in self.odd)
-        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} other values than the majority"
+        return f"rank {ranks} {'has' if len(self.odd) == 1 else 'have'} different values than the majority"
 
 
 def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
@@ -57,9 +57,9 @@ def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
 
     Only for models that aren't sharded yet, since ranks may have nothing in common after that.
     """
-    held = {name: each.detach() for name, each in chain(model.named_parameters(), model.named_buffers())}
-    if (found := disagreement(world, held)) is not None:
-        raise UsageError(f"first weights: {found.listed}: {found.who}; {advice}")
+    tensors = {name: tensor.detach() for name, tensor in chain(model.named_parameters(), model.named_buffers())}
+    if (difference := disagreement(world, tensors)) is not None:
+        raise UsageError(f"initial weights: {difference.name_list}: {difference.verdict}; {advice}")
     return model
 
 
@@ -71,12 +71,14 @@ def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagr
     """
     if world.size == 1:
         return None
-    cut = {name: held for name, held in model.items() if isinstance(held, Shard)}
-    layout = hashlib.sha256(json.dumps([(name, *_rows(cut[name])) for name in sorted(cut)]).encode()).digest()
-    own = [weights or store.weights_sha256(whole_tensors(model)), store.weights_sha256(cut)]
-    digests = world.gather(layout + b"".join(map(bytes.fromhex, own)))
-    wholes = {each[32:64] for each in digests}
-    if len(wholes) == 1 and len({each[:32] for each in digests}) == len({each[:32] + each[64:] for each in digests}):
+    shards = {name: value for name, value in model.items() if isinstance(value, Shard)}
+    layout = hashlib.sha256(json.dumps([(name, *_rows(shards[name])) for name in sorted(shards)]).encode()).digest()
+    own_digests = [weights or store.weights_sha256(whole_tensors(model)), store.weights_sha256(shards)]
+    digests = world.gather(layout + b"".join(map(bytes.fromhex, own_digests)))
+    whole_digests = {digest[32:64] for digest in digests}
+    if len(whole_digests) == 1 and len({digest[:32] for digest in digests}) == len(
+        {digest[:32] + digest[64:] for digest in digests}
+    ):
         return None
     return _find_disagreement(world, model)
 
@@ -85,8 +87,8 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
     names = sorted(model)
     host = world.host.encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
     answers = world.gather(host + b"".join(_digest(model[name]) for name in names))
-    differing, odd = [], set[int]()
-    decided = True
+    differing_names, odd = [], set[int]()
+    has_majority = True
     for number, name in enumerate(names):
         start = _HOST_BYTES + 2 * _DIGEST_BYTES * number
         same_rows: dict[bytes, list[tuple[int, bytes]]] = defaultdict(list)
@@ -94,19 +96,19 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
             rows, content = answer[start : start + _DIGEST_BYTES], answer[start + _DIGEST_BYTES :][:_DIGEST_BYTES]
             same_rows[rows].append((rank, content))
         for opinions in same_rows.values():
-            if (found := odd_ones(opinions)) != []:
-                differing.append(name)
-                odd |= set(found or ())
-                decided = decided and found is not None
+            if (odd_ranks := odd_ones(opinions)) != []:
+                differing_names.append(name)
+                odd |= set(odd_ranks or ())
+                has_majority = has_majority and odd_ranks is not None
     hosts = tuple(answer[:_HOST_BYTES].decode(errors="replace").rstrip() for answer in answers)
-    return Disagreement(tuple(dict.fromkeys(differing)), tuple(sorted(odd)) if decided else None, hosts)
+    return Disagreement(tuple(dict.fromkeys(differing_names)), tuple(sorted(odd)) if has_majority else None, hosts)
 
 
-def _digest(held: MaybeSharded) -> bytes:
+def _digest(value: MaybeSharded) -> bytes:
     """Return two digests: of the row range that is held, and of the values of these rows."""
-    rows = hashlib.sha256(json.dumps(_rows(held)).encode()).digest()[:_DIGEST_BYTES]
-    return rows + hashlib.sha256(tensorfile.raw(local_tensor(held))).digest()[:_DIGEST_BYTES]
+    rows = hashlib.sha256(json.dumps(_rows(value)).encode()).digest()[:_DIGEST_BYTES]
+    return rows + hashlib.sha256(tensorfile.raw(local_tensor(value))).digest()[:_DIGEST_BYTES]
 
 
-def _rows(held: MaybeSharded) -> list[int]:
-    return [held.first, *held.tensor.shape] if isinstance(held, Shard) else []
+def _rows(value: MaybeSharded) -> list[int]:
+    return [value.first, *value.tensor.shape] if isinstance(value, Shard) else []

@@ -54,7 +54,7 @@ class StepDigests:
         self._digests = Digests()
         self._owned: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: list[tuple[int, bool, Tensor]] = []
-        self._last = 0.0  # when `add` was last called
+        self._last_added = 0.0  # when `add` was last called
         self._steps: deque[float] = deque(maxlen=_MEASURED)  # seconds between two steps
         self._spent: deque[float] = deque(maxlen=_MEASURED)  # seconds per digest
 
@@ -62,8 +62,8 @@ class StepDigests:
         """Record the digest of the gradient of the update that leads to `step`, if a digest is due."""
         if self.every is None:
             now = time.perf_counter()
-            self._steps.append(now - self._last)
-            self._last = now
+            self._steps.append(now - self._last_added)
+            self._last_added = now
         if step % (self.every or 1):
             return
         self._note(step, self.gradients(), weights=False)
@@ -78,42 +78,42 @@ class StepDigests:
 
     def collect(self, *, waits: bool = False) -> None:
         """Sum the parts over all ranks, and write the digests. If `waits` is set, do so only if there are many."""
-        many = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
-        if len(self._parts) < many:
+        threshold = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
+        if len(self._parts) < threshold:
             return
         notes, self._parts = self._parts, []
-        found = torch.stack([part.to(self.world.device) for *_, part in notes] + [self._wanted_interval()])
-        *values, every = self.world.add_(found).tolist()
+        table = torch.stack([part.to(self.world.device) for *_, part in notes] + [self._wanted_interval()])
+        *values, every = self.world.add_(table).tolist()
         if every:
             self.every = every
-            self.note(f"digests: of every {every}. step, so that they take at most {PRICE:.1%} of the time\n")
+            self.note(f"digests: one every {every} steps, to take at most {PRICE:.1%} of the time\n")
         if self.world.rank == 0:
             summed = zip(notes, values, strict=True)
             self.write([Digest(step, value % (1 << 64), weights) for (step, weights, _), value in summed])
 
     def _note(self, step: int, tensors: NamedTensors, weights: bool) -> None:
-        self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_of(tensors))))
+        self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_names(tensors))))
 
-    def _owned_of(self, tensors: NamedTensors) -> frozenset[str]:
+    def _owned_names(self, tensors: NamedTensors) -> frozenset[str]:
         """Return the names of the tensors that this rank digests: its share of those that are whole on every rank."""
         names = tuple(tensors)
         if names not in self._owned:
-            whole = {name: held.numel() for name, held in tensors.items() if not isinstance(held, Shard)}
-            total, before, own = max(1, sum(whole.values())), 0, set()
-            for name, length in whole.items():
-                middle = before + length / 2  # rank 0 digests all tensors of a model without elements
-                before += length
+            whole_sizes = {name: value.numel() for name, value in tensors.items() if not isinstance(value, Shard)}
+            total, offset, owned = max(1, sum(whole_sizes.values())), 0, set()
+            for name, length in whole_sizes.items():
+                middle = offset + length / 2  # rank 0 digests all tensors of a model without elements
+                offset += length
                 if int(middle * self.world.size / total) == self.world.rank:
-                    own.add(name)
-            self._owned[names] = frozenset(own)
+                    owned.add(name)
+            self._owned[names] = frozenset(owned)
         return self._owned[names]
 
     def _wanted_interval(self) -> Tensor:
         """Return the interval at which digests keep the price, on rank 0 and once it is known. Otherwise, return 0."""
         every = 0
         if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
-            wanted = median(self._spent) / (PRICE * median(self._steps))
+            target_interval = median(self._spent) / (PRICE * median(self._steps))
             every = 1
-            while every < min(wanted, _LONGEST_INTERVAL):
+            while every < min(target_interval, _LONGEST_INTERVAL):
                 every *= 2
         return torch.tensor(every, device=self.world.device)

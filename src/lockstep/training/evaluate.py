@@ -62,6 +62,6 @@ def evaluate(
             outputs = predict(task.inputs(batch))
             if number is None:
                 continue
-            own = task.details(outputs, batch) if details else {}
-            added.add(number, {**batch_sums(task, outputs, batch, weight), **own})
+            detail_sums = task.details(outputs, batch) if details else {}
+            added.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
     return Totals(added.total(world, number_of_batches), time.perf_counter() - began)

@@ -17,15 +17,15 @@ UNITS = {
     "norm": "L2 norm of the gradient before clipping",
     "samples_per_s": "training samples/s, all processes",
     "weight_per_s": "training weight/s, all processes, in the task's unit",
-    "flops_per_sample": "FLOP of forward and backward, products alone",
-    "peak_flops_per_s": "FLOP/s of dense products, all devices",
+    "flops_per_sample": "FLOP of forward and backward, matrix products only",
+    "peak_flops_per_s": "FLOP/s of dense matrix products, all devices",
     "flops_per_s": "FLOP/s of the model, all processes",
     "mfu": "fraction of peak_flops_per_s",
-    "peak_bytes": "bytes, the most that rank 0 has had",
-    "seconds_by_rank": "s of each rank, by what they went to",
-    "peak_bytes_by_rank": "bytes, the most that each rank has had",
-    "predicted": "step_s in s, peak_bytes in bytes, in use in a step",
-    "measured": "step_s in s, peak_bytes in bytes, in use in a step",
+    "peak_bytes": "bytes, peak memory of rank 0",
+    "seconds_by_rank": "s of each rank, by activity",
+    "peak_bytes_by_rank": "bytes, peak memory of each rank",
+    "predicted": "step_s in s, peak_bytes in bytes, during a step",
+    "measured": "step_s in s, peak_bytes in bytes, during a step",
 }
 
 

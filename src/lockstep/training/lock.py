@@ -50,31 +50,31 @@ def lock(run_dir: Path) -> Lock:
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        _take(descriptor, run_dir)
+        _acquire_for_run(descriptor, run_dir)
     except BaseException:
         os.close(descriptor)
         raise
     return Lock(descriptor)
 
 
-def _take(descriptor: int, run_dir: Path) -> None:
+def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
     try:
-        _ask(descriptor)
+        _acquire(descriptor)
     except BlockingIOError:
         holder = os.pread(descriptor, 400, 0).decode(errors="replace").strip() or "another process"
-        raise UsageError(f"{run_dir}: in use by {holder}; wait for it or choose another run.dir") from None
+        raise UsageError(f"{run_dir}: in use by {holder}; wait for it, or choose a different run.dir") from None
     except OSError as error:
         raise UsageError(
-            f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run here would "
-            "go unnoticed; choose a run.dir on another one"
+            f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run in this folder would "
+            "not be detected; choose a run.dir on a different file system"
         ) from error
     if not os.fstat(descriptor).st_nlink:  # a rejected start had made the folder, and removed it
-        raise UsageError(f"{run_dir}: was removed by another start that was refused; start again")
+        raise UsageError(f"{run_dir}: another run that failed to start removed the folder; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 
 
-def _ask(descriptor: int) -> None:
+def _acquire(descriptor: int) -> None:
     """Take the lock or raise BlockingIOError. Retries, since a process that checks for active runs briefly holds it."""
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):

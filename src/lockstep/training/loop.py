@@ -31,17 +31,17 @@ def take_step(engine: Stepping, recipe: EngineRecipe, turn: Turn, lr: float, *, 
     turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
-def train(engine: Stepping, reports: StepReports, following: Iterable[Turn | Event]) -> Iterator[Event]:
+def train(engine: Stepping, reports: StepReports, items: Iterable[Turn | Event]) -> Iterator[Event]:
     """Let an engine take the steps of `turns`, at the learning rates of their plan, and yield the events."""
     plan = reports.plan
     assert plan.rate is not None
     assert plan.recipe is not None
-    for turn in following:
-        if isinstance(turn, Turn):
-            observe = plan.figures is not None and plan.reports(turn.step)
-            take_step(engine, plan.recipe, turn, plan.rate.at(turn.step.samples_seen), observe=observe)
+    for item in items:
+        if isinstance(item, Turn):
+            observe = plan.figures is not None and plan.reports(item.step)
+            take_step(engine, plan.recipe, item, plan.rate.at(item.step.samples_seen), observe=observe)
         else:
-            yield turn
+            yield item
 
 
 def turns(
@@ -76,16 +76,16 @@ def turns(
         # would meet this one.
         level = world.agree_to_stop(stop.level if stop else 0)
         yield from reports.report(turn)
-        last = progress.step == plan.steps.total
-        if evaluate is not None and plan.evaluate is not None and (last or plan.evaluate.falls_on(step)):
+        is_last = progress.step == plan.steps.total
+        if evaluate is not None and plan.evaluate is not None and (is_last or plan.evaluate.falls_on(step)):
             with reports.paused():
                 evaluated = evaluate(progress)
                 progress.judge(evaluated, plan.monitor)
                 yield evaluated
         at_risk = preempted is not None and plan.reports(step) and preempted()
-        if last or level or at_risk or plan.save.falls_on(step):
+        if is_last or level or at_risk or plan.save.falls_on(step):
             with reports.paused():
                 yield from save(progress)
-        if level and not last:
+        if level and not is_last:
             yield Stopped(**progress.at, reason=STOP_LEVELS[level])
             return

@@ -81,8 +81,10 @@ class Examined:
 
     def note_activation(self, name: str, largest: float) -> None:
         """Record the largest absolute value of a module's output. NaN counts as the largest value."""
-        known = self.activations.get(name, 0.0)
-        self.activations[name] = largest if math.isnan(largest) else known if math.isnan(known) else max(known, largest)
+        previous = self.activations.get(name, 0.0)
+        self.activations[name] = (
+            largest if math.isnan(largest) else previous if math.isnan(previous) else max(previous, largest)
+        )
 
 
 @final
@@ -92,28 +94,28 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `tensors` receives the tensors of the micro-batch, and the results of all modules and operations.
     """
 
-    def __init__(self, microbatch: MicroBatch, found: Examined, tensors: Tensors | None = None) -> None:
+    def __init__(self, microbatch: MicroBatch, examined: Examined, tensors: Tensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._microbatch = microbatch
-        self._found = found
+        self._examined = examined
         self._tensors = tensors
         self._modules: list[str] = []
         self._paused = False
-        self._behind = LOSS  # the module whose backward is running
+        self._backward_module = LOSS  # the module whose backward is running
         self._note("batch", "", "", microbatch.batch)
-        self._look_at_batch()
+        self._check_batch()
 
     def note_losses(self, loss: Callable[[Any, Batch], Tensor], outputs: Any, batch: Batch) -> None:
         """Record the loss of each sample, if outputs and batch can be split into samples."""
         samples = self._microbatch.samples
         with torch.no_grad(), self.paused():
-            for place in range(samples):
-                one = partial(map_tensors, partial(_sample, place, samples))
+            for sample in range(samples):
+                select = partial(map_tensors, partial(_sample, sample, samples))
                 try:  # fails for a loss over the whole batch, or for custom output types
-                    value = float(loss(one(outputs), one(batch)))
+                    value = float(loss(select(outputs), select(batch)))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
-                self._found.losses.append(SampleLoss(self._microbatch.index, place, value))
+                self._examined.losses.append(SampleLoss(self._microbatch.index, sample, value))
 
     @contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
@@ -133,11 +135,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def _hooks(self, model: nn.Module) -> Iterator[None]:
         """Track the module that is computing while the block runs."""
-        with ExitStack() as held:
+        with ExitStack() as hooks:
             for path, module in model.named_modules():
                 name = path or type(module).__name__
-                held.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
-                held.enter_context(module.register_forward_hook(partial(self._leave, name)))
+                hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name)))
+                hooks.enter_context(module.register_forward_hook(partial(self._leave, name)))
             yield
 
     def _enter(self, name: str, _module: nn.Module, _inputs: Any) -> None:
@@ -147,67 +149,73 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._modules.pop()
         with self.paused():
             self._note("forward", name, "the module's output", outputs)
-            for each in tensors_of(outputs):
-                if each.is_floating_point() and each.numel():
-                    self._found.note_activation(name, float(each.detach().abs().amax()))
-                if each.grad_fn is not None:
-                    _notes_of(each.grad_fn).setdefault(_MODULE, name)  # keeps the innermost module
+            for tensor in tensors_of(outputs):
+                if tensor.is_floating_point() and tensor.numel():
+                    self._examined.note_activation(name, float(tensor.detach().abs().amax()))
+                if tensor.grad_fn is not None:
+                    _notes_of(tensor.grad_fn).setdefault(_MODULE, name)  # keeps the innermost module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         if node is not None:
-            self._behind = _notes_of(node).get(_MODULE, self._behind)
+            self._backward_module = _notes_of(node).get(_MODULE, self._backward_module)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if self._paused or name.startswith(_EXCHANGES):
             return func(*args, **kwargs)
         # Inspect the inputs first, because an operation may write its result into them.
-        looked_for = self._found.nonfinite is None and not name.startswith(_FILLS)
-        given = [*map(_kinds, tensors_of((args, kwargs)))] if looked_for else []
+        is_checked = self._examined.nonfinite is None and not name.startswith(_FILLS)
+        input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
-            self._look(name, given if looked_for else None, outputs, None if node is None else node.name())
+            self._check_outputs(
+                name, input_kinds if is_checked else None, outputs, None if node is None else node.name()
+            )
         return outputs
 
-    def _look(self, name: str, given: Sequence[tuple[bool, bool]] | None, outputs: Any, node: str | None) -> None:
+    def _check_outputs(
+        self, name: str, input_kinds: Sequence[tuple[bool, bool]] | None, outputs: Any, node: str | None
+    ) -> None:
         phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
-        where = (self._modules[-1] if self._modules else LOSS) if node is None else self._behind
+        module = (self._modules[-1] if self._modules else LOSS) if node is None else self._backward_module
         operation = name if node is None else f"{name} of {node}"
         if not name.startswith(_UNSET):
-            self._note(phase, where, operation, outputs)
-        if given is None:
+            self._note(phase, module, operation, outputs)
+        if input_kinds is None:
             return
-        made = [*map(_kinds, tensors_of(outputs))]
-        for what, position in (("NaN", 0), ("inf", 1)):
-            if any(each[position] for each in made) and not any(each[position] or each[0] for each in given):
-                place = self._place(tensors_of(outputs))
-                self._found.nonfinite = NonFinite(what, where, operation, phase, self._microbatch.index, place)  # type: ignore[arg-type]
+        output_kinds = [*map(_find_nan_and_inf, tensors_of(outputs))]
+        for kind, position in (("NaN", 0), ("inf", 1)):
+            if any(kinds[position] for kinds in output_kinds) and not any(
+                kinds[position] or kinds[0] for kinds in input_kinds
+            ):
+                sample = self._find_sample(tensors_of(outputs))
+                self._examined.nonfinite = NonFinite(kind, module, operation, phase, self._microbatch.index, sample)  # type: ignore[arg-type]
                 return
 
-    def _look_at_batch(self) -> None:
+    def _check_batch(self) -> None:
         """Record a NaN in the samples. Infinities are ignored, because they may be intended, as in a mask."""
         tensors = tensors_of(self._microbatch.batch)
-        if self._found.nonfinite is None and any(nan for nan, _ in map(_kinds, tensors)):
+        if self._examined.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
             index = self._microbatch.index
-            self._found.nonfinite = NonFinite("NaN", BATCH, "", "forward", index, self._place(tensors))
+            self._examined.nonfinite = NonFinite("NaN", BATCH, "", "forward", index, self._find_sample(tensors))
 
     def _note(self, phase: str, module: str, name: str, outputs: Any) -> None:
         if self._tensors is not None:
-            for each in tensors_of(outputs):
-                self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, each)
+            for tensor in tensors_of(outputs):
+                self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, tensor)
 
-    def _place(self, outputs: Sequence[Tensor]) -> int:
+    def _find_sample(self, outputs: Sequence[Tensor]) -> int:
         """Return the sample of the first non-finite value, or -1 if the outputs aren't per sample."""
-        for each in outputs:
-            if each.ndim and len(each) == self._microbatch.samples and each.is_floating_point():
-                rows = (~torch.isfinite(each.detach().reshape(len(each), -1))).any(1).nonzero()
+        for tensor in outputs:
+            if tensor.ndim and len(tensor) == self._microbatch.samples and tensor.is_floating_point():
+                rows = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero()
                 if len(rows):
                     return int(rows[0])
         return -1
 
 
-def _sample(place: int, samples: int, tensor: Tensor) -> Tensor:
-    return tensor[place : place + 1] if tensor.ndim and len(tensor) == samples else tensor
+def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
+    return tensor[index : index + 1] if tensor.ndim and len(tensor) == samples else tensor
 
 
 def _notes_of(node: Any) -> dict[str, Any]:
@@ -216,7 +224,7 @@ def _notes_of(node: Any) -> dict[str, Any]:
     return notes
 
 
-def _kinds(tensor: Tensor) -> tuple[bool, bool]:
+def _find_nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
     """Return whether a tensor contains NaN, and whether it contains infinities."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False, False

@@ -31,13 +31,13 @@ class StepReports:
         self.digests = digests
         self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
         self._meter = Meter(world.device)
-        self._last = -1  # the number of the last step; the step itself would keep its batch in memory
+        self._last_step = -1  # the number of the last step; the step itself would keep its batch in memory
 
     def report(self, turn: Turn) -> Sequence[Stepped]:
         """Count a completed step, and return its report if the plan asks for one. A second call returns nothing."""
-        if turn.step.number == self._last:
+        if turn.step.number == self._last_step:
             return ()
-        self._last = turn.step.number
+        self._last_step = turn.step.number
         assert turn.sums is not None
         assert turn.update is not None
         self._losses.add(turn.step, turn.lr, turn.sums)

@@ -13,11 +13,11 @@ from lockstep.errors import TrainingError
 from lockstep.training.checkpoint import tensorfile
 
 
-def _whole(batch: Batch) -> Batch:
+def _full_batch(batch: Batch) -> Batch:
     return batch
 
 
-def digest_ends(split: Split, select: Callable[[Batch], Any] = _whole) -> str:
+def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
     """Return a digest of the first and the last sample of a split, or of the part of a batch that `select` returns."""
     try:
         # One batch per sample, because a collate function that stacks samples fails on samples of different lengths.

@@ -43,7 +43,7 @@ class Turn:
             self.progress.advance(self.step, update.applied)
         else:
             self.progress.skipped_steps += self.update.applied and not update.applied
-            before = self.sums.total
-            sums = sums._replace(total=torch.where(before.isfinite(), sums.total, before))
+            total_before = self.sums.total
+            sums = sums._replace(total=torch.where(total_before.isfinite(), sums.total, total_before))
             update = update._replace(applied=self.update.applied and update.applied)
         self.sums, self.update = sums, update

@@ -21,12 +21,12 @@ class NonFiniteCheck:
         self._digests = digests
         self._stop = stop
         self._advice = advice
-        self._seen: list[tuple[Step, float, Sums]] = []
-        self._last = math.nan
+        self._unchecked: list[tuple[Step, float, Sums]] = []
+        self._last_loss = math.nan
 
     def add(self, step: Step, lr: float, sums: Sums) -> None:
         """Add the losses of `step`, which was taken at learning rate `lr`."""
-        self._seen.append((step, lr, sums))
+        self._unchecked.append((step, lr, sums))
 
     def check(self) -> float:
         """Return the loss of the last step. All ranks call it.
@@ -34,26 +34,26 @@ class NonFiniteCheck:
         If a step since the last check had a non-finite loss, and the recipe says stop, raises TrainingError. The error
         names the first such step, and the ranks whose micro-batches caused it.
         """
-        if self._seen:
-            totals = torch.stack([sums.total for _, _, sums in self._seen]).tolist()
+        if self._unchecked:
+            totals = torch.stack([sums.total for _, _, sums in self._unchecked]).tolist()
             # A step of weight 0 changed nothing, and its loss has no meaning: it is the sum of losses, which is 0.
-            losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._seen, strict=True)]
-            self._last = losses[-1]
+            losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._unchecked, strict=True)]
+            self._last_loss = losses[-1]
             if self._stop:
-                for loss, (step, lr, sums) in zip(losses, self._seen, strict=True):
+                for loss, (step, lr, sums) in zip(losses, self._unchecked, strict=True):
                     if not math.isfinite(loss):
                         if self._digests is not None:
                             self._digests.collect()  # up to this step, since a user may want to inspect them
-                        raise TrainingError(self._verdict(loss, step, lr, sums))
-            self._seen.clear()
-        return self._last
+                        raise TrainingError(self._describe(loss, step, lr, sums))
+            self._unchecked.clear()
+        return self._last_loss
 
-    def _verdict(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
-        guilty = torch.zeros(self._world.size, dtype=torch.int64)
-        guilty[self._world.rank] = not all(bool(torch.isfinite(loss)) for loss in sums.own_losses)
-        ranks = self._world.add_(guilty).nonzero().flatten().tolist()
-        where = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
+    def _describe(self, loss: float, step: Step, lr: float, sums: Sums) -> str:
+        nonfinite = torch.zeros(self._world.size, dtype=torch.int64)
+        nonfinite[self._world.rank] = not all(bool(torch.isfinite(loss)) for loss in sums.own_losses)
+        ranks = self._world.add_(nonfinite).nonzero().flatten().tolist()
+        source = f"rank {', '.join(map(str, ranks))}" if ranks else "the sum over all ranks"
         return (
-            f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {where}, "
+            f"loss is {loss} at step {step.number + 1} (epoch {step.epoch + 1}), on {source}, "
             f"at learning rate {lr:.6g}; {self._advice}"
         )

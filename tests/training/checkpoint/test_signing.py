@@ -46,7 +46,7 @@ def test_one_that_is_not_signed_is_refused_and_no_older_one_taken(tmp_path: Path
     snapshot = Snapshot({"w": torch.zeros(2)}, {}, None, {"step": 2})
     store.save(tmp_path, 2, snapshot, keep=9, best=False)
     for read in (lambda: store.newest(tmp_path, KEY), lambda: store.load(tmp_path / "latest", key=KEY)):
-        with pytest.raises(UsageError, match=r"step-00000002: not signed, and run\.key_file asks for it"):
+        with pytest.raises(UsageError, match=r"step-00000002: not signed, but run\.key_file requires a signature"):
             read()
 
 
@@ -64,7 +64,7 @@ def test_one_that_another_signed_or_changed_is_refused(tmp_path: Path, changed: 
     elif changed == "file":
         manifest["files"]["state.json"]["bytes"] += 1
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UsageError, match=r"signed with another key than that of run\.key_file, or changed since"):
+    with pytest.raises(UsageError, match=r"signed with a different key than run\.key_file, or changed since"):
         store.read(path, KEY)
 
 
@@ -82,7 +82,7 @@ def test_a_key_is_what_its_file_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
 def test_a_key_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
     path = key_file(tmp_path, mode=mode)
-    with pytest.raises(UsageError, match=f"others may use it .mode {mode:04o}, .*chmod 600 {path}"):
+    with pytest.raises(UsageError, match=f"other users can access it .mode {mode:04o}, .*chmod 600 {path}"):
         read_key(path)
 
 
@@ -95,5 +95,5 @@ def test_what_is_no_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a regular file"):
         read_key(tmp_path / "pipe")
     for size in (0, 31, 4097):
-        with pytest.raises(UsageError, match=rf"holds {size} bytes, a key has 32 to 4096; make one with"):
+        with pytest.raises(UsageError, match=rf"expected 32 to 4096 bytes, got {size}; create a key with"):
             read_key(key_file(tmp_path, b"x" * size))

@@ -183,7 +183,7 @@ def test_one_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
     assert step_of(found) == 1
     assert found.path == tmp_path / "step-00000001"
     [problem] = found.problems
-    assert problem == f"{damaged}: damaged after it was written: sha256 expected {before}, found {after}"
+    assert problem == f"{damaged}: damaged after it was written: expected sha256 {before}, got {after}"
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
@@ -230,16 +230,16 @@ def _another_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
-        ("model.safetensors", _cut, r"model\.safetensors: damaged .*: bytes expected \d+, found \d+"),
-        ("model.safetensors", os.remove, r"model\.safetensors: missing; the checkpoint is not whole"),
+        ("model.safetensors", _cut, r"model\.safetensors: damaged .*: expected bytes \d+, got \d+"),
+        ("model.safetensors", os.remove, r"model\.safetensors: missing; the checkpoint is incomplete"),
         ("model.safetensors", _pipe, r"model\.safetensors: cannot be read: it is not a regular file"),
         ("model.safetensors", _device, r"model\.safetensors: cannot be read: it is a symbolic link"),
         ("manifest.json", _pipe, r"manifest\.json: cannot be read: it is not a regular file"),
         ("manifest.json", _device, r"manifest\.json: cannot be read: it is a symbolic link"),
-        ("manifest.json", os.remove, r"manifest\.json: missing; the checkpoint is not whole"),
+        ("manifest.json", os.remove, r"manifest\.json: missing; the checkpoint is incomplete"),
         ("manifest.json", _cut, r"manifest\.json: not a manifest"),
-        ("manifest.json", _newer_format, r"manifest\.json: format 2, this version reads 1"),
-        ("manifest.json", _key_twice, "a key stands there twice"),  # of two values readers may take either
+        ("manifest.json", _newer_format, r"manifest\.json: expected format 1, got 2"),
+        ("manifest.json", _key_twice, "a key appears twice"),  # of two values readers may take either
         ("manifest.json", _another_file, r"manifest\.json: lists \.\./stranger\.safetensors, .* checkpoint is damaged"),
     ],
 )
@@ -263,7 +263,7 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path: Path) ->
     save(tmp_path, 1, 2)
     for step in (1, 2):
         os.remove(tmp_path / f"step-0000000{step}" / "state.json")
-    with pytest.raises(TrainingError, match=r"(?s)no checkpoint is whole.*00000002/state.*00000001/state"):
+    with pytest.raises(TrainingError, match=r"(?s)no checkpoint is intact.*00000002/state.*00000001/state"):
         store.newest(tmp_path)
 
 
@@ -283,12 +283,12 @@ def test_load_takes_a_run_a_folder_a_link_and_a_checkpoint(tmp_path: Path) -> No
 
 
 def test_load_says_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="absent: not found; give a run folder"):
+    with pytest.raises(UsageError, match="absent: not found; pass a run folder"):
         store.load(tmp_path / "absent")
-    with pytest.raises(UsageError, match="holds no checkpoint"):
+    with pytest.raises(UsageError, match="no checkpoint found"):
         store.load(tmp_path)
     save(tmp_path / "checkpoints", 1)
-    with pytest.raises(UsageError, match=r"model\.safetensors: is a file; give a run folder"):
+    with pytest.raises(UsageError, match=r"model\.safetensors: is a file; pass a run folder"):
         store.load(tmp_path / "checkpoints" / "latest" / "model.safetensors")
     with pytest.raises(UsageError, match="no checkpoint is marked as best"):
         store.load(tmp_path, prefer="best")
@@ -310,7 +310,7 @@ def file_size_limit() -> Iterator[int]:
 def test_a_write_that_the_kernel_refuses(tmp_path: Path, file_size_limit: int) -> None:
     save(tmp_path, 1)
     large = Snapshot({"w": torch.zeros(file_size_limit)}, {}, None, {})
-    words = r"step-00000002: checkpoint not written: File too large; step-00000001 is intact; put that right"
+    words = r"step-00000002: checkpoint not written: File too large; step-00000001 is intact; fix the problem"
     with pytest.raises(TrainingError, match=words):
         store.save(tmp_path, 2, large, keep=1, best=True)
     assert names(tmp_path) == ["latest", "step-00000001"]
@@ -319,7 +319,7 @@ def test_a_write_that_the_kernel_refuses(tmp_path: Path, file_size_limit: int) -
 
 def test_the_first_checkpoint_has_no_earlier_one(tmp_path: Path, file_size_limit: int) -> None:
     large = Snapshot({"w": torch.zeros(file_size_limit)}, {}, None, {})
-    with pytest.raises(TrainingError, match="there is no earlier one"):
+    with pytest.raises(TrainingError, match="there is no earlier checkpoint"):
         store.save(tmp_path / "checkpoints", 2, large, keep=1, best=True)
     assert names(tmp_path / "checkpoints") == []
 
@@ -355,7 +355,7 @@ def test_a_full_disk_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, cal
         assert found.problems == []
     start = "step-00000002: checkpoint not written: No space left on device; step-0000000"
     assert failures
-    assert all(start in words and "; free space there" in words for words in failures)
+    assert all(start in words and "; free disk space" in words for words in failures)
     save(tmp_path, 2, best=2)
     assert names(tmp_path) == ["best", "latest", "step-00000001", "step-00000002"]
 
@@ -420,13 +420,13 @@ def test_what_is_no_file_is_named_and_the_previous_checkpoint_used(tmp_path: Pat
 
 def test_more_tensors_than_could_be_read_again_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.training.checkpoint.tensorfile.LARGEST_HEADER", 100)
-    with pytest.raises(TrainingError, match="a file of 2 tensors: what it says of them is too long"):
+    with pytest.raises(TrainingError, match=r"a file of 2 tensors: its header of .* bytes exceeds the limit"):
         save(tmp_path, 1)
 
 
 def test_a_run_folder_that_was_removed_is_not_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "run/checkpoints"
-    with pytest.raises(TrainingError, match=f"{tmp_path}/run: the run folder was removed while the run trained"):
+    with pytest.raises(TrainingError, match=f"{tmp_path}/run: the run folder was removed during training"):
         save(folder, 1)
     assert not (tmp_path / "run").exists()
 

@@ -82,20 +82,22 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     """
     schemas.check(state.get("schema"), path / store.STATE)
     try:
-        found = SavedState.model_validate(state)
+        saved = SavedState.model_validate(state)
     except ValidationError as error:
         lines = [
-            f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}, got {repr(each['input'])[:60]}"
-            for each in error.errors()[:_SHOWN]
+            f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].lower()}, got {repr(detail['input'])[:60]}"
+            for detail in error.errors()[:_SHOWN]
         ]
-        raise UsageError("\n".join([f"{path / store.STATE}: not what this version writes:", *lines])) from None
-    named, step = store.step_of(path), found.progress.step
-    if named not in (None, step):
         raise UsageError(
-            f"{path}: the folder is named after step {named}, what lies in it is of step {step}; give it back its name "
+            "\n".join([f"{path / store.STATE}: does not match the format of this version:", *lines])
+        ) from None
+    named_step, step = store.step_of(path), saved.progress.step
+    if named_step not in (None, step):
+        raise UsageError(
+            f"{path}: the folder is named after step {named_step}, but contains step {step}; rename it to "
             f"{store.step_name(step)}, or remove it"
         )
-    return found
+    return saved
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
@@ -107,25 +109,25 @@ def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bo
     if step > steps.total:
         yield f"step {step}, but the run has {steps.total} steps"
         return
-    last = steps[step - 1] if step else None
-    epoch, samples = (last.epoch, last.samples_seen + last.samples) if last else (0, 0)
+    last_step = steps[step - 1] if step else None
+    epoch, samples = (last_step.epoch, last_step.samples_seen + last_step.samples) if last_step else (0, 0)
     if (progress.epoch, progress.samples) != (epoch, samples):
-        found = f"epoch {progress.epoch} and {progress.samples} samples"
-        yield f"{found}; after step {step} it is epoch {epoch} and {samples} samples"
+        actual = f"epoch {progress.epoch} and {progress.samples} samples"
+        yield f"{actual} after step {step}, expected epoch {epoch} and {samples} samples"
     if progress.skipped_steps > (step if may_skip else 0):
         yield f"{progress.skipped_steps} skipped updates in {step} steps"
     monitor, has_best = task.monitor, progress.best_at > 0
-    for what, figures in (("figures", progress.figures), ("best", progress.best)):
+    for section, figures in (("figures", progress.figures), ("best", progress.best)):
         if has_best and monitor.name not in (*figures, "loss"):
-            yield f"{what} has {', '.join(figures) or 'nothing'}; the run's figures have {monitor.name}"
+            yield f"{section} has {', '.join(figures) or 'nothing'}, but the run reports {monitor.name}"
             return
         for name in task.fractions:
             if not 0 <= figures.get(name, 0.0) <= 1:
-                yield f"{what}: {name} is {figures[name]}, which is no share of one"
+                yield f"{section}: {name} is {figures[name]}, which is not between 0 and 1"
     latest, best = (figures.get(monitor.name, math.nan) for figures in (progress.figures, progress.best))
     if ((progress.figures or progress.best) and not has_best) or progress.best_at > step:
-        yield f"best_at is {progress.best_at}, which does not go with step {step} and the best evaluation's figures"
+        yield f"best_at is {progress.best_at}, which does not match step {step} and the figures of the best evaluation"
     elif not has_best and (progress.best_at != -1 or progress.best_loss != math.inf):
         yield f"best_at is {progress.best_at} and best_loss {progress.best_loss}, without a best evaluation"
     elif latest > best if monitor.higher else latest < best:
-        yield f"the best {monitor.name} is {best}, and that of the last evaluation, {latest}, is better"
+        yield f"the best {monitor.name} is {best}, but the last evaluation has {latest}, which is better"

@@ -55,13 +55,13 @@ class Saver:
         error.
         """
         began = time.perf_counter()
-        at, best = progress.at, progress.best_at == progress.step
+        fields, best = progress.at, progress.best_at == progress.step
         if self._executor is None:
-            return [self._write(at, best, snapshot, began)]
-        before = self.wait()
-        kept = _copy_snapshot(snapshot)
-        self._running = self._executor.submit(self._write, at, best, kept, began)
-        return before
+            return [self._write(fields, best, snapshot, began)]
+        completed = self.wait()
+        copied = _copy_snapshot(snapshot)
+        self._running = self._executor.submit(self._write, fields, best, copied, began)
+        return completed
 
     def poll(self) -> list[Saved]:
         """Return the background save that has completed since the last call, if any. Doesn't wait."""
@@ -77,10 +77,10 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, at: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
-        step, weights = at["step"], store.weights_sha256(whole_tensors(snapshot.model))
-        if (found := disagreement(self._world, snapshot.model, weights)) is not None:
-            raise HostError(_not_saved(step, found, self.buffers))
+    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
+        step, weights = fields["step"], store.weights_sha256(whole_tensors(snapshot.model))
+        if (difference := disagreement(self._world, snapshot.model, weights)) is not None:
+            raise HostError(_not_saved(step, difference, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         else:
@@ -88,37 +88,37 @@ class Saver:
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
         path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
-        return Saved(**at, path=path, weights_sha256=weights, best=best, seconds=seconds)
+        return Saved(**fields, path=path, weights_sha256=weights, best=best, seconds=seconds)
 
 
-def _not_saved(step: int, found: Disagreement, buffers: frozenset[str]) -> str:
+def _not_saved(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
     """Return the message for ranks that disagree: the tensors, the odd rank, the likely cause, and what to do."""
-    fault = "a fault of a processor or its memory"
-    if buffers.issuperset(found.names):
+    fault = "a processor or memory fault"
+    if buffers.issuperset(difference.names):
         kind = "buffer"
-        cause = f"the forward pass changes them, each rank by its own micro-batches, or {fault}"
+        cause = f"the forward pass updates buffers from the micro-batches of each rank, or {fault}"
     else:
-        kind = "weight" if buffers.isdisjoint(found.names) else "weight or buffer"
-        cause = f"{fault}, or code that changes weights other than by the optimizer"
-    subject = f"a {kind} differs" if len(found.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
+        kind = "weight" if buffers.isdisjoint(difference.names) else "weight or buffer"
+        cause = f"{fault}, or code that changes weights outside the optimizer"
+    subject = f"a {kind} differs" if len(difference.names) == 1 else f"{kind.replace(' or ', 's or ')}s differ"
     return (
-        f"after step {step} {subject} between ranks: {found.listed}: {found.who}; not saved. Likely: {cause}. "
-        f"`lockstep verify` names code that does it; placement.audit_every finds a rank that computes wrongly; the "
-        f"same command goes on from the last checkpoint"
+        f"after step {step}, {subject} between ranks: {difference.name_list}: {difference.verdict}; not saved. Likely "
+        f"cause: {cause}. Run `lockstep verify` to find such code, or set placement.audit_every to find a rank that "
+        f"computes wrong results; to continue from the last checkpoint, run the same command again"
     )
 
 
 @torch.no_grad()
 def _copy_snapshot(snapshot: Snapshot) -> Snapshot:
     files = [
-        None if tensors is None else {name: _copy(held) for name, held in tensors.items()}
+        None if tensors is None else {name: _copy(value) for name, value in tensors.items()}
         for tensors in (snapshot.model, snapshot.optimizer, snapshot.ema, snapshot.feedback, snapshot.script)
     ]
     model, optimizer, ema, feedback, script = files
     return Snapshot(model or {}, optimizer or {}, ema, snapshot.state, feedback, script)
 
 
-def _copy(held: MaybeSharded) -> MaybeSharded:
-    if isinstance(held, Shard):
-        return replace(held, tensor=held.tensor.to("cpu", copy=True))
-    return held.to("cpu", copy=True)
+def _copy(value: MaybeSharded) -> MaybeSharded:
+    if isinstance(value, Shard):
+        return replace(value, tensor=value.tensor.to("cpu", copy=True))
+    return value.to("cpu", copy=True)

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError, os_error_as
 
 _SHORTEST: Final = 32  # bytes: a shorter key may be guessed
 _LONGEST: Final = 4096
-_HOW: Final = "make one with: (umask 077; head -c 32 /dev/urandom > FILE)"
+_HOW: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"  # other data signed with the same key is no manifest
 
 
@@ -25,19 +25,19 @@ def read_key(path: Path) -> bytes:
     with os_error_as(UsageError, f"run.key_file {path}: cannot be read"):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise UsageError(f"run.key_file {path}: not a regular file; {_HOW}")
-        if found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+        if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
             raise UsageError(
-                f"run.key_file {path}: others may use it (mode {stat.S_IMODE(found.st_mode):04o}, owner "
-                f"{found.st_uid}); it must be yours alone: chmod 600 {path}, or make a new key if somebody read it"
+                f"run.key_file {path}: other users can access it (mode {stat.S_IMODE(status.st_mode):04o}, owner "
+                f"{status.st_uid}); run chmod 600 {path}, or create a new key if another user may have read it"
             )
         key = os.read(descriptor, _LONGEST + 1)
     finally:
         os.close(descriptor)
     if not _SHORTEST <= len(key) <= _LONGEST:
-        raise UsageError(f"run.key_file {path}: holds {len(key)} bytes, a key has {_SHORTEST} to {_LONGEST}; {_HOW}")
+        raise UsageError(f"run.key_file {path}: expected {_SHORTEST} to {_LONGEST} bytes, got {len(key)}; {_HOW}")
     return key
 
 
@@ -46,6 +46,6 @@ def signature(key: bytes, data: bytes) -> str:
     return hmac.new(key, _PURPOSE + data, hashlib.sha256).hexdigest()
 
 
-def is_signed(key: bytes, data: bytes, found: str) -> bool:
-    """Return whether `found` is the signature of `data`, in constant time."""
-    return hmac.compare_digest(signature(key, data).encode(), found.encode())
+def is_signed(key: bytes, data: bytes, claimed: str) -> bool:
+    """Return whether `claimed` is the signature of `data`, in constant time."""
+    return hmac.compare_digest(signature(key, data).encode(), claimed.encode())

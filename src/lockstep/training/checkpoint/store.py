@@ -92,14 +92,14 @@ class Snapshot:
     @property
     def files(self) -> dict[str, NamedTensors]:
         """The tensors of each file, by file name."""
-        own = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
-        present = {**own, SCRIPT: self.script}
+        model_files = {MODEL: self.model, OPTIMIZER: self.optimizer, EMA: self.ema, FEEDBACK: self.feedback}
+        present = {**model_files, SCRIPT: self.script}
         return {name: tensors for name, tensors in present.items() if tensors is not None}
 
     @property
     def is_whole(self) -> bool:
         """Whether no tensor is sharded."""
-        return not any(isinstance(held, Shard) for tensors in self.files.values() for held in tensors.values())
+        return not any(isinstance(value, Shard) for tensors in self.files.values() for value in tensors.values())
 
 
 class FoundCheckpoint(NamedTuple):
@@ -150,7 +150,7 @@ def prepare(final: Path) -> Path:
     """Remove leftovers, and create the temporary folder in which the checkpoint `final` is written."""
     final.parent.mkdir(exist_ok=True)  # never creates the run folder: if it is missing, it was removed
     _clear(final.parent)
-    temporary = _aside(final, "tmp")
+    temporary = _hidden_path(final, "tmp")
     temporary.mkdir()
     return temporary
 
@@ -168,7 +168,7 @@ def publish(
 
     For the arguments, see `save`.
     """
-    temporary, folder = _aside(final, "tmp"), final.parent
+    temporary, folder = _hidden_path(final, "tmp"), final.parent
     files = {**files, STATE: durable.write(temporary / STATE, [_json(state)])}
     content: dict[str, JSON] = {
         "format": _FORMAT,
@@ -197,17 +197,17 @@ def abandon(final: Path) -> None:
 def not_written(final: Path, error: OSError) -> str:
     """Return the message for a checkpoint that failed to save."""
     if not final.parent.parent.is_dir():
-        return f"{final.parent.parent}: the run folder was removed while the run trained; what it had saved is lost"
-    before = [path.name for path in checkpoints(final.parent)]
-    intact = f"{before[0]} is intact" if before else "there is no earlier one"
-    remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "put that right"
+        return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
+    earlier = [path.name for path in checkpoints(final.parent)]
+    intact = f"{earlier[0]} is intact" if earlier else "there is no earlier checkpoint"
+    remedy = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix the problem"
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
 
 
 def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file of a snapshot that is whole."""
     return {
-        name: {key: local_tensor(held) for key, held in tensors.items()} for name, tensors in snapshot.files.items()
+        name: {key: local_tensor(value) for key, value in tensors.items()} for name, tensors in snapshot.files.items()
     }
 
 
@@ -226,7 +226,7 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
             problems.append(str(error))
     if problems:
         raise DataError(
-            "\n".join([f"{folder}: no checkpoint is whole; restore one, or start in another run.dir", *problems])
+            "\n".join([f"{folder}: no checkpoint is intact; restore one, or choose a different run.dir", *problems])
         )
     return None
 
@@ -240,8 +240,8 @@ def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | 
     if path.is_symlink():
         path = path.parent / path.readlink()
     if not path.is_dir():
-        found = "is a file" if path.exists() else "not found"
-        raise UsageError(f"{path}: {found}; give a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
+        problem = "is a file" if path.exists() else "not found"
+        raise UsageError(f"{path}: {problem}; pass a run folder, or a checkpoint in it such as {FOLDER}/{LATEST}")
     if _STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         return FoundCheckpoint(read(path, key), path, [])
     return _load_run(path, prefer, key)
@@ -255,29 +255,31 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
     expected = manifest(path, key)
     for name, written in expected.files.items():
         _verify(path / name, written)
-    wrong = (SafetensorError, ValueError, OSError)
-    with error_as(TrainingError, wrong, f"{path}: cannot be read, though its hashes are right"):
+    read_errors = (SafetensorError, ValueError, OSError)
+    with error_as(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
         # Memory-mapped, so that a caller that needs only some rows reads no more than these.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
         state = _mapping(path / STATE, _LARGEST_STATE)
         snapshot = Snapshot(
             tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK), tensors.get(SCRIPT)
         )
-    if (found := weights_sha256(snapshot.model)) != expected.weights_sha256:
-        raise DataError(_differs(path / MANIFEST, "weights_sha256", expected.weights_sha256, found))
+    if (digest := weights_sha256(snapshot.model)) != expected.weights_sha256:
+        raise DataError(_describe_damage(path / MANIFEST, "weights_sha256", expected.weights_sha256, digest))
     return snapshot
 
 
 def manifest(path: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest of the checkpoint folder `path`, without checking its files. For `key`, see `read`."""
-    place = path / MANIFEST
+    manifest_path = path / MANIFEST
     try:
-        content = _mapping(place, _LARGEST_MANIFEST)
+        content = _mapping(manifest_path, _LARGEST_MANIFEST)
         signed = content.pop(_HMAC, None)
         match content:
             case {"format": int(version)} if type(version) is int and version != _FORMAT:
-                wanted = f"this version reads {_FORMAT}; use the one that wrote it"
-                raise DataError(f"{place}: format {str(version)[:40]}, {wanted}")
+                raise DataError(
+                    f"{manifest_path}: expected format {_FORMAT}, got {str(version)[:40]}; use the version of "
+                    f"Lockstep that wrote it"
+                )
             case {"format": int(version), "files": dict(listed), "weights_sha256": str(weights), **rest} if (
                 not rest and version is not True
             ):
@@ -285,11 +287,11 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
             case _:
                 raise ValueError(f"its keys are {_format_names(content)}")
         if not _SHA256.fullmatch(weights) or not (signed is None or isinstance(signed, str)):
-            raise ValueError("a hash is none")
+            raise ValueError("a hash is not valid")
     except ValueError as error:
-        raise DataError(f"{place}: not a manifest ({error}); the checkpoint is damaged") from error
+        raise DataError(f"{manifest_path}: not a manifest ({error}); the checkpoint is damaged") from error
     if set(files) - {EMA, FEEDBACK, SCRIPT} != {MODEL, OPTIMIZER, STATE}:
-        raise DataError(f"{place}: lists {_format_names(files)}; the checkpoint is damaged")
+        raise DataError(f"{manifest_path}: lists {_format_names(files)}; the checkpoint is damaged")
     if key is not None:
         _check_signature(path, key, _json(content), signed)
     return Manifest(files, weights)
@@ -297,7 +299,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
 
 def step_of(path: Path) -> int | None:
     """Return the step that a checkpoint folder is named after, or None if the user renamed it."""
-    name = left[1] if (left := _LEFTOVER.fullmatch(path.name)) else path.name
+    name = leftover[1] if (leftover := _LEFTOVER.fullmatch(path.name)) else path.name
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -325,13 +327,13 @@ def _install(final: Path) -> None:
     # Two renames, because a rename can't replace a folder that isn't empty. If the process is killed between them, the
     # previous checkpoint of the step remains under its .old name, and `newest` finds it there.
     if final.exists():
-        os.rename(final, _aside(final, "old"))
-    os.rename(_aside(final, "tmp"), final)
+        os.rename(final, _hidden_path(final, "old"))
+    os.rename(_hidden_path(final, "tmp"), final)
     durable.sync_folder(final.parent)
-    _remove(_aside(final, "old"))
+    _remove(_hidden_path(final, "old"))
 
 
-def _aside(final: Path, kind: Literal["tmp", "old"]) -> Path:
+def _hidden_path(final: Path, kind: Literal["tmp", "old"]) -> Path:
     return final.with_name(f".{final.name}.{kind}-{os.getpid()}")
 
 
@@ -339,16 +341,16 @@ def _clear(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if _is_leftover(path):
             _remove(path)
-        elif left := _LEFTOVER.fullmatch(path.name):
-            os.rename(path, folder / left[1])
+        elif leftover := _LEFTOVER.fullmatch(path.name):
+            os.rename(path, folder / leftover[1])
         elif path.name.startswith((f".{LATEST}.tmp-", f".{BEST}.tmp-")):
             path.unlink()
 
 
 def _is_leftover(path: Path) -> bool:
     """Return whether a path was left by a killed save and isn't the only copy of the step that was to be replaced."""
-    left = _LEFTOVER.fullmatch(path.name)
-    return left is not None and not (left[3] == "old" and not path.with_name(left[1]).exists())
+    leftover = _LEFTOVER.fullmatch(path.name)
+    return leftover is not None and not (leftover[3] == "old" and not path.with_name(leftover[1]).exists())
 
 
 def _remove(path: Path) -> None:
@@ -384,7 +386,7 @@ def remove(path: Path) -> None:
     """Remove a checkpoint or a leftover of a killed save. If a part can't be removed, the next save tries again."""
     if _STEP.fullmatch(path.name):
         # Renamed first, so that a kill during the removal leaves no partial checkpoint under a valid name.
-        doomed = _aside(path, "tmp")
+        doomed = _hidden_path(path, "tmp")
         os.rename(path, doomed)
         path = doomed
     _remove(path)
@@ -399,14 +401,14 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of `folder` (<run>/checkpoints) by name, newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def _candidates(folder: Path) -> list[Path]:
     """Return the checkpoints, and those that a killed save moved away, by step, newest first."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    moved = [path for path in paths if (left := _LEFTOVER.fullmatch(path.name)) and left[3] == "old"]
+    moved = [path for path in paths if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[3] == "old"]
     # For the same step, the name without a dot comes first.
     return sorted([*checkpoints(folder), *moved], key=lambda path: (step_of(path) or 0, path.name), reverse=True)
 
@@ -415,22 +417,24 @@ def _load_run(path: Path, prefer: Literal["newest", "best"], key: bytes | None) 
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if prefer == "best" and (folder / BEST).is_symlink():
         return load(folder / BEST, key=key)
-    found = newest(folder, key)
-    if found is None:
-        raise UsageError(f"{path}: holds no checkpoint; give the folder of a run that has saved one")
+    checkpoint = newest(folder, key)
+    if checkpoint is None:
+        raise UsageError(f"{path}: no checkpoint found; pass the folder of a run that has saved one")
     if prefer == "best":
-        raise UsageError(f"{path}: no checkpoint is marked as best, the run was never evaluated; use the newest")
-    return found
+        raise UsageError(
+            f"{path}: no checkpoint is marked as best, because the run was never evaluated; use the newest"
+        )
+    return checkpoint
 
 
 def _check_signature(path: Path, key: bytes, signed_text: bytes, signed: str | None) -> None:
     if signed is None:
         raise UsageError(
-            f"{path}: not signed, and run.key_file asks for it; whoever can write there may have made it. If you know "
-            f"that it is yours, go on from it once without run.key_file"
+            f"{path}: not signed, but run.key_file requires a signature, and anyone with write access may have created "
+            f"it; if you know that it is yours, resume from it once without run.key_file"
         )
     if not signing.is_signed(key, signed_text, signed):
-        raise UsageError(f"{path}: signed with another key than that of run.key_file, or changed since; do not use it")
+        raise UsageError(f"{path}: signed with a different key than run.key_file, or changed since; do not use it")
 
 
 def _file_record(name: str, file: JSON) -> Written:
@@ -438,7 +442,7 @@ def _file_record(name: str, file: JSON) -> Written:
         case {"sha256": str(sha256), "bytes": int(size), **rest} if not rest and size >= 0 and size is not True:
             if _SHA256.fullmatch(sha256):
                 return Written(sha256, size)
-    raise ValueError(f"what it says of {name[:40]!r} is not a hash and a size")
+    raise ValueError(f"the entry of {name[:40]!r} is not a hash and a size")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
@@ -451,26 +455,26 @@ def _verify(path: Path, expected: Written) -> None:
     with _reading(path), plainfile.reader(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size != expected.bytes:
-            raise DataError(_differs(path, "bytes", expected.bytes, size))
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected.sha256:
-        raise DataError(_differs(path, "sha256", expected.sha256, found))
+            raise DataError(_describe_damage(path, "bytes", expected.bytes, size))
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected.sha256:
+        raise DataError(_describe_damage(path, "sha256", expected.sha256, digest))
 
 
 def _mapping(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object in a file. Raise ValueError if the file holds anything else."""
     with _reading(path):
         data = plainfile.content(path, limit)
-    content = plainfile.parse_json(data, _once)
+    content = plainfile.parse_json(data, _unique_keys)
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return content
 
 
-def _once(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+def _unique_keys(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key appears twice")
     return content
 
 
@@ -483,10 +487,10 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise DataError(f"{path}: missing; the checkpoint is not whole") from None
+        raise DataError(f"{path}: missing; the checkpoint is incomplete") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _differs(path: Path, what: str, expected: object, found: object) -> str:
-    return f"{path}: damaged after it was written: {what} expected {expected}, found {found}"
+def _describe_damage(path: Path, field: str, expected: object, actual: object) -> str:
+    return f"{path}: damaged after it was written: expected {field} {expected}, got {actual}"

@@ -66,24 +66,27 @@ def frame(tensors: NamedTensors) -> Frame:
         shape, tensor = tensors[name].shape, local_tensor(tensors[name])
         ends.append(ends[-1] + shape.numel() * tensor.element_size())
         header[name] = {"dtype": dtype_name(name, tensor), "shape": list(shape), "data_offsets": ends[-2:]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > LARGEST_HEADER:
-        raise TrainingError(f"a file of {len(names):,} tensors: what it says of them is too long to be read again")
-    head = len(text).to_bytes(8, "little") + text
+    header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    header_json += b" " * (-len(header_json) % 8)
+    if len(header_json) > LARGEST_HEADER:
+        raise TrainingError(
+            f"a file of {len(names):,} tensors: its header of {len(header_json):,} bytes exceeds the limit of "
+            f"{LARGEST_HEADER:,}; use fewer tensors or shorter names"
+        )
+    head = len(header_json).to_bytes(8, "little") + header_json
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 
 
 def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset and bytes of all parts that `rank` writes: its shards, and on rank 0 all whole tensors."""
     for name, start in starts.items():
-        held = tensors[name]
-        if not isinstance(held, Shard):
+        value = tensors[name]
+        if not isinstance(value, Shard):
             if rank == 0:
-                yield start, raw(held)
-        elif held.primary and held.tensor.numel():
-            size, data = held.tensor.element_size(), raw(held.tensor)
-            for run in held.runs():
+                yield start, raw(value)
+        elif value.primary and value.tensor.numel():
+            size, data = value.tensor.element_size(), raw(value.tensor)
+            for run in value.runs():
                 yield start + run.at * size, data[run.own * size : (run.own + run.length) * size]
 
 
@@ -97,15 +100,15 @@ def raw(tensor: Tensor) -> memoryview:
 def dtype_name(name: str, tensor: Tensor) -> str:
     """Return the name of the tensor's dtype in the safetensors format."""
     if tensor.dtype not in _DTYPES:
-        raise ValueError(f"{name}: safetensors has no dtype for {tensor.dtype}")
+        raise ValueError(f"{name}: safetensors does not support dtype {tensor.dtype}")
     return _DTYPES[tensor.dtype]
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of dtypes, shapes and bytes, and the number of bytes, for any device and memory format."""
-    found, size = hashlib.sha256(), 0
+    hasher, size = hashlib.sha256(), 0
     for tensor in tensors:
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(raw(tensor))
+        hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        hasher.update(raw(tensor))
         size += tensor.numel() * tensor.element_size()
-    return f"{found.hexdigest()[:32]}:{size}"
+    return f"{hasher.hexdigest()[:32]}:{size}"
