@@ -270,9 +270,9 @@ class Sharded:
             self._graph_task = task
         if self._graph_task != task:
             raise refusal(
-                "a backward within the backward goes through the placed model, whose weights are in rows, as "
-                "torch.utils.checkpoint does with use_reentrant=True",
-                "give it use_reentrant=False, let placement.recompute do it, or use strategy ddp or zero1",
+                "a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, goes through the placed "
+                "model, whose weights are sharded by rows",
+                "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
             )
 
     def _count_parameters(self) -> None:
@@ -328,10 +328,10 @@ class Sharded:
         """Raise UsageError for a unit that other members don't gather."""
         if unit not in left:
             raise UsageError(
-                f"{self.names[unit]} is called more often than in the first forward, or its backward did not reach it "
-                f"then, and other processes would have to gather it for that; call it equally often in each forward "
-                f"and let each loss reach it (0 * output.sum() beside what is detached), or use strategy zero2, zero1 "
-                f"or ddp"
+                f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
+                f"reach it, so the other processes do not gather it; call it the same number of times in every forward "
+                f"and let every loss depend on it (add 0 * output.sum() for a detached output), or use strategy zero2, "
+                f"zero1 or ddp"
             )
 
     def _gather(self, unit: int) -> None:
@@ -375,8 +375,8 @@ def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
             tensor = getattr(parameter, "_unsharded_param", None)
             if tensor is not None and tensor.grad is not None:
                 raise UsageError(
-                    f"a weight of {name} is used before {name} is called, so its gradient is not complete after "
-                    "it: use it in its module alone, or use strategy ddp or zero1"
+                    f"a weight of {name} is used before {name} is called, so its gradient is incomplete when the "
+                    f"backward of {name} ends; use the weight only in its own module, or use strategy ddp or zero1"
                 )
 
 
@@ -396,16 +396,16 @@ def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
 
 def _foreign_backward() -> UsageError:
     return refusal(
-        "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-        "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside it "
-        "use strategy ddp or zero1",
+        "a backward other than step.backward goes through the placed model, whose weights are sharded by rows",
+        "pass the whole loss to step.backward(mean=loss), once per micro-batch; to compute other derivatives, use "
+        "strategy ddp or zero1",
     )
 
 
 def _no_copy(_memo: object) -> NoReturn:
     raise refusal(
-        "a copy of the placed model, whose weights are in rows",
-        "copy it before run.place, and read the weights by their full_tensor(); or use strategy ddp or zero1",
+        "the placed model cannot be copied, because its weights are sharded by rows",
+        "copy it before run.place and read the weights with full_tensor(), or use strategy ddp or zero1",
     )
 
 

@@ -21,9 +21,11 @@ from typing import Final, final
 
 _NONE: Final = -1
 # The error for a unit that is called outside of the forward of the placed model.
-CALLED_ALONE: Final = "is called by itself, and its weights are in rows, which the placed model gathers"
+CALLED_ALONE: Final = (
+    "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
+)
 CALL_THE_MODEL: Final = (
-    "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp or zero1"
+    "call the whole model (an argument of its forward can select the part to run), or use strategy ddp or zero1"
 )
 
 

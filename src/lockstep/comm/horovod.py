@@ -37,8 +37,8 @@ class Horovod:
             self._horovod: Any = import_module("horovod.torch")
         except ImportError as error:
             raise UsageError(
-                f"strategy horovod: Horovod cannot be imported ({error}); build it for this torch by "
-                f"scripts/install-horovod, or use ddp"
+                f"strategy horovod: cannot import Horovod ({error}); build it for this torch with "
+                f"scripts/install-horovod, or use strategy ddp"
             ) from error
         self._server: Any = None
         self._settle(world)
@@ -47,12 +47,14 @@ class Horovod:
         found = self._horovod.rank(), self._horovod.size()
         if found != (world.rank, world.size):
             raise UsageError(
-                f"strategy horovod: Horovod takes this process for rank {found[0]} of {found[1]}, and it is rank "
-                f"{world.rank} of {world.size}; start it by horovodrun, or by lockstep train placement.processes="
+                f"strategy horovod: Horovod reports rank {found[0]} of {found[1]}, but this process is rank "
+                f"{world.rank} of {world.size}; start it with horovodrun, or with lockstep train placement.processes="
                 f"{world.size}"
             )
         if world.on_gpu and not self._horovod.nccl_built():
-            raise UsageError("strategy horovod: this Horovod was built without NCCL; use placement.device=cpu, or ddp")
+            raise UsageError(
+                "strategy horovod: Horovod was built without NCCL; use placement.device=cpu, or use strategy ddp"
+            )
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcast tensors from rank 0 to all ranks."""

@@ -91,7 +91,10 @@ class PointToPoint:
         """Start sending to rank `peer`. Don't write to the tensors before `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _description(value))]
         if len(numbers) > _NUMBERS:
-            raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
+            raise TrainingError(
+                f"strategy pipeline: {len(values)} values cross between two stages, which is too many for one message; "
+                f"set cut to split the model elsewhere"
+            )
         while self._sent and self._sent[0].is_done():
             self._sent.popleft()
         with translate_peer_errors():

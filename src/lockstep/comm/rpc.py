@@ -29,7 +29,10 @@ class Rpc:
     def __init__(self, world: World, *offered: Callable[..., Any]) -> None:
         """On rank 0, register the functions that can be called by name. They must return tensors or their futures."""
         if not rpc.is_available():
-            raise UsageError("strategy parameter_server: this torch was built without RPC; use one that has it, or ddp")
+            raise UsageError(
+                "strategy parameter_server: this torch was built without RPC; install a build with RPC, or use "
+                "strategy ddp"
+            )
         if not world.rank:
             _offered.update({each.__name__: each for each in offered})
         # The variable of gloo selects the interface. TensorPipe has a separate variable.

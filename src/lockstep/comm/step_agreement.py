@@ -47,8 +47,8 @@ class StepAgreement:
         self._level, _, facts, _, _, other_facts, _ = found.tolist()
         if (met := self._elsewhere(found, 0)) is not None:
             raise UsageError(
-                f"rank {met[1]} did not go on to its next step when this rank did; let all ranks do the same between "
-                f"two steps"
+                f"rank {met[1]} did not start its next step when this rank did; make the same calls on all ranks "
+                f"between two steps"
             )
         return bool(facts == -other_facts)
 

@@ -235,7 +235,7 @@ class World:
         if not agreement.settle():
             self.compare(
                 agreement.compared,
-                "let it follow from step.number, step.epoch and step.samples_seen, and not from the rank",
+                "compute it from step.number, step.epoch and step.samples_seen, not from the rank",
                 agreement.compared_where,
             )
 
@@ -354,8 +354,8 @@ def open_world(
     found = process_group()
     if found is not None and found != (info.rank, info.size):
         raise UsageError(
-            f"torch.distributed: a process group is open, in which this is rank {found[0]} of {found[1]}, and not "
-            f"{info.rank} of {info.size}; call lockstep.join before it is opened, or after it is destroyed"
+            f"torch.distributed: this process is rank {found[0]} of {found[1]} in the open process group, expected "
+            f"rank {info.rank} of {info.size}; call lockstep.join before you open the group, or after you destroy it"
         )
     if rendezvous.store is None:
         return World(info, device)
@@ -440,8 +440,8 @@ def _sharing(world: World, backend: str) -> list[list[int]]:
     found = shared(uuid)
     if found and backend == "nccl" and shared(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
         raise UsageError(
-            f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "
-            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host, or use "
+            f"placement.device: ranks {', '.join(map(str, found[0]))} share one CUDA device; let the launcher assign a "
+            f"separate device to each process (srun --gpus-per-task=1), start fewer processes on this host, or use "
             f"{SHARING}"
         )
     return found

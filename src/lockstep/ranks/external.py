@@ -93,7 +93,7 @@ def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
         return [failure.words]
     if failure.rank == info.rank:
         return [failure.words] if by_hand or failure.text != first.text else []
-    return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []
+    return [f"rank {info.rank} stops because of it: {first.line}"] if by_hand or info.local_rank == 0 else []
 
 
 def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:

@@ -86,7 +86,7 @@ def parse_failure(value: Any) -> Failure:
     for rank in failure.wrong:
         whole(rank, most=failure.size - 1)
     if failure.cause not in get_args(Cause):
-        raise ValueError("cause: none that is known")
+        raise ValueError(f"cause: expected one of {', '.join(get_args(Cause))}")
     whole(failure.exit_code, least=1, most=255)  # not 0: a failure never counts as success
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
@@ -119,7 +119,7 @@ class PeerFailedError(TrainingError):
     """Another rank failed and reported its failure."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(f"ended, because another rank failed: {failure.line}")
+        super().__init__(f"stopped because another rank failed: {failure.line}")
         self.failure = failure
         self.exit_code = failure.exit_code
         self.cause = failure.cause

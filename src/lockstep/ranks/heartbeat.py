@@ -181,20 +181,20 @@ class Heartbeat:
         gone = process_state.state(last.process) == "gone"
         near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
         memory = self._killed.words(last.peak) if near else oom.had(last.peak)
-        status = f", last {last.status}" if last.status else ""
-        why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
+        status = f" (last status: {last.status})" if last.status else ""
+        why = f"{'killed' if gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
         what = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
         return self._loss_failure(lost, what, why, "host" if oom.KILLED in memory else "transient")
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure to report if the store doesn't answer."""
-        where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
+        where = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
         what = f"{where} has not answered for {looks * self._beat_s:.0f} s"
-        return self._loss_failure([0], what, "killed, stopped or cut off")
+        return self._loss_failure([0], what, "killed, stopped or disconnected")
 
     def _loss_failure(self, ranks: list[int], what: str, why: str, cause: Cause = "transient") -> Failure:
         hosts = self._rendezvous.hosts
-        others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        others = f"; also lost: {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
         text = f"error: {what}: {why}{others}"
         own = self._rendezvous.rank_log.log
         log = str(own.with_name(log_name(ranks[0]))) if own else ""

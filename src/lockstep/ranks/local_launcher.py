@@ -120,8 +120,8 @@ def check_loopback(timing: Timing = TIMING) -> None:
         if too_many_files(error):
             raise limit_error("connect to itself", error) from error
         raise PreflightError(
-            f"the loopback interface does not work ({error.strerror or error}), and the processes of a run on one "
-            f"machine talk over it; switch it on (ip link set {ports.loopback()} up)"
+            f"the loopback interface does not work ({error.strerror or error}), but processes on one machine "
+            f"communicate over it; enable it (ip link set {ports.loopback()} up)"
         ) from error
 
 
@@ -277,7 +277,7 @@ def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
     if end.code < 0:
         how = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
-        how = f"exited with code {end.code} before its work was done"
+        how = f"exited with code {end.code} before it finished"
     advice = "Start again with the same run.dir to resume from the last checkpoint"
     log = str(logs / log_name(end.rank)) if logs else ""
     text = f"error: {how}; the other ranks were stopped. {advice}"

@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 LAUNCHER: Final = "process group"
 _HOST: Final = "lockstep host"
 _ADVICE: Final = (
-    "leave init_process_group out and start the script by torchrun or lockstep launch, or open the group with "
+    "remove init_process_group and start the script with torchrun or lockstep launch, or open the group with "
     "init_method='tcp://HOST:PORT' or 'env://'"
 )
 
@@ -37,8 +37,8 @@ def rank_in_open_group() -> RankInfo | None:
         inner = inner.underlying_store
     if not isinstance(inner, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
-            f"lockstep.join: a process group is open, in which this is rank {rank} of {size}, and its ranks met by a "
-            f"{type(inner).__name__}, which Lockstep cannot join; {_ADVICE}"
+            f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
+            f"{type(inner).__name__}, and Lockstep requires a TCPStore; {_ADVICE}"
         )
     store.set(f"{_HOST} {rank}", socket.gethostname())
     hosts = [store.get(f"{_HOST} {other}").decode() for other in range(size)]

@@ -38,7 +38,7 @@ from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TransientError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
-from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.job_store import ANOTHER_RUN, LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import TIMING, Timing
@@ -50,7 +50,6 @@ _START: Final = "lockstep start"
 _BEGIN: Final = "begin"
 _FAILURE: Final = "failure"
 _LEFT: Final = "left"
-_ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
 @final
@@ -153,7 +152,7 @@ class Rendezvous:
         except UntrustedError as error:  # not written by a rank of this job: no reason to end
             if not self._warned:
                 self._warned = True
-                self.rank_log.line(f"warning: ignored: {error}")
+                self.rank_log.line(f"warning: ignored a failure report: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
@@ -247,7 +246,9 @@ class Rendezvous:
                 over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_alone:
-                        raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
+                        raise UsageError(
+                            f"rendezvous: another process has already joined as rank {self.info.rank}; {ANOTHER_RUN}"
+                        )
                     old.add(found)
                     continue
                 name, self.store = found, part
@@ -269,8 +270,9 @@ class Rendezvous:
     def _check_size(self, other: int, said: Mapping[str, Any], mine: str) -> None:
         if said["size"] != self.info.size:
             raise UsageError(
-                f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
-                f"({self.rank_log.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
+                f"WORLD_SIZE: rank {other} ({said['host']}) was started with world size {said['size']}, but rank "
+                f"{mine} ({self.rank_log.host}) with {self.info.size}; start all ranks with the same world size, and "
+                f"{ANOTHER_RUN}"
             )
 
     def _exchange(self, what: str) -> str:
@@ -305,7 +307,7 @@ class Rendezvous:
             yield
         except RuntimeError as error:
             first, *_ = *str(error).splitlines(), type(error).__name__
-            raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
+            raise PeerLostError(f"lost {_listener(self.info)}, which hosts the rendezvous store ({first})") from error
 
     def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
         """Yield for each poll, report the missing ranks from time to time, and raise TransientError at the timeout.
@@ -354,7 +356,7 @@ def polls(
 def _name(value: Any) -> str:
     """Return a value that is the ID of a start. Raise ValueError for any other value."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
-        raise ValueError("expected the name of a start")
+        raise ValueError("expected the ID of a start")
     return str(value)
 
 
@@ -368,7 +370,7 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
     """Return the host names of all ranks from the `begin` value. Raise ValueError for any other value."""
     said = fields(value, {"size": int, "hosts": list})
     if not 1 <= said["size"] == len(said["hosts"]):
-        raise ValueError("hosts: expected one for each rank")
+        raise ValueError("hosts: expected one host for each rank")
     return tuple(printable_line(text(host)) for host in said["hosts"])
 
 
@@ -385,7 +387,7 @@ def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(value: Any) -> dict[str, Any]:
     """Return a value that is a dict of facts by name. Raise ValueError for any other value."""
     if type(value) is not dict:
-        raise ValueError("expected facts by their names")
+        raise ValueError("expected a dict of facts")
     return value
 
 
@@ -395,12 +397,12 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
         # torch would retry for minutes.
-        with os_error_as(UsageError, f"rendezvous {address}", "; name a file that all ranks can write"):
+        with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
             # Mode 0600, because other users could write values that ranks read. O_NONBLOCK, because opening a FIFO
             # would wait for the other end.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
-                raise UsageError(f"rendezvous {address}: is no file; name one that all ranks can write")
+                raise UsageError(f"rendezvous {address}: not a file; use a file that all ranks can read and write")
         return dist.FileStore(str(path), info.size)  # type: ignore[attr-defined]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host, number = host.strip("[]"), int(port)
@@ -414,8 +416,8 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
         return _wait_for_connection(rendezvous, host, number, open_store)
     if dist.is_initialized() and ports.holder(number).startswith(f"pid {os.getpid()} "):
         raise UsageError(
-            f"rendezvous {host}:{port}: torch.distributed listens there already, since the script has opened a process "
-            f"group; take init_process_group out: lockstep.join does it"
+            f"rendezvous {host}:{port}: the process group that the script opened already listens on this port; remove "
+            f"init_process_group, because lockstep.join opens the group"
         )
     # By default, torch listens on all interfaces, regardless of the address.
     return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
@@ -442,7 +444,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
     gives_up, known_at = inf, time.monotonic()
     for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports(info) else None):
         if time.monotonic() > gives_up:
-            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {_ANOTHER_RUN}")
+            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN}")
         if not connecting.ident:
             try:
                 socket.create_connection((host, port), timeout=timing.name_missing_s).close()
@@ -455,7 +457,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
                 known_at = time.monotonic()
                 reason = error.strerror or str(error)
                 continue
-            reason = "somebody listens there, but does not answer"
+            reason = "a process listens there, but does not answer"
             connecting.start()
             gives_up = time.monotonic() + timing.late_s
         with suppress(Empty):
@@ -473,4 +475,4 @@ def _reports(info: RankInfo) -> bool:
 
 
 def _listener(info: RankInfo) -> str:
-    return "the agent of torchrun" if info.hosted and info.launcher == "torchrun" else "rank 0"
+    return "torchrun's agent" if info.hosted and info.launcher == "torchrun" else "rank 0"

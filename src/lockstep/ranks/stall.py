@@ -47,11 +47,11 @@ _LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
-    "computes or waits": "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it",
-    "waits": "  no rank is late: they wait for each other, in different places or over a link that is cut",
+    "computes or waits": "  no rank is behind: a GPU or one of these threads is computing, and the other ranks wait",
+    "waits": "  no rank is late: the ranks wait for each other, at different places or over a broken link",
 }
 _SAVES: Final = (
-    "  a save is waited for however long it takes; under placement.on_stall=end set placement.stall_timeout_s higher"
+    "  ranks wait for a save without a timeout; with placement.on_stall=end, set a longer placement.stall_timeout_s"
 )
 
 
@@ -199,12 +199,12 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
         sharded_as.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
     lines = [first]
-    lines += [f"  rank {rank} does not answer: it is stopped or hung, its host is gone, or cut off" for rank in silent]
+    lines += [f"  rank {rank} does not answer: stopped, hung or disconnected, or its host is down" for rank in silent]
     for role in _ENDINGS:
         lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in sharded_as.items() if its == role]
     records = [place.record for _, place in answers.values() if place.record]
     if records:
-        lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
+        lines.append(f"  torch's flight records: {', '.join(sorted(records))}")
     if not silent:
         found = {role for role, _ in sharded_as}
         lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
@@ -229,7 +229,9 @@ def _role(place: ThreadState, most: int) -> _Role:
 
 def _first_line(rank: int, place: ThreadState, seconds: float) -> str:
     what = (
-        f"has waited {seconds:.0f} s for other ranks" if place.waits else f"has been at one place for {seconds:.0f} s"
+        f"has waited {seconds:.0f} s for other ranks"
+        if place.waits
+        else f"has been at the same place for {seconds:.0f} s"
     )
     return f"stalled: rank {rank} {what}"
 
@@ -237,7 +239,7 @@ def _first_line(rank: int, place: ThreadState, seconds: float) -> str:
 def _no_answer_report(rank: int, place: ThreadState, seconds: float) -> str:
     return (
         f"{_first_line(rank, place, seconds)}: {place.words}\n"
-        f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
+        f"  the rendezvous store does not answer: rank 0 or the launcher's agent is stopped, or its host disconnected"
     )
 
 
@@ -258,7 +260,7 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     whole(status.step)
     stack = tuple(printable_line(text(line)) for line in said["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
-        raise ValueError("expected the place of a rank")
+        raise ValueError("expected the state of a rank")
     return printable_line(said["host"]), ThreadState(status, stack, waits, printable_line(said["record"]))
 
 

@@ -39,11 +39,11 @@ class Strategy:
     def traits(self) -> Traits:
         """See Strategy."""
         return Traits(
-            cuts="the model, into stages; micro-batches with replicate, and with shard the optimizer's state",
-            needs="a model that calls at least as many modules one after the other as there are stages; with shard an "
-            "optimizer that works element by element",
-            communication="what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or "
-            "shard the sum of the gradients once a step, with shard the new parameters too",
+            cuts="the model, into stages; with replicate, also the micro-batches; with shard, also the optimizer state",
+            needs="a model that calls at least as many modules in sequence as there are stages; with shard, an "
+            "element-wise optimizer",
+            communication="activations between stages and their gradients, for each micro-batch; with replicate or "
+            "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
             compiles=self.schedule != "zero_bubble",  # which splits the backward of a block in two
             cuts_sequences=self.schedule != "zero_bubble",  # and the backward of forwards that ran together
@@ -60,7 +60,8 @@ class Strategy:
         check_divides(f"strategy pipeline: {asked}", pipelines, processes)
         if pipelines > microbatches:
             raise UsageError(
-                f"strategy pipeline: {asked} but only {microbatches} micro-batches; use at most {microbatches}"
+                f"strategy pipeline: {asked} requires at least {pipelines} micro-batches, got {microbatches}; use at "
+                f"most {microbatches}, or set recipe.microbatches={pipelines}, which changes the weights"
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 

@@ -23,9 +23,9 @@ class Strategy:
     offload: bool = False
 
     traits: ClassVar[Traits] = Traits(
-        cuts="the micro-batches of a step; the optimizer's state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that works element by element",
-        communication="the sum of the gradients and the new parameters, once a step",
+        cuts="the micro-batches of a step; the optimizer state, by rows",
+        needs="at most as many processes as micro-batches; an element-wise optimizer",
+        communication="the sum of the gradients and the new parameters, once per step",
         cuts_rows=True,
         syncs_batchnorm=True,
         cuts_sequences=True,

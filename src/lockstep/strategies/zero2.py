@@ -22,8 +22,8 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; gradients and optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that works element by element",
-        communication="the parameters once a step, the gradients of each micro-batch",
+        needs="at most as many processes as micro-batches; an element-wise optimizer",
+        communication="the parameters once per step, the gradients of each micro-batch",
         cuts_rows=True,
         syncs_batchnorm=True,
     )

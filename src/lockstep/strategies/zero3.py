@@ -21,7 +21,7 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-        needs="at most as many processes as micro-batches; an optimizer that works element by element",
+        needs="at most as many processes as micro-batches; an element-wise optimizer",
         communication="the parameters twice and the gradients once for each micro-batch, block by block",
         cuts_rows=True,
         syncs_batchnorm=True,

@@ -126,7 +126,7 @@ def call_a_block_alone(world: World, case: Case) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_block_that_one_rank_calls_by_itself_is_refused(strategy):
-    with pytest.raises(worlds.WorldError, match=r"blocks.0 is called by itself, and its weights are in rows"):
+    with pytest.raises(worlds.WorldError, match=r"blocks.0 is called on its own, but its weights are sharded by rows"):
         worlds.run(2, call_a_block_alone, Case(4, model=wayward.Branches, strategy=strategy))
 
 
