@@ -80,7 +80,7 @@ def test_optimizers_that_work_element_by_element_are_handed_over(name: str) -> N
 )
 def test_optimizers_that_look_at_whole_tensors_are_not(name: str, options: dict[str, Any]) -> None:
     make = partial(make_optimizer, name=name, lr=0.1, weight_decay=0.01, options=options)
-    with pytest.raises(UsageError, match="it cannot be handed over"):
+    with pytest.raises(UsageError, match="so it is not supported"):
         Strategy().check_recipe(Numerics(PlainRecipe(1)), make)
 
 

@@ -202,16 +202,16 @@ def _verdict(
     for rank, result in opinions:
         results.setdefault(rank, []).append(result)
     if not odd:
-        enough = "" if len(results) > 2 else " (three ranks can tell)"
+        enough = "" if len(results) > 2 else " (this requires at least three ranks)"
         return CorruptionError(
-            f"{start}: {name_ranks(sorted(results), told)} found different results for {what}, and no majority tells "
-            f"who is right{enough}. {OTHER_HOSTS}"
+            f"{start}: {name_ranks(sorted(results), told)} computed different results for {what}, and no majority "
+            f"shows which result is right{enough}. {OTHER_HOSTS}"
         )
     most = Counter(result for _, result in opinions).most_common(1)[0][1]
     lasting = all(len(set(results[rank])) == 1 for rank in odd)
-    repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
+    repeated = f"; the fault {'occurred again' if lasting else 'did not occur again'} when the step was repeated"
     return CorruptionError(
-        f"{start}: {name_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
-        f"{repeated if len(opinions) > len(results) else ''}. {TAKE_OUT}",
+        f"{start}: {name_ranks(odd, told)} computed a wrong result for {what}, as {most} of {len(opinions)} results "
+        f"agree{repeated if len(opinions) > len(results) else ''}. {TAKE_OUT}",
         odd,
     )

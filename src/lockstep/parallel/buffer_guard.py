@@ -16,12 +16,12 @@ from lockstep.common.own_code import refusal
 from lockstep.errors import UsageError
 
 _ADVICE: Final = (
-    "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
-    "weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
+    "compute it from the inputs and weights, or make it a running statistic of a BatchNorm; instead of spectral_norm, "
+    "divide the weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
 )
 _WEIGHT_ADVICE: Final = (
-    "compute with a changed copy, such as weight.clamp(min=0), or leave weights to the optimizer; outside of a forward "
-    "nothing may write them either"
+    "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
+    "of a forward must not write to weights either"
 )
 # Weights are checked in each of the first forwards, and in every n-th forward after that.
 _FIRST_FORWARDS: Final = 8
@@ -71,7 +71,7 @@ class BufferGuard:
         for tensor, version in versions.items():
             if tensor._version != version:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
-                raise UsageError(f"the forward writes the weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
+                raise UsageError(f"the forward writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
     @contextmanager
     def watch_buffers(self) -> Iterator[None]:
@@ -95,8 +95,8 @@ def _refusal(path: str, module: nn.Module, name: str) -> Exception:
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
         kind = kind.__bases__[1]  # fully_shard replaces the class of the module by a subclass
     return refusal(
-        f"the forward moves buffer {path}{'.' if path else ''}{name} of {kind.__name__}, which each process would move "
-        f"by its own micro-batches",
+        f"the forward changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
+        f"change it by its own micro-batches",
         _ADVICE,
     )
 

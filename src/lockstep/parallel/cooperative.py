@@ -197,9 +197,9 @@ def _at_one_place(news: Sequence[_Came | _Ended]) -> list[_Came]:
     if len(set(places)) > 1:
         odd = next(number for number, place in enumerate(places) if place != places[0])
         raise UsageError(
-            f"the forward of one micro-batch has come to {places[0]}, and that of another to {places[odd]}: what "
-            f"computes over all micro-batches of a step needs each of them to go through the same layers in the same "
-            f"order; let the model's way not depend on the samples or on chance"
+            f"the forward of one micro-batch has reached {places[0]}, but that of another has reached {places[odd]}; "
+            f"make every micro-batch go through the same layers in the same order, independent of the samples and of "
+            f"random numbers, because one of these layers computes over all micro-batches of a step"
         )
     return came
 

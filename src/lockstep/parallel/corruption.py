@@ -7,10 +7,12 @@ from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
 SHOWN: Final = 3  # how many names of differing tensors an error lists
-_NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
-_RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
-TAKE_OUT: Final = f"{_NOT_APPLIED} Take the host out; {_RESUME}"
-OTHER_HOSTS: Final = f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {_RESUME}"
+_NOT_APPLIED: Final = "The step was neither applied nor saved."
+_RESUME: Final = "start again with the same run.dir to resume from the last checkpoint"
+TAKE_OUT: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
+OTHER_HOSTS: Final = (
+    f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use different hosts, and {_RESUME}"
+)
 
 
 def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
@@ -33,6 +35,6 @@ def changed_on_the_way(
 def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> CorruptionError:
     """Return the error for a link that changes messages. `told` has the host of every rank."""
     return CorruptionError(
-        f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
-        f"{name_ranks([receiver], told)} received. {_NOT_APPLIED} Have the link between them looked at; {_RESUME}"
+        f"audit at step {step.number + 1}: {name_ranks([receiver], told)} received a different message "
+        f"than {name_ranks([sender], told)} sent. {_NOT_APPLIED} Check the link between them, and {_RESUME}"
     )

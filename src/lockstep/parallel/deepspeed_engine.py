@@ -71,7 +71,7 @@ class DeepSpeedEngine:
         model = problem.build_model().to(world.device)  # contiguous, because DeepSpeed sends weights in memory order
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
-                f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
+                f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # a custom train() may return None
         self._running = RunningStatistics(model)  # before `recompute`, so that it sees which calls are recomputations
@@ -156,7 +156,7 @@ class DeepSpeedEngine:
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
                 f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
-                f"recipe.nonfinite to skip, or use another strategy"
+                f"recipe.nonfinite to skip, or use a different strategy"
             )
         self._running.settle(applied, self._observed)
         if self._ema is not None and applied:

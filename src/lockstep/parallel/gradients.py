@@ -154,8 +154,8 @@ class Gradients:
             return
         if bucket.sent:
             raise refusal(
-                f"a backward within the backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
-                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after that was sent to the other ranks",
+                f"a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the gradient of "
+                f"{self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to the other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1

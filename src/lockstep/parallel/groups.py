@@ -40,7 +40,8 @@ def settings(
         taken = {name: group for name in names if name in found and name not in group_of}
         if not taken:
             raise UsageError(
-                f"{place}: an earlier group has all that {', '.join(group.patterns)} matches; put it first"
+                f"{place}: earlier groups already match every parameter that {', '.join(group.patterns)} matches; move "
+                f"this group before them"
             )
         group_of |= taken
     made = {name: _setting(group_of.get(name), scales.get(name, 1.0)) for name in names}

@@ -44,9 +44,9 @@ class IsolatedGradients:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
-                    f"{name} is used in forward by a reference that is not its module's, such as one in a closure, and "
-                    f"its gradients for several micro-batches cannot be kept apart; use self.{name} in forward, or as "
-                    f"many processes as micro-batches"
+                    f"{name} is used in forward through a reference outside of its module, such as a closure, so its "
+                    f"gradients cannot be kept separate for each micro-batch; use self.{name} in forward, or as many "
+                    f"processes as micro-batches"
                 )
 
     def hand(self, number: int) -> None:

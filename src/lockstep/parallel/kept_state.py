@@ -78,8 +78,8 @@ class KeptState:
             what = f"{kind} ({list_some(names, SHOWN)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
-                f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed "
-                f"after {since}, when nothing writes there. {TAKE_OUT}",
+                f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed after {since}, although "
+                f"no code writes there. {TAKE_OUT}",
                 odd,
             )
         return findings
@@ -88,7 +88,7 @@ class KeptState:
         state = self._engine.state()
         return [
             *tensor_findings(self._digests, "the weights", state.model),
-            *tensor_findings(self._digests, "the optimizer's state", state.optimizer),
+            *tensor_findings(self._digests, "the optimizer state", state.optimizer),
             (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
             *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
         ]

@@ -47,7 +47,7 @@ class Lars(Optimizer):
     ) -> None:
         options = _options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov wants a momentum and no dampening")
+            raise ValueError(f"nesterov requires momentum > 0 and dampening 0, got {momentum} and {dampening}")
         self._norms = norms
         super().__init__(params, options)
 
@@ -109,7 +109,7 @@ class Lamb(Optimizer):
     ) -> None:
         options = _options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas are {betas}; both must be in [0, 1)")
+            raise ValueError(f"betas must be in [0, 1), got {betas}")
         self._norms = norms
         super().__init__(params, {**options, "betas": tuple(betas)})
 
@@ -180,5 +180,5 @@ def _options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name not in ("self", "params", "norms", "__class__")}
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if options.get(name, 0) < 0:
-            raise ValueError(f"{name} is {options[name]}; it must not be negative")
+            raise ValueError(f"{name} must not be negative, got {options[name]}")
     return options

@@ -72,7 +72,7 @@ def make_optimizer(
         return factory(groups, **{"lr": lr, **form, **asked})
     except (TypeError, ValueError, RuntimeError) as error:
         given = ", ".join(f"{key}={value}" for key, value in asked.items()) or "nothing"
-        raise UsageError(f"optimizer {name}: {error}; given: {given}") from error
+        raise UsageError(f"optimizer {name}: {error}; options passed: {given}") from error
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -92,7 +92,7 @@ def _find_own(path: str) -> Callable[..., Any]:
     factory = import_callable(path, "optimizer", "a class or a function")
     taken = _argument_names(factory)
     if taken is not None and "lr" not in taken:
-        raise UsageError(f"optimizer {path}: it takes no lr; let it be (params, lr, ...) ({CONTRACT})")
+        raise UsageError(f"optimizer {path}: has no argument lr; use the arguments (params, lr, ...) ({CONTRACT})")
     return cast(Callable[..., Any], factory)
 
 
@@ -116,15 +116,24 @@ def _call_factory(
     with OwnCode(f"optimizer {path}"):
         made = factory([dict(group) for group in groups], **asked)
     if not isinstance(made, Optimizer):
-        raise UsageError(f"optimizer {path}: it gives {type(made).__name__}; return a torch.optim.Optimizer")
+        raise UsageError(f"optimizer {path}: returned a {type(made).__name__}; return a torch.optim.Optimizer")
     given = {id(parameter): name for group in groups for name, parameter in group["params"]}
     moved = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if left := [name for key, name in given.items() if key not in moved]:
-        raise UsageError(f"optimizer {path}: it leaves out {', '.join(left[:3])}; let it take all that it is given")
+        raise UsageError(
+            f"optimizer {path}: its groups do not contain {', '.join(left[:3])}; use all parameters that are passed to "
+            f"it"
+        )
     if len(moved) > len(given):
-        raise UsageError(f"optimizer {path}: it moves tensors that it was not given; let it take those it is given")
+        raise UsageError(
+            f"optimizer {path}: its groups contain tensors that were not passed to it; use only the parameters that "
+            f"are passed to it"
+        )
     if any("lr" not in each for each in (made.defaults, *made.param_groups)):
-        raise UsageError(f"optimizer {path}: it has no 'lr' in its defaults, where the schedule sets it ({CONTRACT})")
+        raise UsageError(
+            f"optimizer {path}: 'lr' is missing in its defaults or groups, where the schedule sets it; pass lr to "
+            f"torch.optim.Optimizer in the defaults ({CONTRACT})"
+        )
     return made
 
 
@@ -148,8 +157,8 @@ def _timm_optimizer(name: str) -> Factory:
     optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
         hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
-        raise UsageError(f"optimizer {name}: neither torch.optim nor timm.optim has it{hint}")
-    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: it cannot be used here"):
+        raise UsageError(f"optimizer {name}: not found in torch.optim or timm.optim{hint}")
+    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
     return factory
 
@@ -159,9 +168,9 @@ def _check_options(name: str, taken: Sequence[str] | None, asked: Iterable[str],
     options = [each for each in taken or () if each not in _GIVEN]
     for key in keys:
         if key == "lr":
-            raise UsageError(f"optimizer {name}: lr stands among its options; set optimizer.lr instead")
+            raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
         if taken is not None and key not in options:
-            raise UsageError(f"optimizer {name}: it has no {key}{choices(key, options)}")
+            raise UsageError(f"optimizer {name}: has no option {key}{choices(key, options)}")
 
 
 def _groups(
@@ -170,7 +179,10 @@ def _groups(
     """Return one group per set of options. Groups of biases and norms that are exempt from weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
-        raise UsageError(f"optimizer {name}: the model has no parameter that wants a gradient")
+        raise UsageError(
+            f"optimizer {name}: the model has no parameter that requires a gradient; set requires_grad=True on the "
+            f"parameters to train"
+        )
     groups: dict[str, dict[str, Any]] = {}
     for exempt in (False, True):
         for key, parameter in trained:
@@ -189,6 +201,6 @@ def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer)
         for option in (option for option in group if option != "params"):
             if any(group_of[id(each)].get(option) != group[option] for _, each in group["params"]):
                 raise UsageError(
-                    f"optimizer {name}: it drops {option} of its parameter groups; hand the groups that it is given "
-                    f"to torch.optim.Optimizer as they are"
+                    f"optimizer {name}: drops option {option} of its parameter groups; pass the groups unchanged to "
+                    f"torch.optim.Optimizer"
                 )

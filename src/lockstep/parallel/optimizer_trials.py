@@ -45,15 +45,16 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
     try:
         _step(optimizer)
     except Exception as error:  # any exception here would also be raised in the first step of training
-        told = own_error(error) or f"{error}; use another"
-        raise UsageError(f"optimizer {name}: it cannot take a plain step: {told}") from error
+        told = own_error(error) or f"{error}; use a different optimizer"
+        raise UsageError(f"optimizer {name}: a plain step failed: {told}") from error
     kept = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in kept.values() for slot, value in values.items()):
         # A checkpoint file holds plain tensors, but no tensor subclasses, such as an 8-bit tensor with its scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             found = type(value).__name__
             raise UsageError(
-                f"optimizer {name}: it keeps a {found} as '{slot}', which no checkpoint holds; use another"
+                f"optimizer {name}: its state '{slot}' is a {found}, which a checkpoint cannot store; use a different "
+                f"optimizer"
             )
 
 
@@ -70,9 +71,9 @@ def check_rows(make: Make, strategy: str, dtype: torch.dtype | None = None) -> N
         return
     if _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(optimizer).__name__} treats rows of a tensor otherwise than the "
-            f"whole tensor, so it cannot be cut; use strategy ddp, or an optimizer such as sgd, adamw, lars or lamb "
-            f"without fused=true"
+            f"strategy {strategy}: optimizer {type(optimizer).__name__} updates rows of a tensor differently than the "
+            f"whole tensor, so its parameters cannot be sharded; use strategy ddp, or an optimizer such as sgd, adamw, "
+            f"lars or lamb without fused=true"
         )
 
 
@@ -84,9 +85,9 @@ def check_flat(make: Make, strategy: str) -> None:
     optimizer = _small_optimizer(make)
     if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(optimizer).__name__} treats a tensor otherwise than flattened "
-            f"pieces of it, so it cannot be handed over; use an optimizer such as sgd, adam or adamw without "
-            f"fused=true, or another strategy"
+            f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
+            f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
+            f"without fused=true, or use a different strategy"
         )
 
 
@@ -103,11 +104,11 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
         if math.isfinite(longest) and longest <= 2 * float(wide.max()):
             continue
         name = str(dtype).removeprefix("torch.")
-        much = f"{longest / float(wide.max()):.3g} times the longest in float32" if math.isfinite(longest) else longest
+        much = f"{longest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(longest) else longest
         eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
         larger = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
         raise UsageError(
-            f"optimizer {type(optimizer).__name__}: with weights and state in {name} its step over a gradient of "
+            f"optimizer {type(optimizer).__name__}: with weights and state in {name}, the step for a gradient of "
             f"{size:.1g} is {much}; use {larger}sgd, or recipe.precision fp16-compute, which keeps both in float32"
         )
 
@@ -121,18 +122,18 @@ def check_own(path: str, make: Make) -> None:
         usual = _after_steps(make, rate=1.0)
         if not torch.equal(usual, _after_steps(make, rate=1.0)):
             raise UsageError(
-                f"optimizer {path}: two of them, given the same, step to other bits; let it draw no random numbers, "
-                f"and keep nothing from one to the next ({CONTRACT})"
+                f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
+                f"numbers, and do not share state between instances ({CONTRACT})"
             )
         if torch.equal(usual, _after_steps(make, rate=0.5)):
             raise UsageError(
-                f"optimizer {path}: its step is the same whatever the rate; multiply by group['lr'], which follows "
-                f"the schedule ({CONTRACT})"
+                f"optimizer {path}: its step does not depend on the learning rate; multiply by group['lr'], which the "
+                f"schedule sets ({CONTRACT})"
             )
         if not torch.equal(usual, _after_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
-                f"optimizer {path}: resumed from a checkpoint it steps to other bits: it keeps something outside of "
-                f"self.state[parameter] and the numbers of its param_groups; keep it there ({CONTRACT})"
+                f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
+                f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
             )
 
 

@@ -138,18 +138,18 @@ class RotatedAudit:
         odd = sorted(set.intersection(*[{one, other} for one, other, *_ in conflicts])) if conflicts else []
         if len(odd) != 1:
             named = sorted({rank for one, other, *_ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
-            enough = "" if self._places > 2 else " (three in a place can tell)"
+            enough = "" if self._places > 2 else " (this requires at least three replicas)"
             return CorruptionError(
-                f"{start}: {name_ranks(named, ranks)} did not do the same from the same, and no majority tells who is "
-                f"right{enough}. {OTHER_HOSTS}"
+                f"{start}: {name_ranks(named, ranks)} computed different results from the same inputs, and no majority "
+                f"shows which result is right{enough}. {OTHER_HOSTS}"
             )
         lasting = all(one != other for one, other, *_ in conflicts)
         *_, what, bit = conflicts[0]
-        what += bit and f" ({bit})"
+        what += bit and f", {bit}"
         return CorruptionError(
-            f"{start}: {name_ranks(odd, ranks)} got {what} wrong, which others in its place, with the same "
-            f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
-            f"done again. {TAKE_OUT}",
+            f"{start}: {name_ranks(odd, ranks)} computed a wrong result ({what}), as other ranks in its place got a "
+            f"different result from the same messages; the fault "
+            f"{'occurred again' if lasting else 'did not occur again'} when the step was repeated. {TAKE_OUT}",
             odd,
         )
 

@@ -78,8 +78,9 @@ class StepSums:
         """Raise UsageError if ranks added vectors of different layers."""
         if self._strays:
             raise UsageError(
-                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in "
-                "another order; let the model's way not depend on the samples or on chance"
+                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
+                "different order; make every micro-batch go through the same layers in the same order, independent of "
+                "the samples and of random numbers"
             )
 
 
@@ -116,8 +117,8 @@ def _forward(
         layer.training = True
     if instead.calls != 1:
         raise UsageError(
-            f"recipe.batchnorm: sync: a {type(layer).__name__} calls torch.nn.functional.batch_norm {instead.calls} "
-            f"times in its forward, and once is what can be made to normalise over a whole step"
+            f"recipe.batchnorm: sync: a {type(layer).__name__} must call torch.nn.functional.batch_norm once in its "
+            f"forward, got {instead.calls} calls; use a layer that calls it once, or recipe.batchnorm: local"
         )
     return outputs
 

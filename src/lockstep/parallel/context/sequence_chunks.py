@@ -111,7 +111,7 @@ def sequence_task(task: Task) -> CutsSequences:
     """Return the task as one that cuts sequences; UsageError where it is none."""
     if not isinstance(task, CutsSequences):
         raise UsageError(
-            f"{KEY}: the task ({type(task).__name__}) does not cut its batches into chunks of sequences; use the task "
-            f"language, without recipe.metrics, or leave the key out"
+            f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "
+            f"recipe.metrics, or remove this key"
         )
     return task

@@ -199,7 +199,10 @@ def take_over(given: NamedTensors, own: NamedTensors, names: Iterable[str] | Non
     """
     differing = sorted({*given}.symmetric_difference(own if names is None else names))
     if differing:
-        raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
+        raise UsageError(
+            f"the state does not match the model, these tensors differ: {', '.join(differing[:5])}; load the state of "
+            f"this model"
+        )
     for name, held in own.items():
         local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
 

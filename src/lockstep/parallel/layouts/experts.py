@@ -48,8 +48,8 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
         raise UsageError(
-            f"strategy {strategy}: the model has no experts that are known; say in recipe.model.plan which they are "
-            f"(docs/model-parallel.md#experts), or use strategy tensor, which shares the other layers"
+            f"strategy {strategy}: found no known experts in the model; name them in recipe.model.plan "
+            f"(docs/model-parallel.md#experts), or use strategy tensor, which splits the other layers"
         )
     check_shared(experts, ranks, strategy)
     return experts

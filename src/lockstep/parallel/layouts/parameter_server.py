@@ -75,7 +75,9 @@ class Server:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
                 missing = self._workers - len(self._pushed[number])
-                raise PeerLostError(f"{missing} of {self._workers} workers pushed no gradient in {self._timeout_s:g} s")
+                raise PeerLostError(
+                    f"got no gradient from {missing} of {self._workers} workers within {self._timeout_s:g} s"
+                )
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
@@ -134,7 +136,8 @@ class ServedLayout:
         scalars = [name for name, weight in self._whole if not weight.ndim]
         if scalars:
             raise UsageError(
-                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; give it shape (1,), or use ddp"
+                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; use shape (1,), or use "
+                f"strategy ddp"
             )
         rows = slice(None) if self._serves else slice(0)
         self._cuts = {

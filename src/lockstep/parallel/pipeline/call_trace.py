@@ -73,10 +73,10 @@ class CallTrace:
         for call in self._calls[place:]:
             for key in call.read_behind:
                 if key in before:
-                    return f"code between modules uses what {before[key]} gave, behind {call.name} too"
+                    return f"code between modules also uses an output of {before[key]} after {call.name}"
             for key in call.arguments.values():
                 if key in before and key not in entering:
-                    return f"{call.name} takes what {before[key]} gave"
+                    return f"{call.name} uses an output of {before[key]}"
         return None
 
     def crossing(self, place: int) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class CallTrace:
         if generators() != before:
             raise UntraceableError(f"its own forward draws random numbers; {UntraceableError.advice}")
         if not self._calls:
-            raise UntraceableError("its forward calls no modules")
+            raise UntraceableError(f"its forward calls no modules; {UntraceableError.advice}")
         self._read(outputs)
         return outputs
 

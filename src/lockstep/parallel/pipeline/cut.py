@@ -57,8 +57,8 @@ def _find_cut(
     regions = region_names(blank)
     if "" in regions:
         raise UsageError(
-            "strategy pipeline: recipe.model.chunks cuts layers of the model itself, which is then computed as one; "
-            "put them into a module of their own, or use another strategy"
+            "strategy pipeline: recipe.model.chunks splits layers of the model itself, which then cannot be split into "
+            "stages; move these layers to a separate module, or use a different strategy"
         )
     start = PipelineCut(kept=blocks | regions, example=example)
 
@@ -114,8 +114,8 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
                     stages.append(number)
                 if len(stages) > 1 and (key not in lendable or len(stages) > 2):
                     raise UsageError(
-                        f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; cut elsewhere, "
-                        f"so that one stage has all its uses"
+                        f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; set cut so that "
+                        f"only one stage uses it"
                     )
     named = [(name, sorted(users.get(id(tensor), [len(cut.begins)]))) for name, tensor in tensors_of(model)]
     return Ownership(
@@ -184,7 +184,9 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
         place = next(inside, None)
         if place is None or place <= places[-1]:
             met = ", ".join(line.calls)
-            raise UsageError(f"strategy pipeline: cut: no stage can begin at {name}; in order, the model calls: {met}")
+            raise UsageError(
+                f"strategy pipeline: cut: no stage can begin at {name}; use these modules, in this order: {met}"
+            )
         places.append(place)
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
@@ -192,8 +194,8 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
 def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_Found":
     if len(names) != stages - 1:
         raise UsageError(
-            f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
-            f"begins each stage but the first"
+            f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
+            f"{len(names)}; name the first module of each stage except the first stage"
         )
     modules = dict(model.named_modules())
     for name in names:
@@ -203,7 +205,7 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Pipe
     for block in sorted(above & start.kept):
         raise UsageError(
             f"strategy pipeline: cut: no stage can begin within {block}, which recipe.compile or recipe.model.chunks "
-            f"takes as one; cut before it, or leave that key out"
+            f"keeps whole; split before it, or remove that key"
         )
     cut = replace(start, begins=tuple(names), entered=frozenset(above))
     line = line_of(model, cut, training=True)
@@ -212,9 +214,13 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Pipe
     for number, part in enumerate(_parts(line, cut)):
         reason = _obstacle(model, line, part.start) if number else None
         if reason:
-            raise UsageError(f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}")
+            raise UsageError(
+                f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; name a different module"
+            )
         if not any(map(_trains, line.used[part.start : part.stop])):
-            raise UsageError(f"strategy pipeline: cut: stage {number} has no parameter to train; cut elsewhere")
+            raise UsageError(
+                f"strategy pipeline: cut: stage {number} has no trainable parameter; name different modules"
+            )
     ownership(model, cut)
     return _Found(cut)
 
@@ -309,10 +315,10 @@ def _can_be_entered(model: nn.Module, cut: PipelineCut) -> bool:
 def _refusal(model: nn.Module, line: Line, stages: int) -> str:
     found = [(_obstacle(model, line, place), name) for name, place in line.calls.items() if place]
     reasons = [f"not before {name}, since {reason}" for reason, name in found if reason]
-    told = f" ({'; '.join(reasons[:3])})" if reasons else ""
+    told = f" ({', '.join(reasons[:3])})" if reasons else ""
     return (
-        f"strategy pipeline: the model cannot be cut into {stages} stages with parameters to train: its forward calls "
-        f"{len(found) + 1} modules one after the other{told}; use fewer stages, or another strategy"
+        f"strategy pipeline: the model cannot be split into {stages} stages with trainable parameters: its forward "
+        f"calls {len(found) + 1} modules in sequence{told}; use fewer stages, or a different strategy"
     )
 
 
@@ -325,8 +331,8 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
     found = _names_of(model, units_to_compile(model))
     if "" in found:
         raise UsageError(
-            "strategy pipeline: recipe.compile compiles by block, and this model has none, so that it is compiled as "
-            "one; use another strategy, or set recipe.compile to false"
+            "strategy pipeline: recipe.compile compiles this model as a whole, because it has no blocks; use a "
+            "different strategy, or set recipe.compile to false"
         )
     return found
 

@@ -352,7 +352,10 @@ def _check(values: Sequence[object]) -> list[Tensor | int]:
     fit = [value for value in values if isinstance(value, Tensor | int)]
     if len(fit) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))
-        raise TrainingError(f"pipeline: what crosses between two stages is no tensor but {kinds}; cut elsewhere")
+        raise TrainingError(
+            f"strategy pipeline: expected tensors or integers between two stages, got {kinds}; set cut to split the "
+            f"model elsewhere"
+        )
     return fit
 
 

@@ -29,10 +29,10 @@ _ROOT: Final = "model"
 class UntraceableError(UsageError):
     """Raised if the code of a model can't be traced. It may still run without values (call_trace.py)."""
 
-    advice: ClassVar = "move that code into a module of its own, or use another strategy"
+    advice: ClassVar = "move this code to a separate module, or use a different strategy"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"strategy pipeline: the model cannot be cut: {why}")
+        super().__init__(f"strategy pipeline: the model cannot be split: {why}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class GraphTrace:
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(node.target is getattr for node in self._given):  # these can be None, which a trace doesn't show
             raise UntraceableError(
-                "its outputs are attributes of what a module gives; let its forward return tensors, or use another "
+                "its outputs are attributes of a module's output; return tensors from its forward, or use a different "
                 "strategy"
             )
 
@@ -92,7 +92,7 @@ class GraphTrace:
     def obstacle(self, place: int) -> str | None:
         """Return the reason why the values that cross before `place` prevent a cut there, or None."""
         others = [node.name for node in self._crossing(place) if node.name in self._unfit]
-        return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
+        return f"'{others[0]}', which would cross the split, is neither a tensor nor an integer" if others else None
 
     def measure(self, example: Inputs) -> list[int]:
         """Return the operations of the forward at each place for these inputs. The model must be on the meta device.
@@ -222,7 +222,7 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
     if generators() != before:
         problem = "draws random numbers"
     elif any("_tensor_constant" in str(node.target) for node in graph.nodes if node.op == "get_attr"):
-        problem = "makes tensors that come neither from its input nor from its weights"
+        problem = "creates tensors that depend neither on its inputs nor on its weights"
     if problem:
         raise UntraceableError(f"its own forward {problem}; {UntraceableError.advice}")
     return graph

@@ -90,7 +90,7 @@ class Replay:
         finally:
             now.run, now.inside = None, False
         if part.end is not None:
-            _refuse(f"{part.end}, where the next stage begins, was not called")
+            _refuse(f"{part.end}, at which the next stage begins, was not called")
         return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,9 +134,11 @@ def _real(run: _Run, value: Any) -> Any:
     if not isinstance(value, FakeTensor):  # fake tensors come from a meta model
         return value
     if id(value) not in run.real:
-        _refuse("what a stage needs of those before it changes from one micro-batch to the next")
+        _refuse("the values that a stage needs from earlier stages differ between micro-batches")
     return run.real[id(value)][1]
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise TrainingError(f"strategy pipeline: {problem}; cut elsewhere, or use another strategy")
+    raise TrainingError(
+        f"strategy pipeline: {problem}; set cut to split the model elsewhere, or use a different strategy"
+    )

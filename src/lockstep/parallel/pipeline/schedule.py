@@ -47,15 +47,19 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
-            f"strategy {strategy}: schedule {schedule} has one stage for each process, not {per_rank}; use schedule "
-            f"interleaved or zero_bubble, or leave stages_per_rank out"
+            f"strategy {strategy}: schedule {schedule} requires stages_per_rank=1, got {per_rank}; use schedule "
+            f"interleaved or zero_bubble, or don't set stages_per_rank"
         )
     if per_rank == 1 and schedule == "interleaved":
-        raise UsageError(f"strategy {strategy}: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
+        raise UsageError(
+            f"strategy {strategy}: schedule interleaved requires stages_per_rank of 2 or more, got 1; set it to 2, or "
+            f"use schedule 1f1b"
+        )
     if begins and len(begins) != stages - 1:
         raise UsageError(
-            f"strategy {strategy}: cut names {len(begins)} modules, but there are {stages} stages, {per_rank} for each "
-            f"process of a pipeline; name {stages - 1}, or leave cut out"
+            f"strategy {strategy}: cut: the number of modules must be {stages - 1} for {stages} stages ({per_rank} for "
+            f"each process of a pipeline), got {len(begins)}; name the first module of each stage except the first "
+            f"stage, or don't set cut"
         )
 
 

@@ -31,8 +31,9 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
         optimizer.step()
     if not all(torch.equal(one, other) for one, other in zip(together, one_by_one, strict=True)):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
-            f"others, as where it clips their gradients together; leave that to recipe.clip_norm, or use another"
+            f"strategy {strategy}: optimizer {type(whole).__name__} updates a parameter depending on other parameters, "
+            f"for example if it clips their gradients together; use recipe.clip_norm to clip, or use a different "
+            f"optimizer"
         )
 
 
@@ -90,7 +91,9 @@ class OptimizerNames:
             elif owner in names:
                 mine[name] = slots.own(name, tensor)
             elif owner not in self._group_of:
-                raise UsageError(f"optimizer state: it is of another model; this one has no {owner}")
+                raise UsageError(
+                    f"optimizer state: has {owner}, which is not in this model; load the state of this model"
+                )
         told = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
         own = {"slots": told, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(slots.trained, optimizer, mine, own)

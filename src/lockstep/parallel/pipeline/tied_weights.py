@@ -82,7 +82,7 @@ class TiedWeights:
                 loan = self._loan_of[table]
                 raise TrainingError(
                     f"strategy pipeline: {loan.name} is used by stages {loan.owner} and {loan.borrower}, and its "
-                    f"embedding is called more than once in a forward; untie the weights, or use another strategy"
+                    f"embedding is called more than once in a forward; untie the weights, or use a different strategy"
                 )
 
     def _count(self, module: nn.Module, inputs: Any) -> None:

@@ -101,7 +101,9 @@ class Region:
             except ChunkDone:
                 now.draws.rewind()
             else:
-                raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
+                raise RuntimeError(
+                    f"{self.name} was called without its rowwise layer, so it cannot be split; change recipe.model.plan"
+                )
         now.current = len(self.own) - 1
 
     @property
@@ -122,7 +124,9 @@ class Region:
         """
         now = self._calls.now
         if now is None:
-            raise RuntimeError(f"a layer of {self.name} was called from elsewhere: it cannot be cut")
+            raise RuntimeError(
+                f"a layer of {self.name} was called outside of it, so it cannot be split; change recipe.model.plan"
+            )
         if layer not in now.made:
             now.made[layer] = compute()
         if layer.training:
@@ -134,7 +138,10 @@ class Region:
         """Return the inputs of the last layer for all chunks of this rank. Before the last chunk, raise ChunkDone."""
         now = self._calls.now
         if now is None:
-            raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
+            raise RuntimeError(
+                f"the rowwise layer of {self.name} was called outside of it, so it cannot be split; change "
+                f"recipe.model.plan"
+            )
         now.given.append(given)
         if now.current < len(self.own) - 1:
             raise ChunkDone

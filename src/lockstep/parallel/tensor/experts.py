@@ -76,8 +76,8 @@ class Experts:
         """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
-                f"recipe.model.plan: {self.chunks.name} is experts, and was called with rows of shape {[*rows.shape]} "
-                f"and numbers of shape {[*experts.shape]}; they have to be [n, d] and [n, k]"
+                f"recipe.model.plan: {self.chunks.name} is experts, but was called with rows of shape {[*rows.shape]} "
+                f"and expert indices of shape {[*experts.shape]}; pass shapes [n, d] and [n, k]"
             )
         given = copies(self.chunks, [rows, weights.reshape(-1)])
         asked, places = [], []

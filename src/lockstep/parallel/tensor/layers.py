@@ -87,7 +87,7 @@ def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -
 
 def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return `tensors` once for each chunk of this rank. Their gradients are added up over all chunks."""
-    place = f"a layer of {chunks.name} that chunks share"
+    place = f"a shared layer of {chunks.name}"
     made: Sequence[Tensor] = chunks.forwards.exchange(place, partial(_copies, chunks), tensors)
     return made
 

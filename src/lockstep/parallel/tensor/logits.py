@@ -60,7 +60,7 @@ class Logits(Tensor):
     ) -> NoReturn:
         """Reject operations that compute with values."""
         logits = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits))
-        _refuse(logits, f"{function} is computed of its logits")
+        _refuse(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape and the chunks, because the values aren't all on this rank."""
@@ -69,8 +69,8 @@ class Logits(Tensor):
 
 def _refuse(logits: Logits, why: str) -> NoReturn:
     raise UsageError(
-        f"recipe.model.plan: {logits.chunks.name} is vocab, and {why}, which are in chunks while the model trains: "
-        f"they can be given to a cross entropy and to nothing else; let {logits.chunks.name} be whole"
+        f"recipe.model.plan: {logits.chunks.name} is vocab, so its logits are in chunks during training, but {why}; "
+        f"use these logits only in a cross entropy, or set {logits.chunks.name} to whole"
     )
 
 
@@ -82,7 +82,7 @@ def _index(logits: Logits, index: Any) -> Logits:
     items = index if isinstance(index, tuple) else (index,)
     known = all(each is Ellipsis or isinstance(each, slice) for each in items)
     if not known or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
-        _refuse(logits, f"[{index}] is taken of its logits")
+        _refuse(logits, f"they are indexed by [{index}]")
     return _like(logits, [each[index] for each in logits.parts])
 
 
@@ -96,14 +96,14 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
 
 def _in_shape(logits: Logits, like: Tensor) -> Logits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
-        _refuse(logits, f"shape {[*like.shape]} is asked of its logits")
+        _refuse(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
     return _like(logits, [each.reshape(*like.shape[:-1], each.shape[-1]) for each in logits.parts])
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
     dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
     if any(each not in (dtype, logits.device) for each in args):
-        _refuse(logits, f"to({', '.join(map(str, args))}) is asked of its logits")
+        _refuse(logits, f"to({', '.join(map(str, args))}) is called on them")
     return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
 
 
@@ -133,9 +133,9 @@ def _cross_entropy(given: Mapping[str, Any]) -> Tensor:
     for name, value in given.items():
         usual = inspect.signature(F.cross_entropy).parameters[name].default
         if name not in ("input", "target", "ignore_index", "reduction") and value is not usual and value != usual:
-            _refuse(logits, f"{name} is asked of the cross entropy of its logits")
+            _refuse(logits, f"the cross entropy sets {name}")
     if logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        _refuse(logits, f"{targets.dtype} of shape {[*targets.shape]} are targets of its logits {[*logits.shape]}")
+        _refuse(logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}")
     ignored = given.get("ignore_index", -100)
     losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
     match given.get("reduction", "mean"):
@@ -154,7 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
         fits = ((targets >= 0) & (targets < entries)) | (targets == ignored)
-        torch._assert_async(fits.all(), f"a target is none of {entries} entries")
+        torch._assert_async(fits.all(), f"a target is not in [0, {entries})")
         ctx.rows, ctx.ignored = chunks.rows(entries), ignored
         own = [_chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
         # By chunk, [chunks, n]. From here on, all ranks compute the same.

@@ -73,7 +73,10 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     inside = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
         if kind.what not in ("experts", "vocab", "whole") and name not in inside:
-            raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
+            raise UsageError(
+                f"{_KEY}: {name} is {kind.what}, but its module has no rowwise layer; add one to the plan, or set "
+                f"{name} to whole"
+            )
         if kind.what == "heads":
             for attribute in kind.more.split(","):
                 _fewer(model.get_submodule(name), name, attribute, count)
@@ -113,13 +116,12 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
             others = [each for each in owners[parameter] if each != name]
             if name in by_rows and (other := next((each for each in others if each not in by_rows), None)):
                 raise UsageError(
-                    f"{_KEY}: {name} is vocab, and has a weight in common with {other}; let both be vocab, or untie "
-                    f"them"
+                    f"{_KEY}: {name} is vocab and shares a weight with {other}; set both to vocab, or untie them"
                 )
             if name not in by_rows and others:
                 raise UsageError(
-                    f"{_KEY}: {name} has a weight in common with {others[0]}; a layer that is cut has its own: say "
-                    f"that it is whole, or untie them"
+                    f"{_KEY}: {name} shares a weight with {others[0]}, so it cannot be split; set {name} to whole, or "
+                    f"untie them"
                 )
 
 
@@ -129,7 +131,7 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
             near = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
-            raise UsageError(f"{_KEY}: {pattern}: there is no kind {kind!r}{near}")
+            raise UsageError(f"{_KEY}: {pattern}: unknown kind {kind!r}{near}")
         select(_KEY, [pattern], names, "module")
     found = {name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names}
     return {name: _Kind(*kind.partition(":")[::2]) for name, kind in found.items() if kind}
@@ -145,19 +147,25 @@ def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
             # A method calls layers of its own module. It isn't known which other modules it calls.
             inside = {each: kind for each, kind in inside.items() if "." not in each.removeprefix(before)}
             if not callable(getattr(model.get_submodule(name), own.more, None)):
-                raise UsageError(f"{_KEY}: {name} is region:{own.more}, and has no such method")
+                raise UsageError(
+                    f"{_KEY}: {name} is region:{own.more}, but has no such method; use the name of a method of this "
+                    f"module"
+                )
             if any(kind.what == "colwise" for kind in inside.values()):
                 return _Region(name, own.more, inside)
             continue
         if any(kind.what == "colwise" for kind in inside.values()):
             if sum(kind.what == "rowwise" for kind in inside.values()) > 1:
                 raise UsageError(
-                    f"{_KEY}: {name or 'the model'} has several rowwise layers; put each, with the colwise layers "
-                    f"before it, into a module of its own"
+                    f"{_KEY}: {name or 'the model'} has several rowwise layers; move each one, with the colwise layers "
+                    f"before it, to a separate module"
                 )
             _check_covered(model, name, inside)
             return _Region(name, "", inside)
-    raise UsageError(f"{_KEY}: {last} is rowwise, and no colwise layer comes before it in a module that has both")
+    raise UsageError(
+        f"{_KEY}: {last} is rowwise, but no module contains both it and a colwise layer; add a colwise layer to the "
+        f"plan, or set {last} to whole"
+    )
 
 
 def _above(name: str) -> Iterator[str]:
@@ -172,8 +180,8 @@ def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
         if not any(owner == each or owner.startswith(f"{each}.") for each in inside):
             raise UsageError(
-                f"{_KEY}: {name or 'the model'} is cut, and has a parameter {path} besides; say of its module whether "
-                f"it is shared (used by each chunk) or whole (used before or after)"
+                f"{_KEY}: {name or 'the model'} is split, but the plan does not cover its parameter {path}; set the "
+                f"module of {path} to shared (each chunk uses it) or whole (used before or after the split layers)"
             )
 
 
@@ -223,21 +231,21 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
     """Split experts into groups. Experts keep their order, so parameters aren't rearranged."""
     if not takes_pairs(module):
         raise UsageError(
-            f"{_KEY}: {name} is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights "
-            f"[n, k], and nothing else"
+            f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
+            f"[n, d], expert indices [n, k] and weights [n, k]"
         )
     if any(path.count(".") for path, _ in module.named_parameters()):
         raise UsageError(
-            f"{_KEY}: {name} is experts, and has modules with parameters; experts are cut where they are rows of the "
-            f"module's own parameters"
+            f"{_KEY}: {name} is experts, but has submodules with parameters; store the experts as rows of the module's "
+            f"own parameters, or set {name} to whole"
         )
     _fewer(module, name, attribute, count)
     of_group: int = vars(module)[attribute]
     for key, parameter in module.named_parameters():
         if not parameter.ndim or parameter.shape[0] != of_group * count:
             raise UsageError(
-                f"{_KEY}: {name} is experts, {of_group * count} by its {attribute}, and has a parameter {key} of shape "
-                f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
+                f"{_KEY}: {name} is experts with {attribute}={of_group * count}, but its parameter {key} has shape "
+                f"{[*parameter.shape]}; use one row of dim 0 for each expert"
             )
     module.forward = Experts(module, Region(count, name), of_group)  # on the instance, so its names don't change
 
@@ -248,23 +256,26 @@ def _by_rows(module: nn.Module, name: str, count: int) -> None:
     if type(module) is nn.Embedding:
         forward = LookUp(module, Region(count, name))
         if odd := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
-            raise UsageError(f"{_KEY}: {name} is vocab, and has {odd[0]}, which looks at all rows; leave that out")
+            raise UsageError(f"{_KEY}: {name} is vocab, but sets {odd[0]}, which requires all rows; remove {odd[0]}")
     elif type(module) is nn.Linear:
         forward = Head(module, Region(count, name))
     else:
         raise UsageError(
-            f"{_KEY}: {name} is a {type(module).__name__}; vocab cuts an nn.Embedding, or the nn.Linear whose outputs "
-            f"go to a cross entropy; let it be whole"
+            f"{_KEY}: {name} is a {type(module).__name__}, but vocab requires an nn.Embedding, or an nn.Linear whose "
+            f"outputs are used by a cross entropy; set {name} to whole"
         )
     if forward.rows < count:
-        raise UsageError(f"recipe.model.chunks: {count} chunks, and {name} has {forward.rows} rows; let it be whole")
+        raise UsageError(
+            f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
+            f"{name} to whole in {_KEY}"
+        )
     module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance: its class and ties stay
 
 
 def _parts(name: str, more: str) -> int:
     if more and not (more.isdecimal() and int(more)):
         raise UsageError(
-            f"{_KEY}: {name} is colwise:{more}; give the number of things that its outputs are, as in colwise:3"
+            f"{_KEY}: {name} is colwise:{more}, expected the number of concatenated outputs; use e.g. colwise:3"
         )
     return int(more or 1)
 
@@ -272,7 +283,7 @@ def _parts(name: str, more: str) -> int:
 def _share(module: nn.Module, name: str, chunks: Region) -> None:
     own, every = list(module.parameters(recurse=False)), list(module.parameters())
     if len(own) < len(every):
-        raise UsageError(f"{_KEY}: {name} is shared, and has modules with parameters; name these instead")
+        raise UsageError(f"{_KEY}: {name} is shared, but has submodules with parameters; set these to shared instead")
     if own:
         share_parameters(module, chunks)
 
@@ -280,7 +291,7 @@ def _share(module: nn.Module, name: str, chunks: Region) -> None:
 def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
     number = vars(module).get(attribute)
     if not isinstance(number, int):
-        raise UsageError(f"{_KEY}: {name} has no number {attribute!r} among its attributes")
+        raise UsageError(f"{_KEY}: {name} has no integer attribute {attribute!r}; use the name of such an attribute")
     if number % count:
         raise _not_divided(count, f"{name}.{attribute} = {number}", number)
     setattr(module, attribute, number // count)
@@ -289,7 +300,9 @@ def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
 def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
     module = model.get_submodule(name)
     if type(module) is not nn.Linear:
-        raise UsageError(f"{_KEY}: {name} is a {type(module).__name__}; {kind} cuts an nn.Linear")
+        raise UsageError(
+            f"{_KEY}: {name} is a {type(module).__name__}, but {kind} requires an nn.Linear; set {name} to whole"
+        )
     return module
 
 
@@ -302,7 +315,7 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
     length = outputs // parts
     if outputs % parts or length % (count * head):
         has = f"{length} outputs" if head == 1 else f"{length // head} heads"
-        raise _not_divided(count, f"{name}, which has {f'{parts} x ' if parts > 1 else ''}{has}", length // head)
+        raise _not_divided(count, f"the {f'{parts} x ' if parts > 1 else ''}{has} of {name}", length // head)
     chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
     weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
@@ -314,7 +327,7 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
 def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     if inputs % count:
-        raise _not_divided(count, f"{name}, which has {inputs} inputs", inputs)
+        raise _not_divided(count, f"the {inputs} inputs of {name}", inputs)
     chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
     return RowLinear(chunked.to_rows(layer.weight.detach()), bias, chunks), {"weight": chunked}
@@ -333,4 +346,4 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
 
 def _not_divided(count: int, what: str, number: int) -> UsageError:
     fitting = ", ".join(str(each) for each in divisors(number) if 1 < each <= _SHOWN)
-    return UsageError(f"recipe.model.chunks: {count} does not divide {what}; use {fitting}")
+    return UsageError(f"recipe.model.chunks: {count} does not divide {what}; use {fitting or 1}")

@@ -55,7 +55,7 @@ from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 _KEY: Final = "placement.strategy.sequence_parallel"
-_NEXT: Final = "its next region, or its end"
+_NEXT: Final = "its next region or its end"
 
 
 def sequence_parallel_leaves(
@@ -84,8 +84,8 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
             raise UsageError(
-                f"{_KEY}: {name} is cut by rows or experts, whose inputs are not gathered; let "
-                f"recipe.model.plan have it as whole, or leave sequence_parallel out"
+                f"{_KEY}: {name} is split by rows or experts, and its inputs are not gathered; set {name} to whole in "
+                f"recipe.model.plan, or don't set sequence_parallel"
             )
     if example is None:
         return
@@ -109,9 +109,9 @@ class _InRegions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and not any(chunks.computing for chunks in self._regions):
             raise UsageError(
-                f"{_KEY}: the model attends outside of what recipe.model.chunks cuts, where each process has its "
-                f"own chunks of a sequence alone; let recipe.model.plan cut its attention, or leave sequence_parallel "
-                f"out"
+                f"{_KEY}: the model attends outside of the layers that recipe.model.chunks splits, and there each "
+                f"process only has its own chunks of a sequence; split its attention in recipe.model.plan, or don't "
+                f"set sequence_parallel"
             )
         return func(*args, **(kwargs or {}))
 
@@ -231,8 +231,8 @@ class Spread:
         first = visits[0]
         if len(visits) < len(own) or any(each.chunks is not first.chunks for each in visits):
             raise UsageError(
-                f"the forward of one chunk of a sequence has come to {first.chunks.name}, and that of another to "
-                f"something else: under sequence_parallel each goes through the same layers in the same order"
+                f"the forward of one chunk of a sequence has reached {first.chunks.name}, but that of another chunk "
+                f"has not; with sequence_parallel, make every chunk go through the same layers in the same order"
             )
         flat = [pytree.tree_flatten((each.call.args, each.call.keywords, each.states)) for each in visits]
         columns = [self._of_all(each) for each in zip(*(leaves for leaves, _ in flat), strict=True)]

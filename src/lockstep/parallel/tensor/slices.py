@@ -74,8 +74,8 @@ def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "te
     """Raise UsageError if `ranks` ranks can't share the chunks of these layers evenly."""
     if not layers and ranks > 1:
         raise UsageError(
-            f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a number that "
-            f"{ranks} divides (it changes the bits, as any key of a recipe may), or use another strategy"
+            f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a multiple of "
+            f"{ranks}, which changes the weights, or use a different strategy"
         )
     for name, layer in layers.items():
         count = layer.chunks.count

@@ -68,7 +68,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
-        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is none of {length} rows")
+        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is not in [0, {length})")
         ctx.rows, ctx.padding = chunks.rows(length), padding
         ctx.save_for_backward(ids)
         # Adding zeros doesn't change any bits, except that -0.0 becomes 0.0.
