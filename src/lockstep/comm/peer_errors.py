@@ -40,13 +40,13 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
     """
     if too_many_files(error):
         return None
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, PeerLostError):
-            return each
-        if _from_exchange(each):
-            return _peer_lost(each)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerLostError):
+            return cause
+        if _from_exchange(cause):
+            return _peer_lost(cause)
+        cause = cause.__cause__ or cause.__context__
     return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store for creating groups is gone
 
 

@@ -295,7 +295,7 @@ class DataParallelEngine:
             outputs = call(self._model, inputs)
         given = self._numerics.prepare_outputs(outputs)
         loss = self._problem.task.loss(given, microbatch.batch)
-        if observed.wanted and self._first and not microbatch.dummy:
+        if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._problem.task.sums(given, microbatch.batch))
         return loss

@@ -214,7 +214,7 @@ class DeepSpeedEngine:
                 with self._model_code, its_exchanges():
                     outputs = call(self._engine, inputs)
                 loss = self._task.loss(outputs, microbatch.batch)
-        if observed.wanted and not microbatch.dummy:
+        if observed.enabled and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
         return loss

@@ -278,7 +278,7 @@ class PipelineEngine:
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
         given = self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in outputs]))
         loss = self._task.loss(given, leaf.batch)
-        if self._observed.wanted and not self._place.at.tensor and not leaf.dummy:
+        if self._observed.enabled and not self._place.at.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(given, leaf.batch))
         return loss
