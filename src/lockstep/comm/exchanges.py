@@ -26,19 +26,19 @@ def intercept(tell: Callable[[str], None]) -> Iterator[None]:
     # would only see calls in a single group, and none if there is only one process.
     with ExitStack() as stack:
         for question in ("_rank_not_in_group", "_get_default_group"):
-            stack.enter_context(_asking(c10d, question, tell))
+            stack.enter_context(_patched(c10d, question, tell))
         # Remove at torch >= 2.12: before, functional collectives use a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
-        stack.enter_context(_asking(functional, resolver, tell))
+        stack.enter_context(_patched(functional, resolver, tell))
         yield
 
 
 @contextmanager
-def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
     original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
-        if label := _of_others(sys._getframe(1)):
+        if label := _foreign_caller(sys._getframe(1)):
             tell(label)
         return original(*group)
 
@@ -49,7 +49,7 @@ def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Itera
         setattr(module, name, original)
 
 
-def _of_others(frame: FrameType | None) -> str:
+def _foreign_caller(frame: FrameType | None) -> str:
     """Return the name of the called collective, or "" if Lockstep calls it or it is no collective."""
     name = ""
     while frame is not None:

@@ -98,10 +98,10 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
     If a peer was lost or a limit of the system was reached, the traceback goes only to the log.
     """
-    known = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
-    if known is not None:
+    known_error = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
+    if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
-        error = known
+        error = known_error
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # of torch, for a device
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
@@ -109,9 +109,9 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     wrong = error.ranks if isinstance(error, CorruptionError) else []
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
     # Our own errors have a message for the user. All other errors are shown with their traceback.
-    whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
+    text = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
     cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
-    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong, cause)
+    return Failure(info.rank, info.size, rank_log.host, text, code, secondary, log, time.time(), wrong, cause)
 
 
 @final

@@ -105,20 +105,20 @@ class JobStore:
         self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
     ) -> list[T | UntrustedError]:
         """Return the result of `read` for each key, or its UntrustedError, from a single request to the store."""
-        found: list[T | UntrustedError] = []
+        values: list[T | UntrustedError] = []
         for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
-                found.append(self._verify(key, sealed, parse, longest))
+                values.append(self._verify(key, sealed, parse, longest))
             except UntrustedError as error:
-                found.append(error)
-        return found
+                values.append(error)
+        return values
 
     def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
         """Set a key unless another rank has set it, and return its value. An untrusted value is overwritten."""
         sealed = self._sign(key, value, LONGEST)
-        there = self.unsigned.compare_set(key, "", sealed)
+        stored = self.unsigned.compare_set(key, "", sealed)
         try:
-            return self._verify(key, there, parse, LONGEST)
+            return self._verify(key, stored, parse, LONGEST)
         except UntrustedError:
             self.unsigned.set(key, sealed)
             return parse(value)

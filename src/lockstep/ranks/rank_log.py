@@ -61,8 +61,8 @@ class RankLog:
         with suppress(OSError):  # _Log reports it; the folder isn't made again later if a rejected start removed it
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
-            redirected = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
-            with redirected:
+            redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
+            with redirection:
                 yield log
         if log.trouble:
             self.line(f"warning: {path}: the log has gaps: {log.trouble}")
@@ -199,18 +199,18 @@ def _copy_output(log: _Log) -> Iterator[None]:
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
     """Redirect the Python streams to the log, and the descriptors behind them too, for native code."""
-    before = [(number, os.dup(number)) for number in (1, 2)]
+    copies = [(number, os.dup(number)) for number in (1, 2)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for number, _ in before:
+    for number, _ in copies:
         os.dup2(log.fileno(), number)
     try:
         with redirect_stdout(log), redirect_stderr(log):
             yield
     finally:
-        for number, kept in before:
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, copy in copies:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _lasting(stream: TextIO | None, standard: int) -> TextIO:

@@ -32,10 +32,10 @@ def job_secret(env: Mapping[str, str]) -> bytes:
     if _FILE not in env:
         return b""
     path = Path(env[_FILE])
-    wrong = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    with wrong, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    as_usage_error = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
+    with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UsageError(f"{_FILE} {path}: must be a file that you own and only you can access; {_ADVICE}")
         return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
 

@@ -57,10 +57,10 @@ class Strategy:
                 "'lockstep-train[deepspeed]'"
             )
         if self.offload == "nvme" and (self.stage != 3 or self.nvme_path is None):
-            found = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is not set"
+            problem = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is not set"
             raise UsageError(
-                f"strategy deepspeed: offload=nvme requires stage=3 and nvme_path (a folder on the disk), but {found}; "
-                f"set it, or use offload=cpu"
+                f"strategy deepspeed: offload=nvme requires stage=3 and nvme_path (a folder on the disk), but "
+                f"{problem}; set it, or use offload=cpu"
             )
         if self.nvme_path is not None and self.offload != "nvme":
             raise UsageError(
@@ -93,11 +93,11 @@ class Strategy:
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """See ExternalEngine. The master weights are in float32, regardless of the dtype of the model."""
-        other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
-        if other is not None:
+        mismatch = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
+        if mismatch is not None:
             raise UsageError(
-                f"strategy deepspeed: {other} is in {str(dtypes[other]).removeprefix('torch.')}, but DeepSpeed would "
-                f"train it in float32; convert the model to float32, or use strategy zero1, zero2 or zero3"
+                f"strategy deepspeed: {mismatch} is in {str(dtypes[mismatch]).removeprefix('torch.')}, but DeepSpeed "
+                f"would train it in float32; convert the model to float32, or use strategy zero1, zero2 or zero3"
             )
 
     def preload(self) -> None:
@@ -116,8 +116,8 @@ class Strategy:
             # memory_efficient_linear would stay patched into torch for the rest of the process.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
         if self.offload != "none":
-            place = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
-            zero |= {"offload_optimizer": place} | ({"offload_param": place} if self.stage == 3 else {})
+            device = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
+            zero |= {"offload_optimizer": device} | ({"offload_param": device} if self.stage == 3 else {})
         return {
             "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
             "gradient_accumulation_steps": 1,  # the engine is told when a step ends

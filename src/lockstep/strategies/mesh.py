@@ -83,24 +83,28 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the lengths don't multiply to the processes, or if a process would never have work."""
         lengths = {name: getattr(self, name) for name in _AXES}
-        given = {name: each for name, each in lengths.items() if each and (each > 1 or name == "replicate")}
-        product = prod(given.values())
+        axis_lengths = {
+            name: length for name, length in lengths.items() if length and (length > 1 or name == "replicate")
+        }
+        product = prod(axis_lengths.values())
         if processes % product or (self.replicate is not None and product != processes):
-            asked = " x ".join(f"{name}={length}" for name, length in given.items())
+            lengths_text = " x ".join(f"{name}={length}" for name, length in axis_lengths.items())
             raise UsageError(
-                f"strategy mesh: {asked} is {product} processes, got {processes}; change a length, or don't set "
+                f"strategy mesh: {lengths_text} is {product} processes, got {processes}; change a length, or don't set "
                 f"replicate and use a multiple of {product // (self.replicate or 1)} processes"
             )
-        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "tensor", "context") if name in given]
-        if self.expert > 1 and others:
+        conflicts = [
+            f"{name}={axis_lengths[name]}" for name in ("pipe", "shard", "tensor", "context") if name in axis_lengths
+        ]
+        if self.expert > 1 and conflicts:
             raise UsageError(
                 f"strategy mesh: expert={self.expert} is only supported with replicate, not with "
-                f"{' and '.join(others)}; don't set expert, because tensor splits the experts too, and shard splits "
+                f"{' and '.join(conflicts)}; don't set expert, because tensor splits the experts too, and shard splits "
                 f"them by rows"
             )
-        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "expert") if name in given]
-        if self.sequence_parallel and (self.tensor == 1 or others):
-            change = f"remove {' and '.join(others)}" if others else "set tensor to 2 or more"
+        conflicts = [f"{name}={axis_lengths[name]}" for name in ("pipe", "shard", "expert") if name in axis_lengths]
+        if self.sequence_parallel and (self.tensor == 1 or conflicts):
+            change = f"remove {' and '.join(conflicts)}" if conflicts else "set tensor to 2 or more"
             raise UsageError(
                 f"strategy mesh: sequence_parallel requires tensor of 2 or more, and is only supported with replicate "
                 f"and context; {change}, or don't set sequence_parallel"

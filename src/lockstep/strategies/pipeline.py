@@ -54,13 +54,13 @@ class Strategy:
         """Raise UsageError if the options contradict each other or the number of processes."""
         per_rank = self._per_rank()
         pipelines = self._pipelines
-        asked = " x ".join(
+        options = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
         )
-        check_divides(f"strategy pipeline: {asked}", pipelines, processes)
+        check_divides(f"strategy pipeline: {options}", pipelines, processes)
         if pipelines > microbatches:
             raise UsageError(
-                f"strategy pipeline: {asked} requires at least {pipelines} micro-batches, got {microbatches}; use at "
+                f"strategy pipeline: {options} requires at least {pipelines} micro-batches, got {microbatches}; use at "
                 f"most {microbatches}, or set recipe.microbatches={pipelines}, which changes the weights"
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
@@ -80,9 +80,9 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        each = self._per_rank()
+        per_rank = self._per_rank()
         pipe = PipelineShape(
-            self.schedule, self.replicate, self.shard, stages_per_rank=each, cut=self.cut, recompute=self.recompute
+            self.schedule, self.replicate, self.shard, stages_per_rank=per_rank, cut=self.cut, recompute=self.recompute
         )
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 
