@@ -85,8 +85,10 @@ class Packing:
 
     def __init__(self, model: nn.Module, device: torch.device, least_bytes: int) -> None:
         # The storages at this moment. While a block computes, fully_shard replaces its parameters: see `_moves`.
-        own = [each for each in chain(model.parameters(), model.buffers()) if type(each) in (Tensor, nn.Parameter)]
-        self._stay = {each.untyped_storage().data_ptr() for each in own}
+        tensors = [
+            tensor for tensor in chain(model.parameters(), model.buffers()) if type(tensor) in (Tensor, nn.Parameter)
+        ]
+        self._stay = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._type = device.type
         self._least_bytes = least_bytes
         # Keep a weak reference to the storage of moved elements, so that no new storage gets the same address.
@@ -175,5 +177,5 @@ def _extent(tensor: Tensor, elements: int) -> tuple[int, int]:
     if 2 * span >= elements:
         return 0, elements
     first = int(tensor.storage_offset())
-    before = first % (_ALIGNED_BYTES // tensor.itemsize)
-    return first - before, before + span
+    padding = first % (_ALIGNED_BYTES // tensor.itemsize)
+    return first - padding, padding + span

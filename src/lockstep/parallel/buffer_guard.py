@@ -38,19 +38,19 @@ class BufferGuard:
     def __init__(
         self,
         model: nn.Module,
-        kept: Collection[Tensor],
+        exempt: Collection[Tensor],
         gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self._parameters: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._gathered = gathered
         self._forwards = 0
-        own = {id(each) for each in kept}
+        exempt_ids = {id(buffer) for buffer in exempt}
         self._modules = dict(model.named_modules())
         self._places = [
             (path, module, name)
             for path, module in self._modules.items()
-            for name, each in module._buffers.items()
-            if id(each) not in own
+            for name, buffer in module._buffers.items()
+            if id(buffer) not in exempt_ids
         ]
         self._names = self._names_now()
 
@@ -76,14 +76,14 @@ class BufferGuard:
     @contextmanager
     def watch_buffers(self) -> Iterator[None]:
         """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
-        noted = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        states = [_state(module._buffers.get(name)) for _, module, name in self._places]
         yield
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)
-        for (path, module, name), (was, version) in zip(self._places, noted, strict=False):
-            now, moved_to = _state(module._buffers.get(name))
-            if now is not was or moved_to != version:
+        for (path, module, name), (buffer, version) in zip(self._places, states, strict=False):
+            current, current_version = _state(module._buffers.get(name))
+            if current is not buffer or current_version != version:
                 raise _refusal(path, module, name)
 
     def _names_now(self) -> set[tuple[str, str]]:

@@ -70,17 +70,17 @@ class KeptState:
 
         Raises CorruptionError on all ranks if the state of any rank changed after its last update.
         """
-        findings, before = self._findings(), self._before
+        findings, saved = self._findings(), self._before
         self._before = None
-        told = self._world.told_by_all({"host": self._world.host, "changed": _changed(before or findings, findings)})
-        if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
-            kind, names, bit = told[odd[0]]["changed"]
-            what = f"{kind} ({list_some(names, SHOWN)}{bit})"
+        reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
+        if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
+            kind, names, bit = reports[changed_ranks[0]]["changed"]
+            label = f"{kind} ({list_some(names, SHOWN)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
-                f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed after {since}, although "
-                f"no code writes there. {TAKE_OUT}",
-                odd,
+                f"audit at step {step.number + 1}: {label} of {name_ranks(changed_ranks, reports)} changed after "
+                f"{since}, although no code writes there. {TAKE_OUT}",
+                changed_ranks,
             )
         return findings
 
@@ -94,9 +94,9 @@ class KeptState:
         ]
 
 
-def _changed(before: Findings, now: Findings) -> tuple[str, list[str], str] | None:
+def _changed(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
     """Return the kind of the first subject that changed, the names that differ and the bit, or None."""
-    for (subject, old), (_, new) in zip(before, now, strict=True):
+    for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]
             return subject.kind, names, which_bit(subject, names, old, new)

@@ -81,8 +81,8 @@ class StepTotals:
 
         `loss` is the sum over the micro-batch divided by `weight`.
         """
-        now = self._now
-        now.left -= 1
+        turn = self._now
+        turn.left -= 1
         if loss is not None:
             self.show(microbatch, loss)
         if loss is not None and not microbatch.dummy:
@@ -92,13 +92,13 @@ class StepTotals:
                 loss = loss.detach().double() * weight
             else:
                 loss = loss.detach().new_zeros(())  # the mean of a micro-batch of weight 0 is 0 / 0: count it as 0
-            now.own_losses.append(loss)
-            now.alone = now.alone and counts is None
-            if not now.alone:
-                beside = [self._no_counts if counts is None else counts] if now.counts else []
-                now.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples, *beside))
-        if not now.left and not now.alone:
-            now.total = self._send()
+            turn.own_losses.append(loss)
+            turn.alone = turn.alone and counts is None
+            if not turn.alone:
+                counts_part = [self._no_counts if counts is None else counts] if turn.counts else []
+                turn.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples, *counts_part))
+        if not turn.left and not turn.alone:
+            turn.total = self._send()
 
     def show(self, microbatch: MicroBatch, loss: Tensor) -> None:
         """Pass the results of a forward to the micro-batch's `note`, if the results are compared."""
@@ -108,17 +108,17 @@ class StepTotals:
 
     def end(self) -> Sums:
         """Wait for the step's totals and return them."""
-        now = self._now
+        turn = self._now
         counts = None
-        if now.alone:
-            self.loss = now.own_losses[0]
+        if turn.alone:
+            self.loss = turn.own_losses[0]
         else:
-            total = (now.total or self._send())()  # a rank without micro-batches hasn't submitted its sum yet
+            total = (turn.total or self._send())()  # a rank without micro-batches hasn't submitted its sum yet
             # The loss is kept until the next report. Copy it, because a view would keep all statistics alive.
             self.loss = total[0].clone() if self._running.size else total[0]
-            counts = total[1 : 1 + now.counts] if now.counts else None
-            self.observed = total[1 + now.counts :] / now.step.samples
-        return Sums(self.loss, now.step.weight, now.own_losses, counts=counts)
+            counts = total[1 : 1 + turn.counts] if turn.counts else None
+            self.observed = total[1 + turn.counts :] / turn.step.samples
+        return Sums(self.loss, turn.step.weight, turn.own_losses, counts=counts)
 
     def _send(self) -> Callable[[], Tensor]:
         pieces = self._now.statistics.pieces()

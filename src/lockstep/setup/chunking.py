@@ -124,7 +124,7 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     """Return the loss of each chunk of a batch, with its sequences split into `chunks` chunks."""
     together = Cooperative([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), together)
-    [*parts] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
+    [*parts] = sequences.units_for(MicroBatch(0, batch, length(batch), 0), 1)
 
     def loss_of(part: MicroBatch) -> Any:
         return task.loss(sequences.call(model, part), part.batch)

@@ -26,11 +26,11 @@ _HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, head
 class SequenceAttention(TorchFunctionMode):
     """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
 
-    def __init__(self, exchange: Exchange, together: Cooperative) -> None:
+    def __init__(self, exchange: Exchange, cooperative: Cooperative) -> None:
         super().__init__()
         self.calls = 0
         self._exchange = exchange
-        self._together = together
+        self._cooperative = cooperative
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
@@ -72,16 +72,16 @@ class SequenceAttention(TorchFunctionMode):
 
         by_heads = partial(self._exchange, cut=_HEADS, join=_POSITIONS)
         by_positions = partial(self._exchange, cut=_POSITIONS, join=_HEADS)
-        place = f"attention {self.calls}"
-        given = query, key, value
-        query, key, value = self._together.exchange(f"the inputs of {place}", by_heads, given)
+        label = f"attention {self.calls}"
+        inputs = query, key, value
+        query, key, value = self._cooperative.exchange(f"the inputs of {label}", by_heads, inputs)
         # As many query heads go with each head of keys as before, since both are dealt out in their order.
         outputs = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        [attended] = self._together.exchange(f"the outputs of {place}", by_positions, (outputs,))
-        found: Tensor = attended
-        return found
+        [attended] = self._cooperative.exchange(f"the outputs of {label}", by_positions, (outputs,))
+        output: Tensor = attended
+        return output
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
@@ -92,16 +92,16 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunk
             f"this key"
         )
     if not query.ndim == key.ndim == value.ndim == 4 or not query.shape[2] == key.shape[2] == value.shape[2]:
-        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise UsageError(
             f"{KEY}: expected queries, keys and values of shape [n, heads, positions, channels] with the positions of "
             f"one chunk, got shapes {shapes}; change the model's calls of attention, or remove this key"
         )
-    counts = {each.shape[1] for each in (query, key, value)}
+    counts = {tensor.shape[1] for tensor in (query, key, value)}
     if any(count % chunks for count in counts):
-        fitting = [str(each) for each in divisors(min(counts)) if not any(count % each for count in counts)]
+        options = [str(divisor) for divisor in divisors(min(counts)) if not any(count % divisor for count in counts)]
         raise UsageError(
             f"{KEY}: {chunks} does not divide the {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
-            f"queries, keys and values; use {', '.join(fitting)} (if recipe.model.chunks splits attention, these are "
+            f"queries, keys and values; use {', '.join(options)} (if recipe.model.chunks splits attention, these are "
             f"the heads of one of its chunks, and fewer of its chunks have more heads each)"
         )

@@ -103,8 +103,8 @@ class ShardedLayout:
         parts = self._sharded.trained_shards(self._primary)
         self._cuts = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained})
-        self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
+        self.norms = norms_of_rows(world, {parameter: self._cuts[name] for name, parameter in self.trained})
+        self._gradients = [(parameter, partial(own_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -117,8 +117,8 @@ class ShardedLayout:
     def collect(self) -> None:
         """See Layout."""
         self._sharded.copy_sums()
-        for own, gradient in self._gradients:
-            own.grad = gradient()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient()
         self._sharded.end_round()
 
     def publish(self) -> None:
@@ -169,8 +169,8 @@ class _ShardSums:
         """See GradientSum."""
         self.model.begin_step()
         self._last = microbatches[-1]
-        of_all = leaves // self.chunks
-        rounds, self._first = self.rank.rounds(of_all), self.rank.seat * of_all
+        microbatches_over_all = leaves // self.chunks
+        rounds, self._first = self.rank.rounds(microbatches_over_all), self.rank.seat * microbatches_over_all
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
@@ -252,9 +252,9 @@ def _check(model: nn.Module) -> None:
 def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Raise UsageError if trained parameters that are gathered together have several dtypes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    left = dict(names)
+    remaining = dict(names)
     for unit in (*units, model):
-        gathered = [parameter for parameter in unit.parameters() if left.pop(parameter, None)]
+        gathered = [parameter for parameter in unit.parameters() if remaining.pop(parameter, None)]
         trained = [parameter for parameter in gathered if parameter.requires_grad]
         for parameter in trained[1:]:
             if parameter.dtype is not trained[0].dtype:

@@ -70,9 +70,9 @@ class Replay:
         leaves = dict(leaf_modules(model, cut))
         for name, leaf in leaves.items():
             intercept(leaf, partial(self._call, name))
-        inside = {part for leaf in leaves.values() for part in leaf.modules()}
+        leaf_modules_inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
-            if module not in inside:
+            if module not in leaf_modules_inside:
                 self._hide(path, module, own)
 
     def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
@@ -81,14 +81,14 @@ class Replay:
 
     def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
-        now = self._now
-        now.run = run = _Run(part, [*values], first, torch.get_rng_state())
+        current = self._now
+        current.run = run = _Run(part, [*values], first, torch.get_rng_state())
         try:
             outputs = batches.call(self._model, batches.like(inputs, [*values]) if first else inputs)
-        except _Left as left:
-            return left.values
+        except _Left as end:
+            return end.values
         finally:
-            now.run, now.inside = None, False
+            current.run, current.inside = None, False
         if part.end is not None:
             _refuse(f"{part.end}, at which the next stage begins, was not called")
         return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
