@@ -38,7 +38,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.write_text("0123456789abcdef")
     for mode in (0o640, 0o604, 0o620):
         file.chmod(mode)
-        with pytest.raises(UsageError, match="must be a file that you own and only you can access; create one with "):
+        with pytest.raises(
+            UsageError, match="must be a file that you own and only you can access; create a secret with "
+        ):
             job_secret({"LOCKSTEP_JOB_SECRET_FILE": str(file)})
 
 

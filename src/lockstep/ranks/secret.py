@@ -13,7 +13,7 @@ from lockstep.errors import UsageError, os_error_as
 _FILE: Final = f"{SECRET}_FILE"
 _SHORTEST: Final = 16
 _LONGEST: Final = 4096
-_ADVICE: Final = f"create one with (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
+_ADVICE: Final = f"create a secret with (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
 
 
 def new_secret() -> str:

@@ -209,7 +209,7 @@ def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
         (3, ("mix",), "cut: the number of modules must be 2 for 3 stages, got 1"),
         (2, ("mixx",), "the model has no module mixx; did you mean 'mix'"),
         (2, ("stem",), "stage 0 has no trainable parameter"),
-        (3, ("twice", "mix"), "no stage can begin at mix; use these modules, in this order: stem, norm, drop"),
+        (3, ("twice", "mix"), "no stage can begin at mix; name modules in the order of their calls: stem, norm, drop"),
         (2, ("twice.again",), "no stage can begin at twice.again: twice.once.weight is used on both sides"),
         (3, ("act", "twice"), "stage 1 has no trainable parameter"),
     ],

@@ -186,7 +186,8 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
         if place is None or place <= places[-1]:
             names = ", ".join(line.calls)
             raise UsageError(
-                f"strategy pipeline: cut: no stage can begin at {name}; use these modules, in this order: {names}"
+                f"strategy pipeline: cut: no stage can begin at {name}; name modules in the order of their calls: "
+                f"{names}"
             )
         places.append(place)
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
