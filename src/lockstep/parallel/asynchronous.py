@@ -71,8 +71,8 @@ class AsynchronousEngine:
         # The micro-batches of each rank are renumbered from 0. A different seed per rank keeps dropout different.
         local_numerics = replace(numerics, peers=world.size, peer=world.rank)
         make_layout = replicated(local_world, Mesh(), bucket_bytes=1)
-        self._own = DataParallelEngine(problem, pushing, local_world, local_numerics, Mesh(), make_layout)
-        self._worked = True
+        self._local_engine = DataParallelEngine(problem, pushing, local_world, local_numerics, Mesh(), make_layout)
+        self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
         self._advice = against_nonfinite(numerics.recipe)
         if world.size > 1:
@@ -83,13 +83,13 @@ class AsynchronousEngine:
 
         The loss is an estimate from this rank's micro-batches. With `observe`, it is the total loss over all ranks.
         """
-        self._worked = bool(microbatches)
+        self._has_microbatches = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
-        if self._worked:
+        if self._has_microbatches:
             local_microbatches = [replace(microbatch, index=number) for number, microbatch in enumerate(microbatches)]
             samples = sum(microbatch.samples for microbatch in microbatches)
             local_step = step._replace(samples=samples, counted=step.weight)
-            sums = self._own.forward_backward(local_microbatches, local_step, observe)
+            sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
             self._check(sums, step)
         if observe:
             return self._of_all(sums, step)
@@ -98,23 +98,23 @@ class AsynchronousEngine:
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Push the gradient and pull the weights. If this rank had no micro-batch, this is a no-op."""
-        return self._own.update(lr, max_norm) if self._worked else Update(None, applied=True)
+        return self._local_engine.update(lr, max_norm) if self._has_microbatches else Update(None, applied=True)
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of this rank's micro-batches."""
-        return self._own.gradients()
+        return self._local_engine.gradients()
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
         self._level()
-        with self._own.evaluation() as predict:
+        with self._local_engine.evaluation() as predict:
             yield predict
 
     def state(self) -> State:
         """See Engine. Only the state of rank 0, which is saved, includes the state of the shared optimizer."""
         self._level()
-        state = self._own.state()
+        state = self._local_engine.state()
         if self._server is None:
             return state
         tensors, scalars = optimizer_state(self._server.trained, self._server.optimizer)
@@ -123,15 +123,15 @@ class AsynchronousEngine:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        scalars = {**state.scalars, "optimizer": self._own.state().scalars["optimizer"]}
-        self._own.load(replace(state, optimizer={}, scalars=scalars))
+        scalars = {**state.scalars, "optimizer": self._local_engine.state().scalars["optimizer"]}
+        self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
             self._server.load(self._pushing.weights(), state)
         self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
 
     def close(self) -> None:
         """See Engine."""
-        self._own.close()
+        self._local_engine.close()
         if self._calls is not None:
             self._calls.close()
 
@@ -146,7 +146,7 @@ class AsynchronousEngine:
         """Return the sums over all ranks. The ranks wait for each other here."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | {_LOSS: sums.total}
-        rows = {self._world.rank: parts} if self._worked else {}
+        rows = {self._world.rank: parts} if self._has_microbatches else {}
         totals = add_over_ranks(self._world, exact, rows, self._world.size)
         return Sums(totals.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, totals)
 
@@ -163,16 +163,16 @@ class AsynchronousEngine:
         self._world.barrier()  # now all earlier pushes are applied, because a push returns after its update
         if self._server is not None:
             self._pushing.take(self._server.newest())
-            self._own.load(self._own.state())  # publishes the weights to the model
+            self._local_engine.load(self._local_engine.state())  # publishes the weights to the model
         self._world.barrier()
         if self._server is None and self._calls is not None:
             model, ema = self._calls.ask("_snapshot")
-            self._own.load(replace(self._own.state(), model=model, ema=ema))
+            self._local_engine.load(replace(self._local_engine.state(), model=model, ema=ema))
         self._world.barrier()  # rank 0 must not continue before the other ranks have its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
         """Return the model's state and its averaged weights, for all other ranks."""
-        state = self._own.state()
+        state = self._local_engine.state()
         ema = None if state.ema is None else _on_cpu(state.ema)
         return _on_cpu(state.model), ema
 

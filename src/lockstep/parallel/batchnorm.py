@@ -65,7 +65,7 @@ class RunningStatistics:
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
         self._kept_shares = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
-        self._places: list[slice] = []
+        self._regions: list[slice] = []
         self._lie_in_scratch()
         self.size = len(self._scratch)
         self._counted = counted
@@ -133,7 +133,7 @@ class RunningStatistics:
             self._batches_so_far += calls
             for number in self._averaging:
                 batches = self._batches_so_far[number].float()
-                self._rates[self._places[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
+                self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
             # If a layer wasn't called, mean is r. lerp_ computes r + rate * (mean - r), which then is r to the bit.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
@@ -156,7 +156,7 @@ class RunningStatistics:
             layer.momentum = 1.0
             layer.running_mean, layer.running_var = _views(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
-            self._places.append(region)
+            self._regions.append(region)
             start = region.stop
 
     def _call(
@@ -182,7 +182,7 @@ class RunningStatistics:
 
         Recomputations have the call number 0 and share its buffers.
         """
-        layer, region = self._layers[number], self._places[number]
+        layer, region = self._layers[number], self._regions[number]
         if (number, call) not in self._beside:
             with torch.inference_mode(False):
                 self._beside[number, call] = torch.zeros_like(self._running[region])
@@ -196,7 +196,7 @@ class RunningStatistics:
     def _fold(self) -> None:
         """Fold the statistics of all further calls of each layer into the scratch vector."""
         for number, statistics in self._written:
-            region = self._places[number]
+            region = self._regions[number]
             observed = self._scratch[region]
             observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics)
         self._forget_calls()

@@ -46,7 +46,7 @@ class BufferGuard:
         self._forwards = 0
         exempt_ids = {id(buffer) for buffer in exempt}
         self._modules = dict(model.named_modules())
-        self._places = [
+        self._locations = [
             (path, module, name)
             for path, module in self._modules.items()
             for name, buffer in module._buffers.items()
@@ -76,12 +76,12 @@ class BufferGuard:
     @contextmanager
     def watch_buffers(self) -> Iterator[None]:
         """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
-        states = [_state(module._buffers.get(name)) for _, module, name in self._places]
+        states = [_state(module._buffers.get(name)) for _, module, name in self._locations]
         yield
         if sum(len(module._buffers) for module in self._modules.values()) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)
-        for (path, module, name), (buffer, version) in zip(self._places, states, strict=False):
+        for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
             current, current_version = _state(module._buffers.get(name))
             if current is not buffer or current_version != version:
                 raise _refusal(path, module, name)

@@ -4,12 +4,12 @@ For example, the forwards of several micro-batches in one process run in this wa
 Each function has a separate thread, but only one thread runs at a time. The order of the functions alone decides which
 thread runs:
 
-    caller       GoOn        GoOn        Compute       GoOn        GoOn
+    caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
     thread 0     runs       waits         waits        runs       waits         until the next exchange,
     thread 1     waits      runs        computes       waits      runs          or its end
                   |           |             |           |           |
-    caller       Came        Came        Computed      Came        Came
+    caller       Arrived     Arrived     Computed      Arrived     Arrived
 
 1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
    The state of the generators is restored before it continues, so each function draws the same random numbers as if it
@@ -43,7 +43,7 @@ T = TypeVar("T")
 Joint = Callable[[Sequence[Any]], Sequence[Any]]  # from the inputs of all functions to one result for each of them
 
 
-class _Came(NamedTuple):
+class _Arrived(NamedTuple):
     """A function has reached an exchange. `nodes` is its next sequence number."""
 
     place: str
@@ -69,7 +69,7 @@ class _Compute(NamedTuple):
     nodes: int
 
 
-class _GoOn(NamedTuple):
+class _Continue(NamedTuple):
     """The order to continue, with the result of the exchange."""
 
     result: Any
@@ -107,13 +107,15 @@ class Cooperative:
             return [functions[0]()]
         parts = [_Part(function, self._generators) for function in functions]
         try:
-            replies = [self._go_on(number, part, _GoOn(None, 0), before_resume) for number, part in enumerate(parts)]
+            replies = [
+                self._resume(number, part, _Continue(None, 0), before_resume) for number, part in enumerate(parts)
+            ]
             while arrivals := _at_one_place(replies):
                 last = max(arrival.nodes for arrival in arrivals)
                 computed = parts[-1].obey(_Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last))
                 assert isinstance(computed, _Computed)
                 replies = [
-                    self._go_on(number, part, _GoOn(result, computed.nodes), before_resume)
+                    self._resume(number, part, _Continue(result, computed.nodes), before_resume)
                     for number, (part, result) in enumerate(zip(parts, computed.results, strict=True))
                 ]
         finally:
@@ -122,11 +124,13 @@ class Cooperative:
                 part.end()
         return [reply.result for reply in replies if isinstance(reply, _Ended)]
 
-    def _go_on(self, number: int, part: "_Part", order: _GoOn, before_resume: Callable[[int], None]) -> _Came | _Ended:
+    def _resume(
+        self, number: int, part: "_Part", order: _Continue, before_resume: Callable[[int], None]
+    ) -> _Arrived | _Ended:
         before_resume(number)
         self._running = part
         reply = part.obey(order)
-        assert isinstance(reply, _Came | _Ended)
+        assert isinstance(reply, _Arrived | _Ended)
         return reply
 
 
@@ -137,8 +141,8 @@ class _Part:
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
-        self._orders: SimpleQueue[_GoOn | _Compute | None] = SimpleQueue()
-        self._replies: SimpleQueue[_Came | _Computed | _Ended | BaseException] = SimpleQueue()
+        self._orders: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
+        self._replies: SimpleQueue[_Arrived | _Computed | _Ended | BaseException] = SimpleQueue()
         # torch keeps these settings per thread, so the thread doesn't inherit them from the caller.
         self._grad = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -146,7 +150,7 @@ class _Part:
         self._thread = Thread(target=contextvars.copy_context().run, args=(self._body,), name="together", daemon=True)
         self._thread.start()
 
-    def obey(self, order: _GoOn | _Compute) -> _Came | _Computed | _Ended:
+    def obey(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
         """Send an order and return the outcome. If the function raises an exception, raise it here."""
         self._orders.put(order)
         reply = self._replies.get()
@@ -157,13 +161,13 @@ class _Part:
     def come(self, place: str, joint: Joint, inputs: Any) -> Any:
         """Wait for the result of an exchange. This is called in the thread."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Came(place, joint, inputs, _nodes()))
+        self._replies.put(_Arrived(place, joint, inputs, _nodes()))
         while isinstance(order := self._orders.get(), _Compute):
             _make_nodes(order.nodes)
             results = order.joint(order.inputs)
             self._replies.put(_Computed(results, _nodes()))
         if order is None:
-            raise _Over
+            raise _Cancelled
         _make_nodes(order.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -184,17 +188,17 @@ class _Part:
             self._replies.put(error)
 
 
-class _Over(BaseException):
+class _Cancelled(BaseException):
     """Ends a function whose result isn't needed. It isn't an Exception, because the function may catch those."""
 
 
-def _at_one_place(replies: Sequence[_Came | _Ended]) -> list[_Came]:
+def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     """Return the exchange that all functions have reached, or an empty list if all have ended.
 
     Raises UsageError if the functions are at different exchanges.
     """
-    arrivals = [reply for reply in replies if isinstance(reply, _Came)]
-    labels = [reply.place if isinstance(reply, _Came) else "its end" for reply in replies]
+    arrivals = [reply for reply in replies if isinstance(reply, _Arrived)]
+    labels = [reply.place if isinstance(reply, _Arrived) else "its end" for reply in replies]
     if len(set(labels)) > 1:
         index = next(number for number, label in enumerate(labels) if label != labels[0])
         raise UsageError(

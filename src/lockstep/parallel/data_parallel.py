@@ -115,7 +115,9 @@ class DataParallelEngine:
         self._on_close = on_close
         self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step
         self._step: Step  # in progress
-        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers to restore after a dummy outside of the step
+        self._saved_buffers: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # buffers to restore after a dummy outside of the step
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -187,7 +189,7 @@ class DataParallelEngine:
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased."""
-        self._before = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
+        self._saved_buffers = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
@@ -196,10 +198,10 @@ class DataParallelEngine:
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, microbatch.weight if mean else 1)
         self._gradients.after_backward(microbatch)
-        for buffer, saved, version in self._before:
+        for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # don't write to unchanged buffers, since the guard watches their version
                 buffer.copy_(saved)
-        self._before = []
+        self._saved_buffers = []
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""

@@ -34,16 +34,16 @@ class KeptState:
         self._world = world
         self._every = every
         self._digests = Digests()
-        self._before: Findings | None = None
+        self._saved: Findings | None = None
 
     def begin(self) -> None:
         """Keep digests of the state. Call this when the engine has its first weights, or those of a checkpoint."""
-        self._before = None if self._every is None else self._findings()
+        self._saved = None if self._every is None else self._findings()
 
     def note(self, step: Step) -> None:
         """Keep digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
-        self._before = self._findings() if due else None
+        self._saved = self._findings() if due else None
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -63,15 +63,15 @@ class KeptState:
 
     def forget(self) -> None:
         """Drop the digests. Call this before an evaluation, which may change buffers of the model."""
-        self._before = None
+        self._saved = None
 
     def check(self, step: Step) -> Findings:
         """Return digests of this rank's state, at the start of an audited step. All ranks must call it.
 
         Raises CorruptionError on all ranks if the state of any rank changed after its last update.
         """
-        findings, saved = self._findings(), self._before
-        self._before = None
+        findings, saved = self._findings(), self._saved
+        self._saved = None
         reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
         if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
             kind, names, bit = reports[changed_ranks[0]]["changed"]

@@ -62,7 +62,7 @@ class RotatedAudit:
         self._kept = KeptState(engine, self.world, self.schedule.every)
         self._kept.begin()
         self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
-        self._places = len(self.schedule.mesh.groups("shard"))
+        self._place_count = len(self.schedule.mesh.groups("shard"))
         # The engines by the distance that ranks are moved. Start the first of them now, to find out whether it fits.
         self._rotated = {0: (own_world, engine)}
         self._again_at(1)
@@ -76,7 +76,7 @@ class RotatedAudit:
         rotated = self._again(1, step)
         unrotated, sums = self._play(*self._rotated[0], microbatches, step, observe)
         if self._differ(rotated, unrotated):
-            repeats = [self._again(distance, step) for distance in range(min(_MOST, self._places))]
+            repeats = [self._again(distance, step) for distance in range(min(_MOST, self._place_count))]
             raise self._verdict(step, [rotated, unrotated, *repeats])
         self.audited += 1
         return sums
@@ -87,7 +87,7 @@ class RotatedAudit:
             engine.close()
 
     def _again_at(self, distance: int) -> tuple[World, Rotates]:
-        distance %= self._places
+        distance %= self._place_count
         if distance not in self._rotated:
             world = self.world.rotated(self.schedule.mesh, distance, self._log)
             # Only the main engine averages weights.
@@ -142,7 +142,7 @@ class RotatedAudit:
             accused = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
                 *range(len(reports))
             ]
-            hint = "" if self._places > 2 else " (this requires at least three replicas)"
+            hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
             return CorruptionError(
                 f"{start}: {name_ranks(accused, reports)} computed different results from the same inputs, and no "
                 f"majority shows which result is right{hint}. {OTHER_HOSTS}"

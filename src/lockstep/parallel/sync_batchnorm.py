@@ -46,7 +46,7 @@ class StepSums:
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
         self._holders = canonical
-        self._own: Sequence[int] = (0,)
+        self._local: Sequence[int] = (0,)
         self._leaves = 1
         self._strays = torch.zeros((), dtype=torch.bool)
 
@@ -55,7 +55,7 @@ class StepSums:
 
         If `local` is empty, this rank computes only dummies.
         """
-        self._leaves, self._own = leaves, local
+        self._leaves, self._local = leaves, local
         self._holders = self._all.of_holders(leaves) if local else self._all
         self._strays = torch.zeros((), dtype=torch.bool)
 
@@ -65,10 +65,10 @@ class StepSums:
         `parts` has the vectors of this rank. They may change. If this rank computes only dummies, the sum is the vector
         of the dummy. `layer` is the number of the layer, and must be the same for all micro-batches.
         """
-        if not self._own:
+        if not self._local:
             return parts[0]
         counter: Counter[Tensor] = Counter(add_)
-        for leaf, part in zip(self._own, parts, strict=True):
+        for leaf, part in zip(self._local, parts, strict=True):
             counter.push(leaf, torch.cat([part, part.new_full((1,), layer)]))
         total = self._holders(counter.pieces(), self._leaves, parts[0].new_empty(len(parts[0]) + 1))
         self._strays = (total[-1] != layer * self._leaves).logical_or_(self._strays.to(total.device))

@@ -69,7 +69,7 @@ class RankLog:
 
 
 @final
-class _Lasting(io.TextIOBase, TextIO):
+class _UnfailingStream(io.TextIOBase, TextIO):
     """A stream that writes immediately and ignores errors."""
 
     encoding = "utf-8"
@@ -135,7 +135,7 @@ class _Log(io.TextIOBase, TextIO):
 
 
 @final
-class _Both(io.TextIOBase):
+class _Tee(io.TextIOBase):
     """Writes to a stream and to a log. Behaves like the stream in everything else."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
@@ -175,7 +175,7 @@ def outliving_terminal() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
-    with redirect_stdout(_lasting(sys.stdout, _STDOUT)), redirect_stderr(_lasting(sys.stderr, _STDERR)):
+    with redirect_stdout(_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_unfailing(sys.stderr, _STDERR)):
         yield
 
 
@@ -191,7 +191,7 @@ def with_rank(rank: int, size: int, host: str, text: str) -> str:
 
 @contextmanager
 def _copy_output(log: _Log) -> Iterator[None]:
-    out, err = (cast(TextIO, _Both(stream, log)) for stream in (sys.stdout, sys.stderr))
+    out, err = (cast(TextIO, _Tee(stream, log)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
@@ -213,11 +213,11 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.close(copy)
 
 
-def _lasting(stream: TextIO | None, standard: int) -> TextIO:
+def _unfailing(stream: TextIO | None, standard: int) -> TextIO:
     """Return a stream that ignores errors, or the same stream if it has no descriptor, as in a notebook."""
     if stream is None:
-        return _Lasting(standard)
-    return _Lasting(stream.fileno()) if _has_descriptor(stream) else stream
+        return _UnfailingStream(standard)
+    return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream
 
 
 def _has_descriptor(stream: TextIO) -> bool:

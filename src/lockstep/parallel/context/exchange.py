@@ -30,7 +30,7 @@ class Exchange:
         self.chunks = chunks
         self._rank = rank
         self._ranks = ranks
-        self._own = chunks // ranks
+        self._local_count = chunks // ranks
         self._carrier = carrier
 
     def __call__(self, inputs: Sequence[Sequence[Tensor]], cut: int, join: int) -> list[tuple[Tensor, ...]]:
@@ -42,9 +42,9 @@ class Exchange:
 
     def deal(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
         """Return the tensors that this rank's chunks get, chunk by chunk, like `tensors`."""
-        kinds = len(tensors) // self._own
+        kinds = len(tensors) // self._local_count
         results = [self._join(tensors[kind::kinds], cut, join) for kind in range(kinds)]
-        return [result[chunk] for chunk in range(self._own) for result in results]
+        return [result[chunk] for chunk in range(self._local_count) for result in results]
 
     def _join(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
         """Return what each of this rank's chunks gets of one kind, where `tensors` has one tensor of each."""
@@ -56,8 +56,10 @@ class Exchange:
         by_rank = [own_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
         # Each joined tensor has memory of its own, and lies as it does where all chunks are in one process.
         return [
-            torch.cat([part for rank_parts in by_rank for part in rank_parts[chunk :: self._own]], join).contiguous()
-            for chunk in range(self._own)
+            torch.cat(
+                [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], join
+            ).contiguous()
+            for chunk in range(self._local_count)
         ]
 
     def _swap(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
@@ -78,4 +80,4 @@ class Exchange:
         return arrived
 
     def _first(self, rank: int) -> int:
-        return rank * self._own
+        return rank * self._local_count

@@ -142,19 +142,21 @@ class ServedLayout:
                 f"strategy ddp"
             )
         rows = slice(None) if self._serves else slice(0)
-        self._cuts = {
+        self._shards = {
             name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._serves) for name, weight in self._whole
         }
         self.trained = (
-            self._whole if self._serves else [(name, nn.Parameter(self._cuts[name].tensor)) for name, _ in self._whole]
+            self._whole
+            if self._serves
+            else [(name, nn.Parameter(self._shards[name].tensor)) for name, _ in self._whole]
         )
         self._updates = 0
-        parts: dict[Tensor, Shard] = {parameter: self._cuts[name] for name, parameter in self.trained}
+        parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name])
+        return shard_like(tensor, self._shards[name])
 
     def collect(self) -> None:
         """See Layout."""

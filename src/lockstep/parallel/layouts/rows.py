@@ -53,15 +53,15 @@ class RowLayout:
         self._world = world
         self._whole = trainable_parameters(model)
         self._weights = Weights(model, dtype)
-        self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
+        self._shards = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
         self._offload = offload
-        self._apart = offload or self._copies  # whether the rows have separate memory from the model
-        self.trained = [(name, nn.Parameter(self._own(parameter))) for name, parameter in self._whole]
+        self._has_separate_memory = offload or self._copies  # whether the rows have separate memory from the model
+        self.trained = [(name, nn.Parameter(self._rows_here(parameter))) for name, parameter in self._whole]
         self._weights.let_go()
-        parts: dict[Tensor, Shard] = {parameter: self._cuts[name] for name, parameter in self.trained}
+        parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
-        self._moved = self._sort()
+        self._packs = self._sort()
         self._keeps_whole = False
         self._sums: list[Tensor] = []  # whole sums of a step, in the order of `trained`, if they are kept
 
@@ -76,7 +76,7 @@ class RowLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
+        return shard_like(tensor, self._shards[name]) if self._shards[name].shape else tensor
 
     @torch.no_grad()
     def reload(self) -> None:
@@ -84,16 +84,16 @@ class RowLayout:
         if self._copies:
             self._weights.publish()
             self.publish()
-        elif self._apart:
+        elif self._has_separate_memory:
             for name, trained in self.trained:
-                trained.copy_(self._cuts[name].tensor)
+                trained.copy_(self._shards[name].tensor)
 
     def collect(self) -> None:
         """See Layout. Keeps this rank's rows of the gradients, and frees all other rows during the update."""
         self._sums.clear()
         for (name, parameter), (_, row) in zip(self._whole, self.trained, strict=True):
             assert parameter.grad is not None
-            shard = self._cuts[name]
+            shard = self._shards[name]
             gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
             row.grad = self._copied(gradient)
             if self._keeps_whole:
@@ -116,10 +116,10 @@ class RowLayout:
     def publish(self) -> None:
         """See Layout. Sends the updated rows of this rank to all ranks, and receives theirs."""
         self._sums.clear()
-        if self._apart:
+        if self._has_separate_memory:
             for name, trained in self.trained:
-                self._cuts[name].tensor.copy_(trained)
-        for rows in self._moved:
+                self._shards[name].tensor.copy_(trained)
+        for rows in self._packs:
             rows.exchange()
 
     def _cut(self, parameter: Tensor) -> Shard:
@@ -131,9 +131,9 @@ class RowLayout:
         rows = part(len(tensor), self._world.size, rank)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
-    def _own(self, parameter: nn.Parameter) -> Tensor:
+    def _rows_here(self, parameter: nn.Parameter) -> Tensor:
         rows = self._cut(self._weights.weight_of(parameter)).tensor
-        return self._copied(rows) if self._apart else rows
+        return self._copied(rows) if self._has_separate_memory else rows
 
     def _copied(self, rows: Tensor) -> Tensor:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
@@ -159,18 +159,18 @@ class _Packed:
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world
-        self._own = by_rank[world.rank]
-        self._others = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
+        self._own_rows = by_rank[world.rank]
+        self._peer_rows = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
         self._packed = packed
 
     def exchange(self) -> None:
-        if not self._packed or not self._others:
-            self._world.spread(self._own, self._others)
+        if not self._packed or not self._peer_rows:
+            self._world.spread(self._own_rows, self._peer_rows)
             return
-        sizes = {rank: [rows.numel() for rows in tensors] for rank, tensors in self._others.items()}
-        received = {rank: self._own[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
-        packed = torch.cat([rows.reshape(-1) for rows in self._own])
+        sizes = {rank: [rows.numel() for rows in tensors] for rank, tensors in self._peer_rows.items()}
+        received = {rank: self._own_rows[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
+        packed = torch.cat([rows.reshape(-1) for rows in self._own_rows])
         self._world.spread([packed], {rank: [tensor] for rank, tensor in received.items()})
-        for rank, rows in self._others.items():
+        for rank, rows in self._peer_rows.items():
             pieces = torch.split(received[rank], sizes[rank])
             torch._foreach_copy_(list(rows), [piece.view(row.shape) for piece, row in zip(pieces, rows, strict=True)])

@@ -101,9 +101,9 @@ class ShardedLayout:
         sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
-        self._cuts = {name: cut for name, (cut, _) in parts.items()}
-        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        self.norms = norms_of_rows(world, {parameter: self._cuts[name] for name, parameter in self.trained})
+        self._shards = {name: cut for name, (cut, _) in parts.items()}
+        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._shards.items()]
+        self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
         self._gradients = [(parameter, partial(own_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
@@ -112,7 +112,7 @@ class ShardedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name])
+        return shard_like(tensor, self._shards[name])
 
     def collect(self) -> None:
         """See Layout."""

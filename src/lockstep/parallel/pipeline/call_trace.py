@@ -54,7 +54,7 @@ class CallTrace:
         self._meta = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
-        self._own = dict(tensors_of(model))
+        self._tensors = dict(tensors_of(model))
         self._alive: list[Any] = []  # keeps tensors alive, so that no id is reused
         self._calls: list[_TracedCall] = []
         self._inside = False
@@ -88,7 +88,7 @@ class CallTrace:
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
-        direct_tensors = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
+        direct_tensors = [self._tensors[self._names[key]] for key in call.read_behind if key in self._names]
         of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 

@@ -44,9 +44,15 @@ class StageLayout:
         self._absent = {name: own_slice.part(name, absent(tensor)) for name, tensor in model.state_dict().items()}
         sharers = world.among(stage_place.sharers)
         is_alone = sharers.size == 1
-        self._own: Layout = Weights(part, dtype) if is_alone else RowLayout(part, sharers, offload=False, dtype=dtype)
-        self.trained = self._own.trained
-        self.collect, self.publish, self.reload = self._own.collect, self._own.publish, self._own.reload
+        self._rank_layout: Layout = (
+            Weights(part, dtype) if is_alone else RowLayout(part, sharers, offload=False, dtype=dtype)
+        )
+        self.trained = self._rank_layout.trained
+        self.collect, self.publish, self.reload = (
+            self._rank_layout.collect,
+            self._rank_layout.publish,
+            self._rank_layout.reload,
+        )
         trained = dict(self.trained)
         self._parts = [
             self.as_shard(name, trained[name]) if name in trained else self._absent[name] for name, _ in self._all
@@ -54,7 +60,7 @@ class StageLayout:
         keys: list[Tensor] = [trained.get(name, parameter) for name, parameter in self._all]
         all_norms = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), trained.values())
         stage_shards: dict[Tensor, Shard] = {tensor: self.as_shard(name, tensor) for name, tensor in self.trained}
-        stage_norms = self._own.norms.of_tensors
+        stage_norms = self._rank_layout.norms.of_tensors
         if stage_place.mesh.tensor > 1:  # other ranks have different slices of the same stages
             slice_world = world.among(stage_place.mesh.groups("replicate", "tensor", "context"))
             stage_norms = norms_of_rows(slice_world, stage_shards).of_tensors
@@ -62,7 +68,7 @@ class StageLayout:
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        held = self._own.state()
+        held = self._rank_layout.state()
         return {
             name: self._as_part(name, held[name]) if name in held else absent_shard
             for name, absent_shard in self._absent.items()
@@ -70,11 +76,11 @@ class StageLayout:
 
     def own_state(self) -> dict[str, MaybeSharded]:
         """Return the part of the state that is on this rank."""
-        return {name: self._slice.as_part(name, value) for name, value in self._own.state().items()}
+        return {name: self._slice.as_part(name, value) for name, value in self._rank_layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._as_part(name, self._own.as_shard(name, tensor.detach()))
+        return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradients of all parameters of the model, between a backward and an update, as shards."""

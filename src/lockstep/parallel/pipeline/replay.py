@@ -44,14 +44,14 @@ class _Run:
 
 
 @final
-class _Under(local):
+class _ThreadState(local):
     """The current forward of this thread. Each of several leaves has a separate thread (parallel/cooperative.py)."""
 
     run: _Run | None = None
     inside = False  # whether a module that is never split is running
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """Ends a forward at the first module of the next stage. An `except Exception` in the model doesn't catch it."""
 
     def __init__(self, values: list[Any]) -> None:
@@ -66,7 +66,7 @@ class Replay:
     def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
         self._model = model
         self._meta = meta
-        self._now = _Under()
+        self._current = _ThreadState()
         leaves = dict(leaf_modules(model, cut))
         for name, leaf in leaves.items():
             intercept(leaf, partial(self._call, name))
@@ -81,11 +81,11 @@ class Replay:
 
     def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
-        current = self._now
+        current = self._current
         current.run = run = _Run(part, [*values], first, torch.get_rng_state())
         try:
             outputs = batches.call(self._model, batches.like(inputs, [*values]) if first else inputs)
-        except _Left as end:
+        except _StageEnd as end:
             return end.values
         finally:
             current.run, current.inside = None, False
@@ -95,8 +95,8 @@ class Replay:
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces the forward of a module that is never split."""
-        run = self._now.run
-        if run is None or self._now.inside:
+        run = self._current.run
+        if run is None or self._current.inside:
             return forward(*args, **kwargs)
         if not run.begun and name == run.part.begin:
             _begin(run, args, kwargs)
@@ -104,13 +104,13 @@ class Replay:
             return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
-            raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
+            raise _StageEnd([_real(run, leaves[path]) for path in run.part.leaving])
         args, kwargs = batches.map_tensors(partial(_real, run), (args, kwargs))
-        self._now.inside = True
+        self._current.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
-            self._now.inside = False
+            self._current.inside = False
 
     def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
         """Replace tensors of other ranks by tensors without values, for code between modules."""

@@ -93,7 +93,7 @@ class Region:
         self._call(call, len(self.own))
 
     def _call(self, call: partial[Any], times: int) -> None:
-        region_call = self._calls.now = _RegionCall(Draws())
+        region_call = self._calls.active = _RegionCall(Draws())
         for number in range(times):
             region_call.current = number
             try:
@@ -114,7 +114,7 @@ class Region:
     @property
     def computing(self) -> bool:
         """Whether a call of the region is in progress, from its first layers to its last layer."""
-        return self._calls.now is not None
+        return self._calls.active is not None
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of `layer` for the current chunk.
@@ -122,7 +122,7 @@ class Region:
         When `layer` is called for the first chunk, `compute` computes the outputs of all chunks of this rank, chunk by
         chunk, with the same number of tensors for each chunk.
         """
-        region_call = self._calls.now
+        region_call = self._calls.active
         if region_call is None:
             raise RuntimeError(
                 f"a layer of {self.name} was called outside of it, so it cannot be split; change recipe.model.plan"
@@ -136,7 +136,7 @@ class Region:
 
     def gather(self, inputs: Tensor) -> list[Tensor]:
         """Return the inputs of the last layer for all chunks of this rank. Before the last chunk, raise ChunkDone."""
-        region_call = self._calls.now
+        region_call = self._calls.active
         if region_call is None:
             raise RuntimeError(
                 f"the rowwise layer of {self.name} was called outside of it, so it cannot be split; change "
@@ -146,7 +146,7 @@ class Region:
         if region_call.current < len(self.own) - 1:
             raise ChunkDone
         region_call.draws.go_on()
-        del self._calls.now
+        del self._calls.active
         return region_call.inputs
 
     def iterate(self, training: bool) -> Iterator[tuple[int, int]]:
@@ -225,7 +225,7 @@ class _RegionCall:
 class _RegionCalls(threading.local):
     """The call in progress. Each forward that runs in a separate thread has its own (parallel/cooperative.py)."""
 
-    now: _RegionCall | None = None
+    active: _RegionCall | None = None
 
     def __reduce__(self) -> "tuple[type[_RegionCalls], tuple[()]]":
         """Support copies of a model. A copy has no call in progress."""
@@ -248,7 +248,7 @@ class Draws:
         self._generators = [torch.default_generator]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = self._states()
+        self._saved_states = self._states()
         self._after: list[Tensor] = []
         self._key: int | None = None
         self._drawing: int | None = None
@@ -274,7 +274,7 @@ class Draws:
 
     def rewind(self) -> None:
         """Restore the state before the first layers."""
-        self._set(self._before)
+        self._set(self._saved_states)
 
     def go_on(self) -> None:
         """Continue from the state after the key was drawn, as if the chunks hadn't drawn any numbers."""

@@ -143,7 +143,7 @@ class Dispatch:
         self._rank = rank
         self.ranks = ranks
         self._carrier = carrier
-        self._own = experts.chunks.count // ranks
+        self._local_count = experts.chunks.count // ranks
         # Gradients of the current round by source rank. They accumulate, because a module can be called several times.
         self._arrived: dict[int, Gradients] = {}
 
@@ -153,7 +153,9 @@ class Dispatch:
         training = self._experts.module.training
         counts = [len(pairs.rows) for pairs in pairs_by_group]
         counts_by_source = self._announce(counts, draws.key if training else 0)
-        sent_counts = [sum(counts[first : first + self._own]) for first in range(0, len(counts), self._own)]
+        sent_counts = [
+            sum(counts[first : first + self._local_count]) for first in range(0, len(counts), self._local_count)
+        ]
         received_counts = [sum(source_counts[:-1]) for source_counts in counts_by_source]
         rows, weights = self._exchange_rows(
             sent_counts,
@@ -175,8 +177,8 @@ class Dispatch:
         outputs = []
         for source in range(self.ranks):
             source_parameters = parameters_by_source[source * len(parameters) : (source + 1) * len(parameters)]
-            groups = zip(*(parameter.tensor_split(self._own) for parameter in source_parameters), strict=True)
-            for group, group_parameters in enumerate(groups, start=self._rank * self._own):
+            groups = zip(*(parameter.tensor_split(self._local_count) for parameter in source_parameters), strict=True)
+            for group, group_parameters in enumerate(groups, start=self._rank * self._local_count):
                 if training:
                     draws.draw_by(counts_by_source[source][-1], group)
                 named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
@@ -236,7 +238,9 @@ class Dispatch:
     def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:
         """Send each rank the numbers of rows for its groups, and the key. Return the numbers and keys of all ranks."""
         device = next(iter(self._experts.parameters.values())).device
-        announcement = [[*counts[rank * self._own : (rank + 1) * self._own], key] for rank in range(self.ranks)]
+        announcement = [
+            [*counts[rank * self._local_count : (rank + 1) * self._local_count], key] for rank in range(self.ranks)
+        ]
         [answers] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(announcement, device=device)])
         counts_by_source: list[list[int]] = answers.tolist()
         return counts_by_source

@@ -173,18 +173,18 @@ class SlicedLayout:
 
     def __init__(self, world: World, own_slice: Slice, layout: Layout) -> None:
         self._place = own_slice
-        self._own = layout
+        self._layout = layout
         self.trained = layout.trained
         self.collect, self.publish, self.reload = layout.collect, layout.publish, layout.reload
         self.norms = norms_of_rows(world, {tensor: self._part(name, tensor) for name, tensor in self.trained})
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return {name: self._place.as_part(name, tensor) for name, tensor in self._own.state().items()}
+        return {name: self._place.as_part(name, tensor) for name, tensor in self._layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return self._place.as_part(name, self._own.as_shard(name, tensor))
+        return self._place.as_part(name, self._layout.as_shard(name, tensor))
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
         """Return a trained tensor as a Shard, including whether this rank reports it."""
