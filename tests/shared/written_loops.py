@@ -88,7 +88,7 @@ def trained(run: Any, model: nn.Module, loss: Callable[[Any, Any, Any], Tensor] 
 # The usual loop of PyTorch, and what is left of it by mistake.
 
 
-@refused("a backward that is not step.backward")
+@refused("a backward other than step.backward|a backward that is not step.backward")
 def usual_loop(run):
     model, optimizer = placed(run)
     for step in even(run):
@@ -756,7 +756,7 @@ def swa(run):
 # Other ways to step.
 
 
-@refused("a backward that is not step.backward")
+@refused("a backward other than step.backward|a backward that is not step.backward")
 def sam(run):
     """Sharpness-aware minimisation: up along the gradient, and a second forward and backward there."""
     model, _ = placed(run)

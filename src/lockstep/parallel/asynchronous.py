@@ -139,7 +139,7 @@ class AsynchronousEngine:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
         assert self._calls is not None
-        newest: list[Tensor] = self._calls.ask("exchange", lr, [gradient.cpu() for gradient in gradients])
+        newest: list[Tensor] = self._calls.ask("exchange", lr, [tensor.cpu() for tensor in gradients])
         return newest
 
     def _of_all(self, sums: Sums, step: Step) -> Sums:
