@@ -273,7 +273,7 @@ def test_a_fault_that_passes_is_named_by_two_ranks(fault: Callable[[Any], None])
 
 def test_one_rank_finds_what_differs_from_one_time_to_the_next_and_nothing_else() -> None:
     for passing in (activation, gradient_of_activation, gradient):
-        assert "rank 0 (host) got micro-batch 0 (" in found("single", 1, passing)
+        assert "rank 0 (host) computed a wrong result for micro-batch 0 (" in found("single", 1, passing)
     for hidden in (every_activation, inputs, sum_of_gradients):
         assert found("single", 1, hidden) == ""
 
