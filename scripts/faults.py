@@ -424,7 +424,7 @@ def rank_stopped(run: Run, choose: random.Random) -> Seen:
     _begin(run, choose, job)
     run.fault()
     os.kill(job.workers()[rank], signal.SIGSTOP)
-    seen = run.seen(f"rank {rank} of {count}", job, rf"rank {rank} does not answer: it is stopped")
+    seen = run.seen(f"rank {rank} of {count}", job, rf"rank {rank} does not answer: stopped")
     job.wait(1)
     return seen
 

@@ -63,7 +63,7 @@ def test_own_pieces_are_added_and_a_rank_without_any_adds_zeros(monkeypatch: pyt
 
 
 def test_ranks_that_horovod_counts_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="for rank 0 of 2, and it is rank 0 of 1"):
+    with pytest.raises(UsageError, match="reports rank 0 of 2, but this process is rank 0 of 1"):
         started(monkeypatch, StandIn(size=2))
 
 

@@ -22,7 +22,7 @@ class Member:
 
     def gather(self, unit: int) -> None:
         if unit not in self.gathered:
-            self.gathers.before(unit)
+            self.gathers.join_before(unit)
             self.issued.append(unit)
             self._group.meet()
             self.gathered.add(unit)

@@ -30,7 +30,7 @@ def found(
 
 def test_two_ranks_on_one_device_are_refused_on_all_ranks() -> None:
     [said] = set(worlds.run(3, found, ["GPU-a", "GPU-b", "GPU-a"], "nccl"))
-    assert said.startswith("placement.device: ranks 0, 2 have one CUDA device between them; let the launcher show")
+    assert said.startswith("placement.device: ranks 0, 2 share one CUDA device; let the launcher assign a")
     assert said.endswith("or use placement.backend=gloo, which lets processes share a device")
 
 

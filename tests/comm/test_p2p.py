@@ -68,7 +68,7 @@ def test_parcels_arrive_as_they_were_sent() -> None:
 
 
 def test_too_many_tensors_are_refused() -> None:
-    with pytest.raises(TrainingError, match="pipeline: 80 values cross between two stages, too many; cut elsewhere"):
+    with pytest.raises(TrainingError, match="pipeline: 80 values cross between two stages, which is too many"):
         PointToPoint(World(ALONE, CPU), []).send([torch.zeros(1, 1)] * 80, 0, 0)
 
 
@@ -85,7 +85,7 @@ def test_a_split_backward_has_the_gradients_of_a_whole_one() -> None:
     groups = backward_input([edge], [torch.ones(())], [inputs], weights)
     assert all(weight.grad is None for weight in weights)
     # Asked for its weights alone, BatchNorm's kernel of CUDA adds in another order than with its input's gradient.
-    assert [each.shape for group in groups for each in group.get("made", {}).values()] == [(4,), (4,)]
+    assert [each.shape for group in groups for each in group.get("gradients", {}).values()] == [(4,), (4,)]
     backward_weight(groups, weights)
     for expected, found in zip(whole, [*caught, *(weight.grad for weight in weights)], strict=True):
         assert torch.equal(found, expected)

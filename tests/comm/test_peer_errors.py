@@ -17,7 +17,7 @@ from lockstep.errors import EXIT_FAILED, TrainingError, UsageError
 def test_an_error_of_torch_gets_a_name(raised: RuntimeError, text: str) -> None:
     with pytest.raises(PeerLostError) as caught, translate_peer_errors():
         raise raised
-    assert str(caught.value) == f"lost another rank during an exchange {text}"
+    assert str(caught.value) == f"lost another rank during a collective {text}"
     assert caught.value.__cause__ is raised
     assert isinstance(caught.value, TrainingError)
     assert caught.value.exit_code == EXIT_FAILED
@@ -26,7 +26,7 @@ def test_an_error_of_torch_gets_a_name(raised: RuntimeError, text: str) -> None:
 def test_an_exchange_that_times_out_names_the_key() -> None:
     with pytest.raises(PeerLostError) as caught, translate_peer_errors():
         raise RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete")
-    assert str(caught.value).endswith("an exchange waits for it as long as placement.timeout_s")
+    assert str(caught.value).endswith("a collective times out after placement.timeout_s")
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:32182."
@@ -41,11 +41,11 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (RuntimeError(f"{GLOO}\nmore"), f"lost another rank during an exchange ({GLOO})"),
-        (dist.DistBackendError("NCCL error"), "lost another rank during an exchange (NCCL error)"),
-        (dist.DistStoreError("timeout"), "lost another rank during an exchange (timeout)"),
+        (RuntimeError(f"{GLOO}\nmore"), f"lost another rank during a collective ({GLOO})"),
+        (dist.DistBackendError("NCCL error"), "lost another rank during a collective (NCCL error)"),
+        (dist.DistStoreError("timeout"), "lost another rank during a collective (timeout)"),
         (PeerLostError("gone"), "gone"),
-        (raised(ValueError("in a loss"), RuntimeError(GLOO)), f"lost another rank during an exchange ({GLOO})"),
+        (raised(ValueError("in a loss"), RuntimeError(GLOO)), f"lost another rank during a collective ({GLOO})"),
         (raised(UsageError("port in use"), dist.DistNetworkError("EADDRINUSE")), None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
         (KeyError("a mistake of ours"), None),

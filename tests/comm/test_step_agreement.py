@@ -63,7 +63,7 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
 
 def test_ranks_that_update_otherwise_are_refused_by_the_next_call() -> None:
     [found] = {*worlds.run(2, noted)}
-    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8 (loop.py:9); let it follow from step.number")
+    assert found.startswith("lr: rank 1 differs from rank 0: 9, not 8 (loop.py:9); compute it from step.number")
     [found] = {*worlds.run(3, noted_more)}
     assert found.startswith("clip: rank 2 differs from rank 0: null, not 7; ")
 
@@ -76,7 +76,7 @@ def test_ranks_that_are_not_at_one_place_learn_who_is_elsewhere() -> None:
 
 def test_a_rank_that_went_on_to_its_next_step_is_met() -> None:
     assert worlds.run(2, stayed_behind) == [
-        "rank 1 did not go on to its next step when this rank did; let all ranks do the same between two steps",
+        "rank 1 did not start its next step when this rank did; make the same calls on all ranks between two steps",
         "(0, 0)",
     ]
 

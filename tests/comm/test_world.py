@@ -128,8 +128,10 @@ def test_a_process_group_that_is_open_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.worlds
 def test_a_process_group_of_other_ranks_is_refused(tmp_path: Path) -> None:
     found = worlds.run(2, beside_others, f"file://{tmp_path}/store")
-    assert found[0].startswith("torch.distributed: a process group is open, in which this is rank 0 of 2, and not 1 of")
-    assert "rank 1 of 2, and not 0 of 2; call lockstep.join before it is opened" in found[1]
+    assert found[0].startswith(
+        "torch.distributed: this process is rank 0 of 2 in the open process group, expected rank 1"
+    )
+    assert "rank 1 of 2 in the open process group, expected rank 0 of 2; call lockstep.join before" in found[1]
 
 
 def test_a_world_of_one_sends_nothing() -> None:
@@ -182,7 +184,7 @@ def lost(world: World) -> str:
 def test_a_rank_that_dies_is_an_error_of_its_own_kind_on_the_others() -> None:
     with pytest.raises(worlds.WorldError, match="rank 1 of 2: the process died") as caught:
         worlds.run(2, lost)
-    assert caught.value.answers[0].startswith("lost another rank during an exchange (")
+    assert caught.value.answers[0].startswith("lost another rank during a collective (")
     assert "\n" not in caught.value.answers[0]
 
 

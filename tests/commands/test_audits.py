@@ -40,7 +40,8 @@ def test_a_flipped_bit_ends_the_run_and_nothing_of_its_step_is_saved(run):
         code=1,
     )
     assert failed.err.count("error: audit at step 12: rank 1 (") == 1
-    assert "got micro-batch 2 (loss, gradient of 1.1.bias, gradient of 1.1.weight) wrong, as 6 of 7" in failed.err
+    wrong = "computed a wrong result for micro-batch 2 (loss, gradient of 1.1.bias, gradient of 1.1.weight), as 6 of 7"
+    assert wrong in failed.err
     assert [event["step"] for event in events(failed.folder / "run", "step")] == [*range(1, 12)]
     assert [event["step"] for event in events(failed.folder / "run", "saved")] == [4, 8]
     result = json.loads((failed.folder / "run/result.json").read_text(encoding="utf-8"))

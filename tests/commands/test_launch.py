@@ -102,7 +102,7 @@ def test_ranks_get_a_secret_in_their_environment_and_nowhere_else(programs, monk
     assert became[-1][1]["LOCKSTEP_JOB_SECRET"] == "of my own choosing"
     monkeypatch.setenv("LOCKSTEP_JOB_SECRET", "short")
     refused = launch(*words, "--", "train", "digits", "run.dir=a", code=2)
-    assert "a secret has 16 to 4096 bytes, this one 5" in refused.stderr
+    assert "expected 16 to 4096 bytes, got 5" in refused.stderr
 
 
 def test_ssh_brings_the_secret_by_stdin(programs):

@@ -153,7 +153,7 @@ def test_all_ranks_hear_that_the_folder_is_refused(by_hand, run, port):
     commands = by_hand(2, port=port)
     assert [command.wait() for command in commands] == [2, 2]
     assert "seed: 1 in the run, 0 now" in commands[0].err
-    assert commands[1].err.startswith("rank 1 ends with it: [rank 0 of 2, ")
+    assert commands[1].err.startswith("rank 1 stops because of it: [rank 0 of 2, ")
     assert "run: contains a run of a different recipe" in commands[1].err
 
 
@@ -214,7 +214,7 @@ def test_a_killed_rank_is_named_and_the_others_end_in_seconds(by_hand, run, refe
     began = time.monotonic()
     assert [command.wait() for command in commands] == [1, 1, -signal.SIGKILL]
     assert time.monotonic() - began < 30  # of 8 on a free machine; without a heartbeat it is minutes
-    told = r"\[rank 2 of 3, \S+\] error: no heartbeat for \d s, last .*: killed \(it had up to \d+ MiB\)\n"
+    told = r"\[rank 2 of 3, \S+\] error: no heartbeat for \d s \(last status: .*\): killed \(it used up to \d+ MiB\)\n"
     assert re.search(rf"{told}  its log: run/logs/rank-2.log\n", commands[0].err)
     assert re.search(told, commands[1].err)
     goes_on = run("train", *DIGITS, "run.dir=run")
@@ -232,5 +232,5 @@ def test_an_exception_of_one_rank_is_told_by_all(by_hand, port):
         r"\[rank 1 of 2, \S+\] error: loss held:failing: ValueError: no such loss \(\S+held\.py:\d+\); fix it there"
     )
     assert re.fullmatch(rf"{failure}\n  its log: run/logs/rank-1\.log\n", commands[1].err)
-    assert re.fullmatch(rf"rank 0 ends with it: {failure}\n", commands[0].err)
+    assert re.fullmatch(rf"rank 0 stops because of it: {failure}\n", commands[0].err)
     assert "ValueError: no such loss" in (commands[1].folder / "run" / "logs" / "rank-1.log").read_text()

@@ -26,7 +26,7 @@ def test_the_phase_is_told_in_which_a_rank_is_late(start):
     reported(command, "evaluating", 1, "evaluating after step 23")
     reported(command, "saving", 0, "saving after step 23")
     assert command.wait() == 0
-    assert "  a save is waited for however long it takes; under placement.on_stall=end set " in command.err
+    assert "  ranks wait for a save without a timeout; with placement.on_stall=end, set a longer " in command.err
     assert (Path("run") / "logs" / "exchanges-rank-1.json").exists()
 
 

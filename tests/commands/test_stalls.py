@@ -37,7 +37,7 @@ def test_the_late_rank_is_named_and_the_run_goes_on(start, finished):
     assert late.startswith("  rank 0 (")
     assert "is late: in step 8, lockstep/" in late
     records = ", ".join(f"run/logs/exchanges-rank-{rank}.json" for rank in range(3))
-    assert command.err.splitlines().count(f"  torch's record of their exchanges: {records}") >= 1
+    assert command.err.splitlines().count(f"  torch's flight records: {records}") >= 1
     record = json.loads((command.folder / "run" / "logs" / "exchanges-rank-1.json").read_text())
     assert record["entries"][-1]["profiling_name"].startswith("gloo:")
     assert any("held.py:" in line and line.endswith(" cross_entropy") for line in others)
@@ -76,6 +76,6 @@ def test_a_stopped_rank_is_named(start, run, finished):
     command.until(lambda: len(command.workers()) < 3)
     os.kill(stopped, signal.SIGCONT)
     assert command.wait() == 1
-    assert "  rank 1 does not answer: it is stopped or hung, its host is gone, or cut off" in command.err.splitlines()
+    assert "  rank 1 does not answer: stopped, hung or disconnected, or its host is down" in command.err.splitlines()
     assert command.left() == []
     assert_goes_on(run, finished, 2)

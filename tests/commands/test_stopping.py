@@ -114,7 +114,7 @@ def test_a_killed_worker_is_named_and_ends_the_others(start, run, finished, temp
     assert log == f"  its log: run/logs/rank-{rank}.log"
     # What memory it had is looked at twice a second, and so may not be known yet.
     assert re.search(
-        r"\] error: was killed by SIGKILL( \(it had up to \d+ MiB\))?; the other ranks were stopped\.", line
+        r"\] error: was killed by SIGKILL( \(it used up to \d+ MiB\))?; the other ranks were stopped\.", line
     )
     assert command.left() == []
     assert_goes_on(run, finished, 2)
@@ -148,7 +148,7 @@ def test_whatever_a_strategy_exchanges_the_killed_rank_is_named_and_no_other(sta
 def test_a_worker_that_exits_with_0_has_not_trained(run):
     command = run(*TRAIN, 'recipe.loss={name: "ending:leaving"}', "placement.processes=2", code=1)
     line, _ = command.err.splitlines()
-    assert "] error: exited with code 0 before its work was done; the other ranks were stopped." in line
+    assert "] error: exited with code 0 before it finished; the other ranks were stopped." in line
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=PAIRS), 2])

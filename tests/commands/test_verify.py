@@ -120,7 +120,7 @@ def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_w
     assert {"single", "ddp", "tensor"} < {*exact} < {*traits}
     reasons = {place.label: place.reason for place in places}
     assert reasons["single on 1"] == reasons["ddp on 4"] == ""
-    assert "2 processes; use 1" in reasons["single on 2"]
+    assert "requires 1 process, got 2" in reasons["single on 2"]
     assert places[0].label == "single on 1"
 
 

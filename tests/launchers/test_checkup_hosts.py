@@ -78,5 +78,5 @@ def test_a_host_whose_name_stands_for_loopback_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     done = on_hosts(STOPPED, tmp_path)
     assert done.returncode == 1, done.stdout
-    signs = ("[rank 2 of 3, h2] error: no heartbeat for ", "rank 2 does not answer: it is stopped or hung")
+    signs = ("[rank 2 of 3, h2] error: no heartbeat for ", "rank 2 does not answer: stopped, hung or disconnected")
     assert any(sign in done.stderr for sign in signs), done.stderr

@@ -45,4 +45,4 @@ def test_ranks_that_do_not_reach_each_other_say_so() -> None:
     assert first.startswith("stalled: rank ")
     assert waits.startswith("  rank 0, 1 waits: setting up, lockstep/comm/world.py:")
     assert waits.endswith(" open_world")
-    assert last == "  no rank is late: they wait for each other, in different places or over a link that is cut"
+    assert last == "  no rank is late: the ranks wait for each other, at different places or over a broken link"

@@ -56,7 +56,7 @@ def of_all_weights(model: Any, _: Tensor) -> Tensor:
     return sum(parameter.square().mean() for parameter in model.parameters())
 
 
-ALONE = r"is called by itself, and its weights are in rows, .*test_loop_model.py:\d+\); call the model as a whole"
+ALONE = r"is called on its own, but its weights are sharded by rows, .*test_loop_model.py:\d+\); call the whole model"
 USED = r"the code computes with sharded weights: RuntimeError: .*test_loop_model.py:\d+\); this strategy shards"
 
 

@@ -32,7 +32,7 @@ def test_one_module_is_the_same_in_rows_where_it_calls_what_it_has_equally_often
     assert worlds.run(2, ended, "zero2", in_one_module) == [alone] * 2
     for text in worlds.run(2, ended, "zero3", in_one_module):
         assert "is called more often than in the first forward" in text
-        assert "let each loss reach it (0 * output.sum() beside what is detached)" in text
+        assert "let every loss depend on it (add 0 * output.sum() for a detached output)" in text
 
 
 @pytest.mark.worlds

@@ -71,7 +71,7 @@ def test_what_rank_0_alone_calls_is_refused_with_its_line(name: str) -> None:
     assert {each.partition(" (")[0] for each in others} == {f"{at}: rank 0 is at {what} instead"}
     found, *others = worlds.run(3, by_rank_0_alone, within_the_loop, name)
     assert re.match(rf"{what}: rank [12] is at the loop over run.steps instead \(tests/\S+:\d+\); ", found)
-    assert {each.partition("; ")[0] for each in others} == {"rank 0 did not go on to its next step when this rank did"}
+    assert {each.partition("; ")[0] for each in others} == {"rank 0 did not start its next step when this rank did"}
 
 
 def clipped_apart(run: Any) -> None:

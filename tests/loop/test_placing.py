@@ -125,13 +125,13 @@ class CountingInState(Own):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Counting, "optimizer Counting: resumed from a checkpoint it steps to other bits: it keeps something outside"),
-        (CountingInAList, "optimizer CountingInAList: resumed from a checkpoint it steps to other bits"),
+        (Counting, "optimizer Counting: produces different weights when resumed from a checkpoint; keep all state"),
+        (CountingInAList, "optimizer CountingInAList: produces different weights when resumed"),
         (
             Drawing,
-            "optimizer Drawing: two of them, given the same, step to other bits .*; let it draw no random numbers",
+            "optimizer Drawing: two instances with the same inputs produced different weights .*; do not draw random",
         ),
-        (Deaf, "optimizer Deaf: its step is the same whatever the rate"),
+        (Deaf, "optimizer Deaf: its step does not depend on the learning rate"),
     ],
 )
 def test_an_optimizer_that_no_checkpoint_holds_is_refused_as_in_a_recipe(kind: type[Own], text: str) -> None:

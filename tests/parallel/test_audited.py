@@ -211,13 +211,13 @@ def found(
     return str(texts[0])
 
 
-NAMED, NOBODY = "rank 1 (host) got ", "ranks 0 (host), 1 (host) found different results for "
+NAMED, NOBODY = "rank 1 (host) computed a wrong result for ", "ranks 0 (host), 1 (host) computed different results for "
 # What the memory of a rank does not keep from one step to the next.
 KEPT: dict[Callable[[Any], None], str] = {
     weight: "the weights (stem.weight)",
     frozen_weight: "the weights (frozen.weight)",
     buffer: "the weights (first.running_mean)",
-    momentum: "the optimizer's state (stem.weight/momentum_buffer)",
+    momentum: "the optimizer state (stem.weight/momentum_buffer)",
     average: "the averaged weights (head.weight)",
 }
 # What is found of each fault on 2 ranks, and on 3. Two of them repeat their own results if the fault lasts.
@@ -235,7 +235,7 @@ PASSING: dict[Callable[[Any], None], str] = {
 
 def changed(what: str, rank: int = 1) -> Pattern[str]:
     of = rf"{re.escape(what[:-1])}, bit 20 of element \[0(, 0)*\]( of its rows)?\) of rank {rank} \(host\)"
-    return re.compile(f"audit at step 3: {of} changed after the update of step 2, when nothing writes there")
+    return re.compile(f"audit at step 3: {of} changed after the update of step 2, although no code writes there")
 
 
 @pytest.mark.parametrize("fault", KEPT, ids=lambda fault: fault.__name__)
@@ -273,7 +273,7 @@ def test_a_fault_that_passes_is_named_by_two_ranks(fault: Callable[[Any], None])
 
 def test_one_rank_finds_what_differs_from_one_time_to_the_next_and_nothing_else() -> None:
     for passing in (activation, gradient_of_activation, gradient):
-        assert "rank 0 (host) got micro-batch 0 (" in found("single", 1, passing)
+        assert "rank 0 (host) computed a wrong result for micro-batch 0 (" in found("single", 1, passing)
     for hidden in (every_activation, inputs, sum_of_gradients):
         assert found("single", 1, hidden) == ""
 
@@ -306,7 +306,7 @@ def test_cut_tensors_are_compared_where_others_hold_the_same_rows() -> None:
     assert f"{NAMED}the sum of the gradients" in found("hsdp", 4, sum_of_gradients, replicate=2)
     # All of a replica computes with them, and so no result of rank 0 is that of rank 2 either.
     for fault in (momentum, rows_of_weight):
-        assert "ranks 1 (host), 3 (host) found different results for the weights (stem.weight" in found(
+        assert "ranks 1 (host), 3 (host) computed different results for the weights (stem.weight" in found(
             "hsdp", 4, fault, EARLIER, replicate=2
         )
     assert f"{NAMED}the weights (stem.weight" in found("hsdp", 6, rows_of_weight, EARLIER, replicate=3)
@@ -328,15 +328,15 @@ class Forgetful(toys.Plain):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_model_that_keeps_something_beside_its_weights_is_not_blamed_on_a_host(size: int) -> None:
     [text, *_] = worlds.run(size, audited, replace(RUN, model=Forgetful, ema=False), None)
-    assert "and no majority tells who is right" in text
-    assert "If `lockstep verify` finds no fault in the recipe, use other hosts" in text
+    assert "and no majority shows which result is right" in text
+    assert "If `lockstep verify` finds no fault in the recipe, use different hosts" in text
 
 
 def test_the_whole_message() -> None:
     [text, *_] = worlds.run(3, audited, RUN, gradient)
     assert text == (
-        "audit at step 3: rank 1 (host) got micro-batch 2 (gradient of head.weight, bit 20 of element [0, 0]) wrong, "
-        "as 6 of 7 results agree; the fault was gone when the step was done again. The step was not applied and "
-        "nothing of it was saved. "
-        "Take the host out; start again with the same run.dir: the run resumes from its last checkpoint"
+        "audit at step 3: rank 1 (host) computed a wrong result for micro-batch 2 (gradient of head.weight, bit 20 of "
+        "element [0, 0]), as 6 of 7 results agree; the fault did not occur again when the step was repeated. The step "
+        "was neither applied nor saved. Remove the host, and start again with the same run.dir to resume from the last "
+        "checkpoint"
     )

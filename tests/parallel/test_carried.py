@@ -143,8 +143,8 @@ def crossing(world: World, one_way: bool) -> float:
         both = Rendezvous(dist.new_group([0, 1]))
         edge = edge._replace(there=both, back=both)
     sent, received = torch.full((3,), float(world.rank)), torch.empty(3)
-    leaving = edge.there([(sent, edge.peer)], [])
-    arriving = edge.back([], [(received, edge.peer)])
+    leaving = edge.outbound([(sent, edge.peer)], [])
+    arriving = edge.inbound([], [(received, edge.peer)])
     try:
         arriving._future.result(3.0)  # type: ignore[attr-defined]
     except TimeoutError:

@@ -151,7 +151,7 @@ def test_other_ways_are_refused(ways: tuple[str, str | None]) -> None:
         if place is not None:
             together.exchange(place, list, None)
 
-    with pytest.raises(UsageError, match=f"come to here, and that of another to {ways[1] or 'its end'}"):
+    with pytest.raises(UsageError, match=f"reached here, but that of another has reached {ways[1] or 'its end'}"):
         _run([partial(function, place) for place in ways], together)
     assert not _threads()
 

@@ -214,7 +214,9 @@ def test_a_gradient_that_a_nested_backward_adds_to_again_is_sent_when_complete(
 
 
 def test_a_gradient_that_a_later_step_adds_to_after_it_was_sent_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"gradient of parameter \d after that was sent.*; pass use_reentrant=False"):
+    with pytest.raises(
+        UsageError, match=r"gradient of parameter \d after this gradient was sent.*; pass use_reentrant=False"
+    ):
         _reentrant_steps(alone=False, steps=[[1], [2]], head=False)
 
 

@@ -45,7 +45,7 @@ def test_the_first_group_that_matches_counts_and_scales_multiply() -> None:
         ([GroupSettings(["heed.*"])], r"recipe.optimizer.groups\[0\].match: 'heed.\*' matches no trained parameter"),
         (
             [GroupSettings(["*"]), GroupSettings(["head.*"])],
-            r"groups\[1\].match: an earlier group has all that head.\* matches",
+            r"groups\[1\].match: earlier groups already match every parameter that head.\* matches",
         ),
     ],
 )
@@ -72,5 +72,5 @@ def test_what_a_group_says_wins_over_the_rule_for_biases() -> None:
 
 
 def test_an_option_that_the_optimizer_has_not_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"optimizer sgd, recipe.optimizer.groups: it has no betas"):
+    with pytest.raises(UsageError, match=r"optimizer sgd, recipe.optimizer.groups: has no option betas"):
         made({"head.weight": {"betas": [0.9, 0.99]}})

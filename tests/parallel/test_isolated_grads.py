@@ -89,5 +89,5 @@ def test_a_parameter_in_a_closure_is_refused() -> None:
     with apart.restore_after():
         apart.use(0)
         (weight * model(torch.ones(1, 3))).sum().backward()
-    with pytest.raises(UsageError, match=r"^weight is used in forward by a reference that is not its module's"):
+    with pytest.raises(UsageError, match=r"^weight is used in forward through a reference outside of its module"):
         apart.check()

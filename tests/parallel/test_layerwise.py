@@ -107,10 +107,10 @@ def test_the_memory_format_changes_no_bit() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (Lars, {"lr": -1.0}, "lr is -1.0; it must not be negative"),
-        (Lars, {"nesterov": True}, "nesterov wants a momentum and no dampening"),
-        (Lamb, {"betas": (1.0, 0.9)}, r"betas are \(1.0, 0.9\); both must be in \[0, 1\)"),
-        (Lamb, {"weight_decay": -0.1}, "weight_decay is -0.1; it must not be negative"),
+        (Lars, {"lr": -1.0}, "lr must not be negative, got -1.0"),
+        (Lars, {"nesterov": True}, "nesterov requires momentum > 0 and dampening 0"),
+        (Lamb, {"betas": (1.0, 0.9)}, r"betas must be in \[0, 1\), got \(1.0, 0.9\)"),
+        (Lamb, {"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
     ],
 )
 def test_refuses(kind: type[Any], options: dict[str, Any], message: str) -> None:

@@ -166,11 +166,11 @@ class Hoarder(Optimizer):
 @pytest.mark.parametrize(
     ("kept", "nested", "what"),
     [
-        ([torch.zeros(2)], False, "list as 'moment'"),
-        (torch.zeros(2), True, "dict as 'quantised'"),
-        (torch.zeros(2).as_subclass(InBits), False, "InBits as 'moment'"),  # as torchao has
+        ([torch.zeros(2)], False, "'moment' is a list"),
+        (torch.zeros(2), True, "'quantised' is a dict"),
+        (torch.zeros(2).as_subclass(InBits), False, "'moment' is a InBits"),  # as torchao has
     ],
 )
 def test_a_state_that_no_checkpoint_holds_is_refused_before_training(kept: Any, nested: bool, what: str) -> None:
-    with pytest.raises(UsageError, match=f"optimizer Hoarder: it keeps a {what}, which no checkpoint holds"):
+    with pytest.raises(UsageError, match=f"optimizer Hoarder: its state {what}, which a checkpoint cannot store"):
         check_optimizer(partial(Hoarder, kept=kept, nested=nested))

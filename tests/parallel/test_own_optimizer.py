@@ -76,13 +76,17 @@ def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> Non
     [
         ("Lio", {}, "optimizer own_optimizers:Lio: module own_optimizers ({file}) has no 'Lio'; did you mean 'Lion'?"),
         ("number", {}, "optimizer own_optimizers:number: expected a class or a function, got an object of type int"),
-        ("without_rate", {}, "optimizer own_optimizers:without_rate: it takes no lr; let it be (params, lr, ...)"),
-        ("nothing", {}, "optimizer own_optimizers:nothing: it gives NoneType; return a torch.optim.Optimizer"),
-        ("first_only", {}, "optimizer own_optimizers:first_only: it leaves out bias"),
-        ("Lion", {"momentum": 0.9}, "optimizer own_optimizers:Lion: it has no momentum; valid: beta, weight_decay"),
-        ("Lion", {"options": {"bet": 0.9}}, "it has no bet; did you mean 'beta'?"),
+        (
+            "without_rate",
+            {},
+            "optimizer own_optimizers:without_rate: has no argument lr; use the arguments (params, lr, ...)",
+        ),
+        ("nothing", {}, "optimizer own_optimizers:nothing: returned a NoneType; return a torch.optim.Optimizer"),
+        ("first_only", {}, "optimizer own_optimizers:first_only: its groups do not contain bias"),
+        ("Lion", {"momentum": 0.9}, "optimizer own_optimizers:Lion: has no option momentum; valid: beta, weight_decay"),
+        ("Lion", {"options": {"bet": 0.9}}, "has no option bet; did you mean 'beta'?"),
         ("Lion", {"options": {"beta": 2}}, "optimizer own_optimizers:Lion: ValueError: a beta of 2 ({line})"),
-        ("Forgetful", {"decay_bias_and_norm": False}, "own_optimizers:Forgetful: it has no weight_decay"),
+        ("Forgetful", {"decay_bias_and_norm": False}, "own_optimizers:Forgetful: has no option weight_decay"),
     ],
 )
 def test_what_cannot_be_made_is_told(name: str, changes: dict[str, Any], told: str) -> None:
@@ -94,9 +98,9 @@ def test_what_cannot_be_made_is_told(name: str, changes: dict[str, Any], told: s
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Forgetful", "resumed from a checkpoint it steps to other bits: it keeps something outside of self.state"),
-        ("Deaf", "its step is the same whatever the rate; multiply by group['lr']"),
-        ("Noisy", "two of them, given the same, step to other bits; let it draw no random numbers"),
+        ("Forgetful", "produces different weights when resumed from a checkpoint; keep all state in self.state"),
+        ("Deaf", "its step does not depend on the learning rate; multiply by group['lr']"),
+        ("Noisy", "two instances with the same inputs produced different weights; do not draw random numbers"),
     ],
 )
 def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) -> None:
@@ -106,7 +110,7 @@ def test_what_would_not_go_on_to_the_same_bits_is_refused(name: str, told: str) 
 
 
 def test_an_error_in_a_step_has_its_line() -> None:
-    told = f"optimizer Broken: it cannot take a plain step: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
+    told = f"optimizer Broken: a plain step failed: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
     with pytest.raises(UsageError, match=re.escape(told)):
         check_optimizer(named("Broken"))
     with pytest.raises(OwnCodeError, match=re.escape(f"({place('exp_avg')})")):

@@ -17,7 +17,7 @@ from lockstep.ranks import external
 from lockstep.ranks.failure import Failure
 from lockstep.ranks.rendezvous import Rendezvous
 
-LOST = Failure(0, 4, "a", "error: rank 0, where the ranks met, has not answered")
+LOST = Failure(0, 4, "a", "error: rank 0, which hosts the rendezvous store, has not answered")
 
 
 class Ended(BaseException):
@@ -76,8 +76,8 @@ def test_a_lost_exchange_is_told_where_no_rank_knows_why(capfd: pytest.CaptureFi
     def one(rank: int) -> None:
         info = RankInfo(rank, 2, rank, 2, "slurm", "127.0.0.1", store.port, hosted=True)
         with pytest.raises(Ended, match="1"), external.membership(info, "env://", 20.0, 30.0, QUICK):
-            raise PeerLostError("lost another rank during an exchange (timed out)")
+            raise PeerLostError("lost another rank during a collective (timed out)")
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, range(2)))
-    assert "] error: lost another rank during an exchange (timed out)" in capfd.readouterr().err
+    assert "] error: lost another rank during a collective (timed out)" in capfd.readouterr().err

@@ -66,7 +66,7 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
         (PeerLostError("gone"), "error: gone", 1, "transient"),
         (
             PeerFailedError(replace(FAILURE, exit_code=2, cause="data")),
-            f"error: ended, because another rank failed: {re.escape(FAILURE.line)}",
+            f"error: stopped because another rank failed: {re.escape(FAILURE.line)}",
             2,
             "data",
         ),
@@ -92,7 +92,11 @@ def test_each_failure_is_told_in_full_once_and_by_each_host_in_a_line() -> None:
     on_host = [RankInfo(rank, 4, rank % 2, 2, "slurm") for rank in range(4)]
     assert _lines(on_host[1], FAILURE, FAILURE) == [FAILURE.words]
     said = [_lines(on_host[rank], elsewhere, FAILURE) for rank in (0, 2, 3)]
-    assert said == [[f"rank 0 ends with it: {FAILURE.line}"], [f"rank 2 ends with it: {FAILURE.line}"], []]
+    assert said == [
+        [f"rank 0 stops because of it: {FAILURE.line}"],
+        [f"rank 2 stops because of it: {FAILURE.line}"],
+        [],
+    ]
 
 
 def test_the_same_failure_of_several_ranks_is_told_once_unless_they_have_terminals_of_their_own() -> None:

@@ -55,7 +55,7 @@ def test_what_another_job_or_nobody_signed_is_refused(raw: Any) -> None:
     store = JobStore(raw, SECRET)
     for stranger in (JobStore(raw, b"of another job altogether"), JobStore(raw, b"")):
         stranger.set("key", "go")
-        assert "'key' is not signed with the secret of this job; give all ranks the same LOCKSTEP_JOB_SEC" in refused(
+        assert "'key' is not signed with the secret of this job; set the same LOCKSTEP_JOB_SECRET on all" in refused(
             store
         )
     store.set("key", "go")
@@ -68,7 +68,7 @@ def test_what_another_job_or_nobody_signed_is_refused(raw: Any) -> None:
 
 def test_a_rank_without_the_secret_says_that_it_has_none(raw: Any) -> None:
     JobStore(raw, SECRET).set("key", "go")
-    assert "'key' is signed, and this rank has no secret of the job; give all" in refused(JobStore(raw, b""))
+    assert "'key' is signed, but this rank has no job secret; set the same" in refused(JobStore(raw, b""))
 
 
 def test_a_signed_value_holds_for_its_key_and_its_start_alone(raw: Any) -> None:
@@ -94,13 +94,13 @@ def test_without_a_secret_form_and_length_are_checked(raw: Any, value: str) -> N
     raw.set("key", f"- {value}")
     found = refused(JobStore(raw, b""))
     assert ("bytes long" in found) == (len(value) > LONGEST)
-    assert "; if another run meets there, choose another port" in found
+    assert "; if another run uses the same rendezvous, choose a different port or file" in found
 
 
 def test_what_a_caller_cannot_parse_is_refused(raw: Any) -> None:
     store = JobStore(raw, SECRET)
     store.set("key", "-1")
-    with pytest.raises(UntrustedError, match="'key' has not the form in which ranks of this version write it"):
+    with pytest.raises(UntrustedError, match="'key' does not have the format of this version"):
         store.read("key", whole)
 
 
@@ -108,7 +108,7 @@ def test_nothing_longer_than_others_read_is_set(raw: Any) -> None:
     store = JobStore(raw, SECRET)
     store.set("key", "x" * (LONGEST - 2))
     assert len(store.read("key", text)) == LONGEST - 2
-    with pytest.raises(ValueError, match="key: 131,073 bytes are more than the 131,072 that ranks may write"):
+    with pytest.raises(ValueError, match="key: 131,073 bytes exceed the limit of 131,072 bytes"):
         store.set("key", "x" * (LONGEST - 1))
 
 
@@ -130,7 +130,7 @@ def test_what_comes_first_stays_unless_a_stranger_wrote_it(raw: Any) -> None:
                 *({"rank": rank, "host": "a"} for rank in (True, "1", 1.0)),
             ],
         ),
-        (partial(whole, most=3), "a whole number from 0 to 3", [-1, True, 1.0, "1", None, 4, 10**30]),
+        (partial(whole, most=3), "an integer from 0 to 3", [-1, True, 1.0, "1", None, 4, 10**30]),
         (text, "text", [1, None, ["a"], "a\0b"]),
     ],
 )

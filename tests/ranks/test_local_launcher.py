@@ -71,7 +71,7 @@ def leave(leaving: tuple[int, ...], rendezvous: Rendezvous) -> int:
 def test_a_worker_that_exits_with_0_before_its_work_is_done_has_failed(leaving, capsys):
     assert run_workers(partial(leave, leaving), 2, "fork", 60.0, timing=QUICK) == EXIT_FAILED
     said = capsys.readouterr().err
-    assert "] error: exited with code 0 before its work was done; the other ranks were stopped" in said
+    assert "] error: exited with code 0 before it finished; the other ranks were stopped" in said
     assert said.startswith("[rank 0 of 2, ") or leaving == (0, 1)
 
 

@@ -25,9 +25,9 @@ def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(oom, "_VMSTAT", counts)
     killed = oom.Killed(20)
     assert killed.words(0) == ""
-    assert killed.words(3 << 30) == "it had up to 3,072 MiB"
+    assert killed.words(3 << 30) == "it used up to 3,072 MiB"
     counts.write_text("pgfault 12\noom_kill 4\n")
-    assert killed.words(3 << 30) == ("out of memory: the kernel killed a process of this host; it had up to 3,072 MiB")
+    assert killed.words(3 << 30) == ("out of memory: the kernel killed a process on this host; it used up to 3,072 MiB")
     assert oom.kills() == 4
 
 

@@ -65,8 +65,8 @@ def test_ranks_that_a_script_started_itself_train_one_model(tmp_path: Path) -> N
 def test_a_group_that_met_by_a_file_is_refused_and_never_ignored(tmp_path: Path) -> None:
     mp.start_processes(refused, (tmp_path,), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     store, several = (tmp_path / "1").read_text().splitlines()
-    assert "a process group is open, in which this is rank 1 of 2, and its ranks met by a FileStore" in store
-    assert "a process group is open, in which this is rank 1 of 2, and not 0 of 1" in several
+    assert "this process is rank 1 of 2 in an open process group that uses a FileStore" in store
+    assert "this process is rank 1 of 2 in the open process group, expected rank 0 of 1" in several
 
 
 def test_without_a_group_there_is_no_rank() -> None:

@@ -169,14 +169,14 @@ def test_what_was_over_before_a_rank_came_is_not_its_start(infos: Any, earlier: 
 @pytest.mark.parametrize("infos", ["agent"], indirect=True)
 def test_a_start_that_was_over_is_believed_in_the_end(infos: Any) -> None:
     assert each(([replace(info, size=2) for info in infos[0][:2]], infos[1]), lambda _: None) == [None, None]
-    with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started as one of 2 ranks, rank 2 .* as one of 3"):
+    with pytest.raises(UsageError, match=r"rank 0 \(.*\) was started with world size 2, but rank 2 .* with 3"):
         Rendezvous(infos[0][2], 20.0, end, SECRET, replace(QUICK, late_s=0.5)).join(infos[1])
 
 
 @pytest.mark.parametrize("infos", ["file", "agent"], indirect=True)
 def test_who_comes_to_a_start_that_failed_hears_why_before_its_time_is_up(infos: Any) -> None:
     each(([replace(info, size=4 - info.rank) for info in infos[0][:2]], infos[1]), lambda _: None)
-    with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* as one of 3 ranks, rank 0 .* as one of 4"):
+    with pytest.raises(PeerFailedError, match=r"WORLD_SIZE: rank 1 .* with world size 3, but rank 0 .* with 4"):
         Rendezvous(infos[0][2], 1.0, end, SECRET, QUICK).join(infos[1])
 
 
@@ -189,7 +189,9 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
         if rendezvous.info.rank == 1:
             [error] = each(([stranger], infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
             assert isinstance(error, UsageError)
-            assert re.search(r"one of 3 ranks, .* one of 4; .*; if another run meets there, choose ", str(error))
+            assert re.search(
+                r"world size 3, but .* with 4; .* if another run uses the same rendezvous, choose ", str(error)
+            )
             refused.set()
         assert refused.wait(60)
         rendezvous.compare({})
@@ -201,7 +203,7 @@ def test_ranks_of_another_run_do_not_disturb_one_that_has_begun(infos: Any) -> N
 def test_who_listens_and_does_not_answer_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        told = f"rank 0 at 127.0.0.1:{port} (somebody listens there, but does not answer)"
+        told = f"rank 0 at 127.0.0.1:{port} (a process listens there, but does not answer)"
         with pytest.raises(TrainingError) as caught:
             Rendezvous(RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", port), 0.6, end, b"", QUICK).join("env://")
     assert str(caught.value) == f"timed out after 1 s waiting for {told}"
@@ -217,7 +219,7 @@ def test_a_store_that_goes_while_ranks_meet_is_told_in_a_line() -> None:
         joining = pool.submit(Rendezvous(info, 20.0, end, b"", QUICK).join, "env://")
         store.wait([f"{name}/here 1"], timedelta(seconds=10))
         del store
-        with pytest.raises(PeerLostError, match="lost the agent of torchrun, where the ranks meet "):
+        with pytest.raises(PeerLostError, match="lost torchrun's agent, which hosts the rendezvous store "):
             joining.result(10)
 
 
@@ -241,7 +243,7 @@ def test_a_rank_that_is_started_before_the_others_have_ended_joins_their_next_st
 def test_a_second_process_of_a_rank_is_refused_at_once(infos: Any) -> None:
     def work(rendezvous: Rendezvous) -> None:
         if rendezvous.info.rank == 1:
-            with pytest.raises(UsageError, match="another process has come as this rank; if another run meets there, "):
+            with pytest.raises(UsageError, match="another process has already joined as rank 1; if another run "):
                 Rendezvous(rendezvous.info, 20.0, end, SECRET, QUICK).join(infos[1])
         rendezvous.compare({})
 
@@ -253,7 +255,7 @@ def test_who_listens_and_never_answers_is_given_up() -> None:
         info = RankInfo(1, 2, 1, 2, "environment", "127.0.0.1", server.getsockname()[1])
         with pytest.raises(
             UsageError,
-            match=r"timed out after 0 s waiting for rank 0 at .*; if another run meets there, choose another",
+            match=r"timed out after 0 s waiting for rank 0 at .*; if another run uses the same rendezvous, ",
         ):
             Rendezvous(info, 20.0, end, b"", replace(QUICK, late_s=0.1)).join("env://")
 
@@ -297,7 +299,7 @@ def test_another_number_of_ranks_is_told_to_all(infos: Any) -> None:
     errors = each((ranks, infos[1]), lambda _: None, timing=replace(QUICK, late_s=0.5))
     assert isinstance(errors[0], UsageError)
     assert "rank 2" in str(errors[0])
-    assert "as one of 4 ranks" in str(errors[0])
+    assert "started with world size 4" in str(errors[0])
     assert all(isinstance(error, PeerFailedError | UsageError) for error in errors)
 
 
@@ -311,7 +313,7 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     info = replace(info, port=store.port)
-    with pytest.raises(UsageError, match="take init_process_group out: "):
+    with pytest.raises(UsageError, match="remove init_process_group, "):
         Rendezvous(info, 1.0, end).join("env://")
     dist.destroy_process_group()
 
@@ -336,8 +338,8 @@ def test_addresses_that_cannot_work_are_told_before_anything_starts(
 def test_a_file_to_meet_in_is_made_for_this_user_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     infos = [RankInfo(rank, 2, rank, 2, "environment") for rank in range(2)]
-    for name, problem in (("fifo", "is no file"), (".", "Is a directory")):
-        with pytest.raises(UsageError, match=f"rendezvous file://.*: {problem}; name "):
+    for name, problem in (("fifo", "not a file"), (".", "Is a directory")):
+        with pytest.raises(UsageError, match=f"rendezvous file://.*: {problem}; use "):
             Rendezvous(infos[0], 1.0, end).join(f"file://{tmp_path}/{name}")
 
     def work(rendezvous: Rendezvous) -> int:
@@ -413,7 +415,7 @@ def test_ranks_that_live_are_left_alone(infos: Any) -> None:
 
 
 @pytest.mark.parametrize("infos", ["tcp"], indirect=True)
-@pytest.mark.parametrize(("seen", "words"), [("unknown", "killed, stopped, cut off or hung"), ("gone", "killed")])
+@pytest.mark.parametrize(("seen", "words"), [("unknown", "killed, stopped, disconnected or hung"), ("gone", "killed")])
 def test_a_rank_of_which_nothing_is_heard_is_given_up(
     infos: Any, monkeypatch: pytest.MonkeyPatch, seen: str, words: str
 ) -> None:
@@ -429,7 +431,7 @@ def test_a_rank_of_which_nothing_is_heard_is_given_up(
     first, silent, _ = beating(infos, work, lost_after_s=0.4 if seen == "unknown" else 30.0)
     assert silent == "silent"
     assert first.rank == 1
-    assert first.text.startswith(f"error: no heartbeat for 0 s, last in step 6: {words} (it had up to ")
+    assert first.text.startswith(f"error: no heartbeat for 0 s (last status: in step 6): {words} (it used up to ")
     assert first.log == "run/logs/rank-1.log"
 
 

@@ -29,7 +29,7 @@ def test_a_secret_that_can_be_guessed_or_is_none_is_refused(tmp_path: Path, secr
     file.write_text(secret)
     file.chmod(0o600)
     for env in ({"LOCKSTEP_JOB_SECRET": secret}, {"LOCKSTEP_JOB_SECRET_FILE": str(file)}):
-        with pytest.raises(UsageError, match=r"LOCKSTEP_JOB_SECRET.*: a secret has 16 to 4096 bytes, this one "):
+        with pytest.raises(UsageError, match=r"LOCKSTEP_JOB_SECRET.*: expected 16 to 4096 bytes, got "):
             job_secret(env)
 
 
@@ -38,7 +38,9 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file.write_text("0123456789abcdef")
     for mode in (0o640, 0o604, 0o620):
         file.chmod(mode)
-        with pytest.raises(UsageError, match="must be a file that you alone can read; make one by: "):
+        with pytest.raises(
+            UsageError, match="must be a file that you own and only you can access; create a secret with "
+        ):
             job_secret({"LOCKSTEP_JOB_SECRET_FILE": str(file)})
 
 

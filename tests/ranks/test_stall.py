@@ -125,7 +125,7 @@ def test_a_late_rank_is_named_with_its_line_and_all_go_on(late: int, tmp_path: P
 def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     answers = worlds.run(2, kept_waiting, 0, "stopped", tmp_path)
     assert answers[0] == []
-    assert "  rank 0 does not answer: it is stopped or hung, its host is gone, or cut off" in answers[1][0].splitlines()
+    assert "  rank 0 does not answer: stopped, hung or disconnected, or its host is down" in answers[1][0].splitlines()
     assert "  rank 1 waits: in step 7, lockstep/comm/world.py:" in answers[1][0]
 
 
@@ -147,7 +147,7 @@ def test_where_waiting_is_not_seen_the_rank_with_fewer_steps_is_named(tmp_path: 
     answers = worlds.run(3, behind_a_device, 1, (8, 5, 8), tmp_path)
     for asker, report in ((rank, text) for rank, texts in enumerate(answers) for text in texts[:1]):
         first, behind, *lines = report.splitlines()
-        assert first.startswith(f"stalled: rank {asker} has been at one place for ")
+        assert first.startswith(f"stalled: rank {asker} has been at the same place for ")
         assert behind.startswith("  rank 1 (")
         assert " is behind: in step 6, " in behind
         assert any("behind_a_device" in line for line in lines[:8])
@@ -164,7 +164,7 @@ def test_where_waiting_is_not_seen_ranks_of_one_step_are_not_told_apart(tmp_path
     answers = worlds.run(2, behind_a_device, 1, (5, 5), tmp_path)
     report = next(text for texts in answers for text in texts)
     assert not any(words in report for words in (") is late: ", ") is behind: "))
-    verdict = "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it"
+    verdict = "  no rank is behind: a GPU or one of these threads is computing, and the other ranks wait"
     assert report.splitlines()[-1] == verdict
 
 
@@ -227,7 +227,7 @@ def test_waiting_ranks_are_listed_by_place_and_a_deadlock_is_told() -> None:
         "stalled: some time",
         f"  rank 0, 2 waits: in step 5, {here}",
         f"  rank 1 waits: in step 5, {there}",
-        "  no rank is late: they wait for each other, in different places or over a link that is cut",
+        "  no rank is late: the ranks wait for each other, at different places or over a broken link",
     ]
 
 

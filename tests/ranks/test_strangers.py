@@ -65,9 +65,9 @@ def test_a_failure_that_no_rank_signed_ends_nobody(capfd: pytest.CaptureFixture[
         return rendezvous.first_failure()
 
     assert started(work) == [None, None]
-    said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored: " in line]
+    said = [line for line in capfd.readouterr().err.splitlines() if "warning: ignored a failure report: " in line]
     assert len(said) == 2  # once each
-    assert "where the ranks meet, 'failure' is not signed with the secret of this job" in said[0]
+    assert "rendezvous store: 'failure' is not signed with the secret of this job" in said[0]
 
 
 def test_a_failure_of_a_rank_is_heard_though_a_stranger_was_first() -> None:
@@ -118,7 +118,7 @@ def test_nobody_joins_or_begins_by_what_a_stranger_says(key: str, value: Any) ->
         if key == "begin":  # which rank 0 sets as well, once rank 1 is here: it has given up before
             assert isinstance(joining.exception(), LockstepError)
         stranger(first).set(key, sealed)
-        with pytest.raises(UsageError, match=f"where the ranks meet, '{key}' is not signed with the secret of this"):
+        with pytest.raises(UsageError, match=f"rendezvous store: '{key}' is not signed with the secret of this"):
             joining.result() if key == "here 1" else other.join("env://")
 
 
@@ -129,7 +129,7 @@ def test_ranks_with_different_secrets_say_so_at_once(secrets: tuple[bytes, bytes
     missing, error = started(lambda _: None, secrets, timeout_s=0.5)
     assert isinstance(error, UntrustedError)
     assert "'lockstep start' is" in str(error)
-    assert "; give all ranks the same LOCKSTEP_JOB_SECRET, or none; if another run meets there, " in str(error)
+    assert "; set the same LOCKSTEP_JOB_SECRET on all ranks, or on none; if another run uses " in str(error)
     assert "rank 1" in str(missing)
 
 

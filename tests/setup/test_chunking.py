@@ -47,7 +47,7 @@ def test_models_that_can_be_cut_are_taken() -> None:
     ("build", "chunks", "problem"),
     [
         (partial(nn.Embedding, 20, 20), 2, "the forward of model net has no argument position_ids"),
-        (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 8, "8 chunks cannot share out 4 heads"),
+        (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 8, "8 does not divide the 4 heads"),
         (partial(gpt, vocabulary=20, context=16, layers=1, heads=4, width=16), 3, "sequences of 16 tokens cannot be"),
         (
             partial(
@@ -59,7 +59,7 @@ def test_models_that_can_be_cut_are_taken() -> None:
         (  # its window is wider than a chunk, which alone would need no mask
             partial(transformers_model, "mistral", options={**LLAMA, "sliding_window": 10}, facts={"vocabulary": 20}),
             2,
-            "the model gives torch's attention a mask",
+            "the model passes a mask to torch's attention",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def trained(run: Any, model: nn.Module, loss: Callable[[Any, Any, Any], Tensor] 
 # The usual loop of PyTorch, and what is left of it by mistake.
 
 
-@refused("a backward that is not step.backward")
+@refused("a backward other than step.backward|a backward that is not step.backward")
 def usual_loop(run):
     model, optimizer = placed(run)
     for step in even(run):
@@ -310,7 +310,9 @@ def wgan_clipping(run):
             each.data.clamp_(-0.01, 0.01)  # <-
 
 
-@refused("a backward that is not step.backward goes through the placed model, whose weights are in rows", IN_ROWS)
+@refused(
+    "a backward other than step.backward goes through the placed model, whose weights are sharded by rows", IN_ROWS
+)
 def wgan_gradient_penalty(run):
     """WGAN-GP: the penalty on the norm of the critic's gradient, differentiated twice."""
     critic = nn.Sequential(nn.Linear(6, 12), nn.LeakyReLU(0.2), nn.Linear(12, 1))
@@ -324,7 +326,9 @@ def wgan_gradient_penalty(run):
         step.backward(sum=model(fake).sum() - model(real).sum() + 10.0 * penalty)
 
 
-@refused("a backward that is not step.backward goes through the placed model, whose weights are in rows", IN_ROWS)
+@refused(
+    "a backward other than step.backward goes through the placed model, whose weights are sharded by rows", IN_ROWS
+)
 def r1_penalty(run):
     """StyleGAN's R1, in the steps that it falls on."""
     critic = nn.Sequential(nn.Linear(6, 12), nn.Softplus(), nn.Linear(12, 1))
@@ -342,14 +346,14 @@ def r1_penalty(run):
 # Spectral norm.
 
 
-@refused("the forward moves buffer 3.weight_u of Linear")
+@refused("the forward changes buffer 3.weight_u of Linear")
 def spectral_norm_by_hook(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):
         step.backward(sum=binary(model(real), 1.0))  # <-
 
 
-@refused("the forward moves buffer 3.parametrizations.weight.0._u of _SpectralNorm")
+@refused("the forward changes buffer 3.parametrizations.weight.0._u of _SpectralNorm")
 def spectral_norm_by_parametrization(run):
     model, _ = placed(run, nn.Sequential(*discriminator()[:3], parametrizations.spectral_norm(nn.Linear(12, 1))))
     for step, real, _ in micro_batches(even(run)):
@@ -658,7 +662,9 @@ def dropout_scheduled(run):
         step.update()
 
 
-@refused("a backward that is not step.backward goes through the placed model, whose weights are in rows", IN_ROWS)
+@refused(
+    "a backward other than step.backward goes through the placed model, whose weights are sharded by rows", IN_ROWS
+)
 def adversarial(run):
     """FGSM: the gradient with respect to the inputs, then the loss of what is moved along it."""
     model, _ = placed(run, nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 3)))
@@ -724,7 +730,7 @@ def ema_by_deepcopy_before(run):
                 mine.copy_(its)
 
 
-@refused("a copy of the placed model, whose weights are in rows", IN_ROWS)
+@refused("the placed model cannot be copied, because its weights are sharded by rows", IN_ROWS)
 def ema_by_deepcopy_after(run):
     """The average is a model of its own, copied after run.place."""
     model, _ = placed(run)
@@ -736,7 +742,7 @@ def ema_by_deepcopy_after(run):
                 mine.lerp_(its, 0.1)
 
 
-@refused("a copy of the placed model, whose weights are in rows", IN_ROWS)
+@refused("the placed model cannot be copied, because its weights are sharded by rows", IN_ROWS)
 def swa(run):
     """torch.optim.swa_utils, with what it averages copied after run.place."""
     model, _ = placed(run)
@@ -750,7 +756,7 @@ def swa(run):
 # Other ways to step.
 
 
-@refused("a backward that is not step.backward")
+@refused("a backward other than step.backward|a backward that is not step.backward")
 def sam(run):
     """Sharpness-aware minimisation: up along the gradient, and a second forward and backward there."""
     model, _ = placed(run)

@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
 
 def test_what_is_not_installed_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(horovod, "find_spec", lambda _: None)
-    with pytest.raises(UsageError, match="build it for this torch by scripts/install-horovod, or use ddp"):
+    with pytest.raises(UsageError, match="build it for this torch with scripts/install-horovod, or use strategy ddp"):
         horovod.Strategy().check(2, 4)
     horovod.Strategy().check(1, 4)  # of one process nothing is sent
 

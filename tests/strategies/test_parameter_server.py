@@ -10,7 +10,7 @@ def test_only_the_synchronous_one_promises_bits() -> None:
     assert Strategy().traits.exactness == "bits"
     assert Strategy(asynchronous=True).traits.exactness == "none"
     assert (Strategy().traits.audits, Strategy(asynchronous=True).traits.audits) == (True, False)
-    assert "neither exact nor close, no two runs are alike" in Strategy().traits.communication
+    assert "neither exact nor close, and no two runs are the same" in Strategy().traits.communication
 
 
 def test_an_optimizer_may_look_at_whole_tensors_where_no_rank_has_rows() -> None:

@@ -69,10 +69,10 @@ def test_places_share_all_micro_batches(strategy: Any, size: int, leaves: int) -
     [
         *((each, 5, 4, "placement.processes: 5 processes but only 4 micro-batches; use at most 4") for each in SHARING),
         *((each, 1, 8, NOBODY) for each in (zero2.Strategy(), zero3.Strategy())),
-        (single.Strategy(), 2, 8, "strategy single: 2 processes; use 1, or strategy ddp"),
-        (ddp.Strategy(compress="bf16", powersgd_rank=4), 2, 2, "compress=powersgd, and compress is bf16"),
+        (single.Strategy(), 2, 8, "requires 1 process, got 2; use placement.processes=1 or strategy ddp"),
+        (ddp.Strategy(compress="bf16", powersgd_rank=4), 2, 2, "compress=powersgd, got compress=bf16"),
         (hsdp.Strategy(3), 8, 8, "strategy hsdp: replicate=3 does not divide 8 processes; use 1, 2, 4, 8"),
-        (hsdp.Strategy(4), 4, 8, "4 processes in 4 replicas leave one for each, which shares with nobody"),
+        (hsdp.Strategy(4), 4, 8, "4 processes with replicate=4 leave one process per replica, so nothing is sharded"),
         (context.Strategy(3), 4, 2, "strategy context: replicate=3 does not divide 4 processes; use 1, 2, 4"),
         (context.Strategy(4), 4, 2, "4 processes but only 2 micro-batches; use at most 2"),
     ],

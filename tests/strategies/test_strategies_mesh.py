@@ -17,18 +17,22 @@ from lockstep.strategies.mesh import Strategy
 @pytest.mark.parametrize(
     ("strategy", "processes", "problem"),
     [
-        (Strategy(pipe=2, tensor=2), 6, "there are 6; change a length, or leave replicate out and use a multiple of 4"),
-        (Strategy(replicate=1, tensor=2), 4, "strategy mesh: replicate=1 x tensor=2 is 2 processes, and there are 4"),
+        (Strategy(pipe=2, tensor=2), 6, "got 6; change a length, or don't set replicate and use a multiple of 4"),
+        (Strategy(replicate=1, tensor=2), 4, "strategy mesh: replicate=1 x tensor=2 is 2 processes, got 4"),
         (Strategy(replicate=2, shard=3), 6, "6 processes but only 4 micro-batches"),
-        (Strategy(expert=2, tensor=2), 4, "expert=2 goes with replicate alone, not with tensor=2; leave expert out"),
-        (Strategy(shard=2, schedule="gpipe"), 2, "schedule and stages_per_rank are of pipelines, and pipe is 1"),
-        (Strategy(pipe=2, stages_per_rank=2), 2, "strategy mesh: schedule 1f1b has one stage for each process"),
-        (Strategy(pipe=2, schedule="interleaved", cut=("a",)), 2, "cut names 1 modules, but there are 4 stages"),
-        (Strategy(expert=2, context=2), 4, "expert=2 goes with replicate alone, not with context=2"),
-        (Strategy(tensor=2, shard=2, sequence_parallel=True), 4, "alone; leave out shard=2, or leave sequence_parall"),
-        (Strategy(context=2, sequence_parallel=True), 4, "make tensor 2 or more, or leave sequence_parallel out"),
+        (Strategy(expert=2, tensor=2), 4, "expert=2 is only supported with replicate, not with tensor=2; don't set"),
+        (Strategy(shard=2, schedule="gpipe"), 2, "schedule and stages_per_rank require pipe of 2 or more, got pipe=1"),
+        (Strategy(pipe=2, stages_per_rank=2), 2, "strategy mesh: schedule 1f1b requires stages_per_rank=1, got 2"),
+        (
+            Strategy(pipe=2, schedule="interleaved", cut=("a",)),
+            2,
+            "must be 3 for 4 stages (2 for each process of a pipeline)",
+        ),
+        (Strategy(expert=2, context=2), 4, "expert=2 is only supported with replicate, not with context=2"),
+        (Strategy(tensor=2, shard=2, sequence_parallel=True), 4, "and context; remove shard=2, or don't set sequence"),
+        (Strategy(context=2, sequence_parallel=True), 4, "set tensor to 2 or more, or don't set sequence_parallel"),
         (Strategy(replicate=2, expert=3), 6, "6 processes but only 4 micro-batches"),
-        (Strategy(pipe=3, cut=("a",)), 3, "3 stages, 1 for each process of a pipeline; name 2, or leave cut out"),
+        (Strategy(pipe=3, cut=("a",)), 3, "must be 2 for 3 stages (1 for each process of a pipeline), got 1; name"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(strategy: Strategy, processes: int, problem: str) -> None:
@@ -86,7 +90,7 @@ def test_a_model_is_cut_both_ways_before_anything_starts() -> None:
     Strategy(pipe=2, tensor=2).check_model(partial(_gpt, 4), None, 4)
     with pytest.raises(UsageError, match="3 processes cannot share the 4 chunks"):
         Strategy(tensor=3).check_model(partial(_gpt, 4), None, 3)
-    with pytest.raises(UsageError, match="strategy mesh: the model has no experts that are known"):
+    with pytest.raises(UsageError, match="strategy mesh: found no known experts in the model"):
         Strategy(expert=2).check_model(partial(_gpt, 4), None, 2)
     with pytest.raises(UsageError, match="strategy pipeline: "):
         Strategy(pipe=40).check_model(partial(_gpt, 1), None, 40)

@@ -37,17 +37,17 @@ def test_what_fits_is_taken(options: dict[str, object], processes: int, microbat
 @pytest.mark.parametrize(
     ("options", "processes", "microbatches", "said"),
     [
-        ({"stages_per_rank": 2}, 2, 4, "schedule 1f1b has one stage for each process, not 2; use schedule interleaved"),
-        ({"schedule": "gpipe", "stages_per_rank": 3}, 2, 4, "schedule gpipe has one stage for each process, not 3"),
-        ({"schedule": "interleaved", "stages_per_rank": 1}, 2, 4, "interleaved needs stages_per_rank of 2 or more"),
+        ({"stages_per_rank": 2}, 2, 4, "schedule 1f1b requires stages_per_rank=1, got 2; use schedule interleaved"),
+        ({"schedule": "gpipe", "stages_per_rank": 3}, 2, 4, "schedule gpipe requires stages_per_rank=1, got 3"),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, 2, 4, "interleaved requires stages_per_rank of 2 or more"),
         ({"replicate": 4}, 6, 8, "replicate=4 does not divide 6 processes; use 1, 2, 3, 6"),
-        ({"replicate": 4}, 4, 3, "replicate=4 but only 3 micro-batches; use at most 3"),
+        ({"replicate": 4}, 4, 3, "replicate=4 requires at least 4 micro-batches, got 3; use at most 3"),
         ({"shard": 2}, 3, 8, "strategy pipeline: shard=2 does not divide 3 processes; use 1, 3"),
         ({"replicate": 2, "shard": 2}, 6, 8, "replicate=2 x shard=2 does not divide 6 processes; use 1, 2, 3, 6"),
-        ({"replicate": 2, "shard": 2}, 4, 3, "replicate=2 x shard=2 but only 3 micro-batches; use at most 3"),
-        ({"cut": ("layer2",)}, 3, 4, "cut names 1 modules, but there are 3 stages, 1 for each process of a pipeline"),
-        ({"cut": ("a", "b")}, 2, 4, "name 1, or leave cut out"),
-        ({"cut": ("a",), "schedule": "interleaved"}, 2, 4, "there are 4 stages, 2 for each process"),
+        ({"replicate": 2, "shard": 2}, 4, 3, "replicate=2 x shard=2 requires at least 4 micro-batches, got 3"),
+        ({"cut": ("layer2",)}, 3, 4, "must be 2 for 3 stages (1 for each process of a pipeline), got 1"),
+        ({"cut": ("a", "b")}, 2, 4, "must be 1 for 2 stages (1 for each process of a pipeline), got 2"),
+        ({"cut": ("a",), "schedule": "interleaved"}, 2, 4, "for 4 stages (2 for each process"),
     ],
 )
 def test_what_does_not_fit_says_so(options: dict[str, object], processes: int, microbatches: int, said: str) -> None:
@@ -90,9 +90,9 @@ def test_a_model_is_checked_before_any_process_starts() -> None:
     for build in (chain, reading):
         Strategy().check_model(build, sample, 3)
         Strategy(replicate=2).check_model(build, sample, 6)
-        with pytest.raises(UsageError, match="cannot be cut into 4 stages"):
+        with pytest.raises(UsageError, match="cannot be split into 4 stages"):
             Strategy().check_model(build, sample, 4)
-        with pytest.raises(UsageError, match="cannot be cut into 6 stages"):
+        with pytest.raises(UsageError, match="cannot be split into 6 stages"):
             Strategy(schedule="interleaved").check_model(build, sample, 3)
         warned = partial(_warning, build)
         Strategy().check_model(warned, sample, 3)

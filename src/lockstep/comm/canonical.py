@@ -40,9 +40,9 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
     """Sum a rank's pieces from left to right, in place in the first one, or return zeros like `like` if it has none."""
     if not pieces:
         return torch.zeros_like(like)
-    first, *others = (pieces[block] for block in sorted(pieces))
-    for other in others:
-        add_(first, other)
+    first, *rest = (pieces[block] for block in sorted(pieces))
+    for piece in rest:
+        add_(first, piece)
     return first
 
 
@@ -71,10 +71,12 @@ class CanonicalSum:
     def of_holders(self, leaves: int) -> CanonicalSum:
         """Return a CanonicalSum between only those ranks that hold one of `leaves` leaves. This rank must hold one."""
         if leaves not in self._holding:
-            held = [rank for rank, each in enumerate(self._data_ranks) if each.own_blocks(leaves, self._chunks)]
-            carrier = self._carrier and renumbered(self._carrier, held)
-            data_ranks = [self._data_ranks[rank] for rank in held]
-            self._holding[leaves] = CanonicalSum(held.index(self._rank), data_ranks, carrier, self._chunks)
+            holders = [
+                rank for rank, data_rank in enumerate(self._data_ranks) if data_rank.own_blocks(leaves, self._chunks)
+            ]
+            carrier = self._carrier and renumbered(self._carrier, holders)
+            data_ranks = [self._data_ranks[rank] for rank in holders]
+            self._holding[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
         return self._holding[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
@@ -86,46 +88,46 @@ class CanonicalSum:
         if self.alone:
             return total(pieces, leaves, add_)
         rounds, shares = self._plan(leaves)
-        held = self._data_ranks[self._rank].own_blocks(leaves, self._chunks)
-        values = {block.first: _Share(range(len(like)), pieces[block], came=False) for block in held}
+        blocks = self._data_ranks[self._rank].own_blocks(leaves, self._chunks)
+        values = {block.first: _Share(range(len(like)), pieces[block], is_received=False) for block in blocks}
         for sums, moves in rounds:
             for left, right, _ in sums:
                 # Adds in place in the share that didn't arrive from a peer, if there is one. The order of two floats
                 # doesn't matter, since b + a = a + b.
-                own, other = sorted((values.pop(left), values.pop(right)), key=attrgetter("came"))
-                values[left] = own._replace(tensor=add_(own.tensor, other.tensor))
+                accumulator, addend = sorted((values.pop(left), values.pop(right)), key=attrgetter("is_received"))
+                values[left] = accumulator._replace(tensor=add_(accumulator.tensor, addend.tensor))
             self._deal(moves, values, like)
         # All pieces of this rank were sent or added, so their memory is free.
-        result = pieces[held[0]] if held else torch.empty_like(like)
+        result = pieces[blocks[0]] if blocks else torch.empty_like(like)
         part, share, _ = values[0]
         result[part.start : part.stop].copy_(share)
         self._gather(result, shares)
         return result
 
-    def of_ranks(self, own: Tensor) -> Tensor:
-        """Return the sum of a flat vector of each rank, in rank order, on every rank. `own` is that of this rank.
+    def of_ranks(self, vector: Tensor) -> Tensor:
+        """Return the sum of a flat vector of each rank, in rank order, on every rank. `vector` is that of this rank.
 
         There is one leaf per replica. The bits are therefore the same in each run, but differ from those of a single
         process.
         """
         rank = self._data_ranks[self._rank]
         [block] = rank.own_blocks(rank.replicas)
-        return self({block: own}, rank.replicas, own)
+        return self({block: vector}, rank.replicas, vector)
 
-    def side_by_side(self, own: Tensor) -> Tensor:
+    def side_by_side(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, which have one shape, by rank along a new dim 0. Nothing is added."""
         if self.alone:
-            return own.unsqueeze(0)
-        every = own.new_empty(self._size, *own.shape)
-        every[self._rank] = own
-        self._gather(every.view(-1), self._by_rank)
-        return every
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty(self._size, *tensor.shape)
+        gathered[self._rank] = tensor
+        self._gather(gathered.view(-1), self._by_rank)
+        return gathered
 
     def _plan(self, leaves: int) -> Reduction:
         """Return the part of this rank in the reduction."""
         if leaves not in self._plans:
-            held = [each.own_blocks(leaves, self._chunks) for each in self._data_ranks]
-            self._plans[leaves] = reduction(held, leaves).of_rank(self._rank)
+            blocks = [data_rank.own_blocks(leaves, self._chunks) for data_rank in self._data_ranks]
+            self._plans[leaves] = reduction(blocks, leaves).of_rank(self._rank)
         return self._plans[leaves]
 
     def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
@@ -133,28 +135,33 @@ class CanonicalSum:
         sent: list[Addressed] = []
         received: list[Addressed] = []
         for move in moves:
-            given = values.pop(move.block, None)
-            if given is not None:
-                sent += [(given.at(part), rank) for rank, part in move.sent(self._rank, len(like))]
+            held = values.pop(move.block, None)
+            if held is not None:
+                sent += [(held.view(part), rank) for rank, part in move.sent(self._rank, len(like))]
             if self._rank not in move.target.places:
                 continue
-            wanted = move.target.part_of(self._rank, len(like))
-            taken = move.received(self._rank, len(like))
-            if given is not None and all(rank == self._rank for rank, _ in taken):
-                values[move.block] = given.narrowed(wanted)
+            target = move.target.part_of(self._rank, len(like))
+            sources = move.received(self._rank, len(like))
+            if held is not None and all(rank == self._rank for rank, _ in sources):
+                values[move.block] = held.narrowed(target)
                 continue
-            values[move.block] = share = _Share(wanted, like.new_empty(len(wanted)), came=True)
-            for rank, part in taken:
-                if given is not None and rank == self._rank:
-                    share.at(part).copy_(given.at(part))
+            values[move.block] = share = _Share(target, like.new_empty(len(target)), is_received=True)
+            for rank, part in sources:
+                if held is not None and rank == self._rank:
+                    share.view(part).copy_(held.view(part))
                 else:
-                    received.append((share.at(part), rank))
+                    received.append((share.view(part), rank))
         self._move(sent, received)
 
     def _gather(self, vector: Tensor, shares: Shares) -> None:
         """Receive the shares of all other ranks."""
         for sent, received in shares.gathering(self._rank, len(vector)):
-            self._move(*([(vector[part.start : part.stop], rank) for rank, part in each] for each in (sent, received)))
+            self._move(
+                *(
+                    [(vector[part.start : part.stop], rank) for rank, part in transfers]
+                    for transfers in (sent, received)
+                )
+            )
 
     def _move(self, sent: list[Addressed], received: list[Addressed]) -> None:
         assert self._carrier is not None
@@ -190,15 +197,15 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
     order. All members call it in the same order with vectors of the same length.
     """
     parts = vector.view(members, -1)
-    others = [each for each in range(members) if each != member]
-    arriving = {each: torch.empty_like(parts[0]) for each in others if each < holders}
-    received = [(part, each) for each, part in arriving.items()]
+    peers = [peer for peer in range(members) if peer != member]
+    arrived = {peer: torch.empty_like(parts[0]) for peer in peers if peer < holders}
+    received = [(part, peer) for peer, part in arrived.items()]
     sent: list[Addressed] = []
     if member < holders:
-        arriving[member] = parts[member].clone()
-        sent = [(parts[each], each) for each in others]
+        arrived[member] = parts[member].clone()
+        sent = [(parts[peer], peer) for peer in peers]
     move(carrier, sent, received)
-    return [arriving[each] for each in range(holders)]
+    return [arrived[peer] for peer in range(holders)]
 
 
 class _Share(NamedTuple):
@@ -206,18 +213,21 @@ class _Share(NamedTuple):
 
     part: range
     tensor: Tensor
-    came: bool
+    is_received: bool
 
-    def at(self, part: range) -> Tensor:
+    def view(self, part: range) -> Tensor:
         """Return the elements in a range that the share covers."""
         return self.tensor[part.start - self.part.start : part.stop - self.part.start]
 
     def narrowed(self, part: range) -> _Share:
         """Return the share reduced to a range."""
-        return self._replace(part=part, tensor=self.at(part))
+        return self._replace(part=part, tensor=self.view(part))
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
     """Exchange non-empty tensors, ready for use on the current stream. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
-        carrier([each for each in sent if each[0].numel()], [each for each in received if each[0].numel()]).wait()
+        carrier(
+            [transfer for transfer in sent if transfer[0].numel()],
+            [transfer for transfer in received if transfer[0].numel()],
+        ).wait()

@@ -22,9 +22,11 @@ Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the
 class Transfer:
     """A transfer that has started. It keeps sent tensors alive, and copies staged tensors to the device on arrival."""
 
-    def __init__(self, works: Sequence[dist.Work], kept: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]):
+    def __init__(
+        self, works: Sequence[dist.Work], sent_tensors: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]
+    ):
         self._works = works
-        self._kept = kept
+        self._kept = sent_tensors
         self._landing = landing
         self.landed: Callable[[], None] | None = None  # called when all tensors have arrived
 
@@ -63,14 +65,14 @@ def staged(group: dist.ProcessGroup) -> Carrier:
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        leaving = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+        staged_sends = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, after the kernels that compute the tensors. gloo must read only
             # after they are done.
             torch.cuda.current_stream(device).synchronize()
-        arriving = [(host_like(tensor), peer) for tensor, peer in received]
-        landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, arriving, strict=True)]
-        return Transfer(_start(group, leaving, arriving), [host for host, _ in leaving], landing)
+        staged_receives = [(host_like(tensor), peer) for tensor, peer in received]
+        landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, staged_receives, strict=True)]
+        return Transfer(_start(group, staged_sends, staged_receives), [host for host, _ in staged_sends], landing)
 
     return start
 

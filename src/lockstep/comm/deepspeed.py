@@ -49,7 +49,7 @@ def its_exchanges() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = lost_peer(error)
-        if lost is None:
+        peer_error = lost_peer(error)
+        if peer_error is None:
             raise
-        raise lost from error
+        raise peer_error from error

@@ -12,13 +12,13 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`there`) and from it (`back`), which never wait for each other.
+    """The carriers to a neighbor (`outbound`) and from it (`inbound`), which never wait for each other.
 
     `peer` is the group rank of the neighbor.
     """
 
-    there: Carrier
-    back: Carrier
+    outbound: Carrier
+    inbound: Carrier
     peer: int
 
 
@@ -33,14 +33,14 @@ class Edges:
         self._device = device
         self._edges: dict[int, Edge] = {}
 
-    def to(self, neighbours: Collection[int]) -> dict[int, Edge]:
+    def connect(self, neighbours: Collection[int]) -> dict[int, Edge]:
         """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
-        new = set(neighbours) - self._edges.keys()
+        missing = set(neighbours) - self._edges.keys()
         if self._groups.backend == "nccl":
-            self._edges |= self._one_way_edges(new)
-        elif new:  # gloo sends and receives on concurrent threads
-            both = self._groups.carrier(self._groups.main, range(self._size), "between stages")
-            self._edges |= {rank: Edge(both, both, rank) for rank in new}
+            self._edges |= self._one_way_edges(missing)
+        elif missing:  # gloo sends and receives on concurrent threads
+            carrier = self._groups.carrier(self._groups.main, range(self._size), "between stages")
+            self._edges |= {rank: Edge(carrier, carrier, rank) for rank in missing}
         return {rank: self._edges[rank] for rank in neighbours}
 
     def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
@@ -50,14 +50,16 @@ class Edges:
         directions shared a group, two ranks that both send first would wait for each other forever. (torch's pipelines
         do the same with torch.distributed.config.pipeline_per_edge_p2p.)
         """
-        own = self._rank
-        wanted = torch.zeros(self._size, self._size, dtype=torch.uint8)
-        wanted[own, list(neighbours)] = 1
+        own_rank = self._rank
+        adjacency = torch.zeros(self._size, self._size, dtype=torch.uint8)
+        adjacency[own_rank, list(neighbours)] = 1
         # All ranks create the groups of all ranks. If only its members created a group, torch could give it different
         # names on different ranks.
-        ways = [(int(source), int(target)) for source, target in self._groups.add_(wanted).nonzero()]
-        made = {way: carrier for way in ways if (carrier := self._one_way(*way))}
-        return {rank: Edge(made[own, rank], made[rank, own], int(rank > own)) for rank in neighbours}
+        directions = [(int(source), int(target)) for source, target in self._groups.add_(adjacency).nonzero()]
+        carriers = {direction: carrier for direction in directions if (carrier := self._one_way(*direction))}
+        return {
+            rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbours
+        }
 
     def _one_way(self, source: int, target: int) -> Carrier | None:
         """Create a group of two ranks. If this rank is in it, connect it to the peer and return the carrier.
@@ -70,7 +72,7 @@ class Edges:
             return None
         assert isinstance(group, dist.ProcessGroup)
         carrier = self._groups.carrier(group, ranks, "between stages")
-        other = target if self._rank == source else source
-        first = [(torch.zeros(1, device=self._device), int(other > self._rank))]
+        peer = target if self._rank == source else source
+        first = [(torch.zeros(1, device=self._device), int(peer > self._rank))]
         move(carrier, first if self._rank == source else [], first if self._rank == target else [])
         return carrier

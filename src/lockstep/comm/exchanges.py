@@ -24,32 +24,32 @@ def intercept(tell: Callable[[str], None]) -> Iterator[None]:
     # Each collective of these modules first looks up its group, by calling functions through their names in the module.
     # It therefore doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15
     # would only see calls in a single group, and none if there is only one process.
-    with ExitStack() as held:
+    with ExitStack() as stack:
         for question in ("_rank_not_in_group", "_get_default_group"):
-            held.enter_context(_asking(c10d, question, tell))
+            stack.enter_context(_patched(c10d, question, tell))
         # Remove at torch >= 2.12: before, functional collectives use a different name.
-        known = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
-        held.enter_context(_asking(functional, known, tell))
+        resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
+        stack.enter_context(_patched(functional, resolver, tell))
         yield
 
 
 @contextmanager
-def _asking(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
-    asked = getattr(module, name)
+def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iterator[None]:
+    original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
-        if found := _of_others(sys._getframe(1)):
-            tell(found)
-        return asked(*group)
+        if label := _foreign_caller(sys._getframe(1)):
+            tell(label)
+        return original(*group)
 
     setattr(module, name, intercepted)
     try:
         yield
     finally:
-        setattr(module, name, asked)
+        setattr(module, name, original)
 
 
-def _of_others(frame: FrameType | None) -> str:
+def _foreign_caller(frame: FrameType | None) -> str:
     """Return the name of the called collective, or "" if Lockstep calls it or it is no collective."""
     name = ""
     while frame is not None:

@@ -79,19 +79,19 @@ class Sharded:
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # The inputs of a unit aren't converted, because a single process has no units.
         precision = _policy(narrow)
-        older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
+        is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
-            places = older_fsdp.find_parameters(unit, wide) if older else ()
+            locations = older_fsdp.find_parameters(unit, wide) if is_older else ()
             fully_shard(
                 unit, mesh=mesh, reshard_after_forward=not keep_gathered, offload_policy=policy, mp_policy=precision
             )
             sharded, group = self._units[number], _group(self._units[number])
-            if older and group is not None:
-                older_fsdp.complete(group, places)
+            if is_older and group is not None:
+                older_fsdp.complete(group, locations)
             if narrow is not None and group is not None:
                 grad_dtype.keep_computed_dtype(group)
             _add_zeros(sharded)
-            sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.before, number)))
+            sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.join_before, number)))
             sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
@@ -110,8 +110,8 @@ class Sharded:
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards, which are replaced in the model while gathered
-        held = [number for number, unit in enumerate(self._units) if _parameters(unit)]
-        self._forwards = sorted(held, key=lambda number: (number + 1) % len(self._units))  # the last unit first
+        numbers = [number for number, unit in enumerate(self._units) if _parameters(unit)]
+        self._forwards = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
         self._whole = False  # all units are gathered
         self._in_order = True  # members requested the same units in all backwards so far
 
@@ -125,9 +125,9 @@ class Sharded:
         self._outputs.clear()
         self._frees = self.keep_gathered and last
         if not self.keep_gathered:
-            usual = sorted(self._forwards, reverse=True)
-            self._gathers.begin(f"backward of {self._calls.passes}", usual)
-            self._gather(usual[0])  # the last unit, even if this member called none of the last blocks
+            order = sorted(self._forwards, reverse=True)
+            self._gathers.begin(f"backward of {self._calls.passes}", order)
+            self._gather(order[0])  # the last unit, even if this member called none of the last blocks
         self._whole = self._whole and not last
         if self._calls.several_threads:
             self._count_parameters()
@@ -160,12 +160,12 @@ class Sharded:
         With offloading, fully_shard has already copied them, but before they were complete.
         """
         for unit, output in self._outputs.items():
-            place = 0
-            for each in _group(self._units[unit]).fsdp_params:
-                if each.sharded_param.requires_grad:
-                    rows = output.as_strided(each.sharded_size, each.contiguous_sharded_stride, place)
-                    each.sharded_param.grad._local_tensor.copy_(rows)
-                    place += each.padded_sharded_param_size.numel()
+            offset = 0
+            for parameter in _group(self._units[unit]).fsdp_params:
+                if parameter.sharded_param.requires_grad:
+                    rows = output.as_strided(parameter.sharded_size, parameter.contiguous_sharded_stride, offset)
+                    parameter.sharded_param.grad._local_tensor.copy_(rows)
+                    offset += parameter.padded_sharded_param_size.numel()
         self._outputs.clear()
 
     def scatter(self) -> None:
@@ -176,8 +176,11 @@ class Sharded:
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
         """Return the state of the model. `primary` says whether the replica of this rank reports its shards."""
-        held = self.model.state_dict().items()
-        return {name: _shard(each, self.mesh, primary) if isinstance(each, DTensor) else each for name, each in held}
+        items = self.model.state_dict().items()
+        return {
+            name: _shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
+            for name, tensor in items
+        }
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
         """Return this rank's rows and the parameter, for each parameter that requires a gradient, in model order."""
@@ -189,12 +192,12 @@ class Sharded:
 
         Tensors that were never gathered are missing.
         """
-        found = {}
+        shards = {}
         for group in filter(None, map(_group, self._units)):
-            for each in group.fsdp_params:
-                if (tensor := getattr(each, "_unsharded_param", None)) is not None:
-                    found[tensor] = each.sharded_param
-        return found
+            for parameter in group.fsdp_params:
+                if (tensor := getattr(parameter, "_unsharded_param", None)) is not None:
+                    shards[tensor] = parameter.sharded_param
+        return shards
 
     def _begin_forward(self, module: nn.Module, inputs: Any) -> None:
         if _in_backward():  # recomputation
@@ -215,7 +218,9 @@ class Sharded:
         self._whole = self.keep_gathered
         if not self._gradients.order and torch.is_grad_enabled():
             trained = {
-                unit for unit in self._forwards if any(each.requires_grad for each in _parameters(self._units[unit]))
+                unit
+                for unit in self._forwards
+                if any(parameter.requires_grad for parameter in _parameters(self._units[unit]))
             }
             self._gradients.order = [unit for unit in reversed(list(dict.fromkeys(schedule))) if unit in trained]
 
@@ -232,7 +237,7 @@ class Sharded:
     def _after_unit(self, unit: int, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
         freed = set()
         if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
-            freed = {each._unsharded_param.untyped_storage().data_ptr() for each in group.fsdp_params}
+            freed = {parameter._unsharded_param.untyped_storage().data_ptr() for parameter in group.fsdp_params}
         outputs = own_outputs(outputs, (args, kwargs), freed)
         if torch.is_grad_enabled():
             notify: Callable[[Tensor], None] = self._check_graph_task
@@ -270,9 +275,9 @@ class Sharded:
             self._graph_task = task
         if self._graph_task != task:
             raise refusal(
-                "a backward within the backward goes through the placed model, whose weights are in rows, as "
-                "torch.utils.checkpoint does with use_reentrant=True",
-                "give it use_reentrant=False, let placement.recompute do it, or use strategy ddp or zero1",
+                "a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, goes through the placed "
+                "model, whose weights are sharded by rows",
+                "pass use_reentrant=False, use placement.recompute instead, or use strategy ddp or zero1",
             )
 
     def _count_parameters(self) -> None:
@@ -282,16 +287,16 @@ class Sharded:
         self._counts_parameters = True
         for number, unit in enumerate(self._units[:-1]):
             group = _group(unit)
-            parameters = [] if group is None else [each._unsharded_param for each in group.fsdp_params]
+            parameters = [] if group is None else [sharded._unsharded_param for sharded in group.fsdp_params]
             if parameters and all(parameter.requires_grad for parameter in parameters):
                 for parameter in parameters:
                     parameter.register_post_accumulate_grad_hook(
                         partial(self._count_accumulated, number, len(parameters))
                     )
 
-    def _count_accumulated(self, unit: int, of: int, _parameter: Tensor) -> None:
+    def _count_accumulated(self, unit: int, count: int, _parameter: Tensor) -> None:
         accumulated = self._calls.accumulate(unit)
-        if self._backward and self._calls.several_threads and accumulated == of:
+        if self._backward and self._calls.several_threads and accumulated == count:
             self._finish(unit)
 
     def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
@@ -318,20 +323,20 @@ class Sharded:
         computing stream would be reused as soon as it is released, even if the other stream hasn't read it yet.
         """
         group = _group(self._units[unit])
-        side, here = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
-        side.wait_stream(here)
-        with group.device_handle.stream(side):
+        side_stream, current_stream = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
+        side_stream.wait_stream(current_stream)
+        with group.device_handle.stream(side_stream):
             self.receive(unit, gradients, output, may_wait)
-        here.wait_stream(side)
+        current_stream.wait_stream(side_stream)
 
-    def _check(self, unit: int, left: Sequence[int]) -> None:
+    def _check(self, unit: int, remaining: Sequence[int]) -> None:
         """Raise UsageError for a unit that other members don't gather."""
-        if unit not in left:
+        if unit not in remaining:
             raise UsageError(
-                f"{self.names[unit]} is called more often than in the first forward, or its backward did not reach it "
-                f"then, and other processes would have to gather it for that; call it equally often in each forward "
-                f"and let each loss reach it (0 * output.sum() beside what is detached), or use strategy zero2, zero1 "
-                f"or ddp"
+                f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
+                f"reach it, so the other processes do not gather it; call it the same number of times in every forward "
+                f"and let every loss depend on it (add 0 * output.sum() for a detached output), or use strategy zero2, "
+                f"zero1 or ddp"
             )
 
     def _gather(self, unit: int) -> None:
@@ -341,8 +346,8 @@ class Sharded:
         self._units[unit].reshard()
 
     def _prefetch(self) -> None:
-        if left := self._gathers.remaining():
-            group = _group(self._units[left[0]])
+        if remaining := self._gathers.remaining():
+            group = _group(self._units[remaining[0]])
             group._prefetch_unshard(group, "backward")
 
 
@@ -352,7 +357,7 @@ def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
     if not narrow.wide or older_fsdp.is_older():
         return policy()
-    return policy(param_dtype_override_fn=lambda each: each.dtype if each in narrow.wide else None)
+    return policy(param_dtype_override_fn=lambda parameter: parameter.dtype if parameter in narrow.wide else None)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -375,8 +380,8 @@ def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
             tensor = getattr(parameter, "_unsharded_param", None)
             if tensor is not None and tensor.grad is not None:
                 raise UsageError(
-                    f"a weight of {name} is used before {name} is called, so its gradient is not complete after "
-                    "it: use it in its module alone, or use strategy ddp or zero1"
+                    f"a weight of {name} is used before {name} is called, so its gradient is incomplete when the "
+                    f"backward of {name} ends; use the weight only in its own module, or use strategy ddp or zero1"
                 )
 
 
@@ -384,13 +389,13 @@ def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
     answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
     with translate_peer_errors():
         dist.all_gather(answers, torch.tensor(numbers), group=mesh.get_group())
-    return [each.tolist() for each in answers]
+    return [answer.tolist() for answer in answers]
 
 
 def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
     height = rows_per_member(tensor.shape, mesh.size())
-    own = tensor._local_tensor.detach()
-    return Shard(own, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
+    rows = tensor._local_tensor.detach()
+    return Shard(rows, min(mesh.get_local_rank() * height, tensor.shape[0]), tensor.shape, primary)
 
 
 def rows_per_member(shape: torch.Size, members: int) -> int:
@@ -400,16 +405,16 @@ def rows_per_member(shape: torch.Size, members: int) -> int:
 
 def _foreign_backward() -> UsageError:
     return refusal(
-        "a backward that is not step.backward goes through the placed model, whose weights are in rows",
-        "give the whole loss to step.backward(mean=loss), once for each micro-batch; for a derivative beside it "
-        "use strategy ddp or zero1",
+        "a backward other than step.backward goes through the placed model, whose weights are sharded by rows",
+        "pass the whole loss to step.backward(mean=loss), once per micro-batch; to compute other derivatives, use "
+        "strategy ddp or zero1",
     )
 
 
 def _no_copy(_memo: object) -> NoReturn:
     raise refusal(
-        "a copy of the placed model, whose weights are in rows",
-        "copy it before run.place, and read the weights by their full_tensor(); or use strategy ddp or zero1",
+        "the placed model cannot be copied, because its weights are sharded by rows",
+        "copy it before run.place and read the weights with full_tensor(), or use strategy ddp or zero1",
     )
 
 
@@ -420,7 +425,7 @@ def _group(unit: FSDPModule) -> Any:
 
 def _parameters(unit: FSDPModule) -> list[Any]:
     group = _group(unit)
-    return [] if group is None else [each.sharded_param for each in group.fsdp_params]
+    return [] if group is None else [sharded.sharded_param for sharded in group.fsdp_params]
 
 
 def _add_zeros(unit: FSDPModule) -> None:
@@ -433,8 +438,8 @@ def _add_zeros(unit: FSDPModule) -> None:
     post_backward = group.post_backward
 
     def with_zeros(*unused: Any) -> None:
-        for each in group.fsdp_params:
-            parameter = getattr(each, "_unsharded_param", None)  # None before the first gather
+        for sharded in group.fsdp_params:
+            parameter = getattr(sharded, "_unsharded_param", None)  # None before the first gather
             if parameter is not None and parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
         post_backward(*unused)

@@ -21,9 +21,11 @@ from typing import Final, final
 
 _NONE: Final = -1
 # The error for a unit that is called outside of the forward of the placed model.
-CALLED_ALONE: Final = "is called by itself, and its weights are in rows, which the placed model gathers"
+CALLED_ALONE: Final = (
+    "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
+)
 CALL_THE_MODEL: Final = (
-    "call the model as a whole, whose forward may take an argument for what it does; or use strategy ddp or zero1"
+    "call the whole model (an argument of its forward can select the part to run), or use strategy ddp or zero1"
 )
 
 
@@ -33,9 +35,9 @@ class Gathers:
     """The gathers of a rank. All ranks must call `begin` and `end` in the same way.
 
     - `ask` sends integers to all ranks and returns those of all ranks.
-    - `gather` gathers a unit if it isn't gathered, and calls `before` for it.
+    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for it.
     - `scatter` frees a unit.
-    - `taken` is called after this rank joined a gather for other ranks.
+    - `joined` is called after this rank joined a gather for other ranks.
     - `check` is called before this rank gathers a unit, with the rest of the schedule. It raises if the unit can't be
       gathered.
     """
@@ -43,47 +45,47 @@ class Gathers:
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
     gather: Callable[[int], None]
     scatter: Callable[[int], None]
-    taken: Callable[[], None]
+    joined: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
     differed: bool = False  # whether ranks requested different units at once, in a phase that was recorded
-    _known: dict[str, list[int]] = field(default_factory=dict)
+    _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
-    _usual: Sequence[int] = ()
+    _usual_order: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
-    _at: int = 0
+    _position: int = 0
     _held: list[int] = field(default_factory=list)  # units gathered for other ranks
-    _taking_part: bool = False
+    _joining: bool = False
     _issued: bool = False
 
-    def begin(self, phase: str, usual: Sequence[int]) -> Sequence[int]:
+    def begin(self, phase: str, usual_order: Sequence[int]) -> Sequence[int]:
         """Begin a phase with a separate schedule, and return the schedule. It is empty if it isn't recorded yet.
 
-        `usual` is the order in which units are likely to be called.
+        `usual_order` is the order in which units are likely to be called.
         """
-        self._phase, self._usual, self._at, self.differed = phase, usual, 0, False
-        self._schedule = self._known.get(phase, [])
+        self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
+        self._schedule = self._schedules.get(phase, [])
         return self._schedule
 
     def remaining(self) -> Sequence[int]:
         """Return the units that all ranks will still gather, in order. Empty if the schedule isn't known."""
-        return self._schedule[self._at :] if self._phase in self._known else ()
+        return self._schedule[self._position :] if self._phase in self._schedules else ()
 
-    def before(self, unit: int) -> None:
+    def join_before(self, unit: int) -> None:
         """Join the gathers of other ranks that come before `unit`. Call it right before the collective of the unit."""
-        if self._taking_part:
+        if self._joining:
             self._issued = True
             return
         if self._phase is None:  # outside of phases, all ranks do the same
             return
-        if self._phase in self._known:
+        if self._phase in self._schedules:
             self.check(unit, self.remaining())
-        while (served := self._next(unit)) != unit:
-            self._take_part(served)
+        while (next_unit := self._next(unit)) != unit:
+            self._join(next_unit)
 
     def reach(self, unit: int) -> None:
         """Join all gathers up to the last gather of a unit that this rank doesn't call."""
-        while unit in self.remaining() if self._phase in self._known else unit not in self._schedule:
-            self._take_part(self._next(unit))
+        while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
+            self._join(self._next(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
         """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
@@ -92,44 +94,47 @@ class Gathers:
         ranks called but no rank requested are excluded from later schedules of this phase.
         """
         assert self._phase is not None
-        learned = self._phase not in self._known
-        while (served := self._next(_NONE)) != _NONE:
-            self._take_part(served)
-        if learned:
-            self._add_unwanted(called)
-            self._known[self._phase] = self._schedule
+        is_new = self._phase not in self._schedules
+        while (next_unit := self._next(_NONE)) != _NONE:
+            self._join(next_unit)
+        if is_new:
+            self._add_unrequested(called)
+            self._schedules[self._phase] = self._schedule
         for unit in () if kept else self._held:
             self.scatter(unit)
         self._held.clear()
         self._phase = None
         return self._schedule
 
-    def _next(self, wanted: int) -> int:
+    def _next(self, requested: int) -> int:
         """Return the unit to gather next, or -1 if there is none."""
-        if self._phase in self._known:
-            if self._at == len(self._schedule):
+        if self._phase in self._schedules:
+            if self._position == len(self._schedule):
                 return _NONE
-            self._at += 1
-            return self._schedule[self._at - 1]
-        answers = {each for [each] in self.ask([wanted])}
+            self._position += 1
+            return self._schedule[self._position - 1]
+        answers = {unit for [unit] in self.ask([requested])}
         self.differed |= len(answers) > 1
         if answers == {_NONE}:
             return _NONE
-        self._schedule.append(min(answers - {_NONE}, key=self._usual.index))
+        self._schedule.append(min(answers - {_NONE}, key=self._usual_order.index))
         return self._schedule[-1]
 
-    def _add_unwanted(self, called: Sequence[int] | None) -> None:
-        by_some = [any(each) for each in zip(*self.ask(called), strict=True)] if called is not None else []
-        for place, unit in enumerate(self._usual):
-            if unit in self._schedule or (called is not None and by_some[unit]):
+    def _add_unrequested(self, called: Sequence[int] | None) -> None:
+        called_by_any = [any(flags) for flags in zip(*self.ask(called), strict=True)] if called is not None else []
+        for position, unit in enumerate(self._usual_order):
+            if unit in self._schedule or (called is not None and called_by_any[unit]):
                 continue
-            later = self._usual[place + 1 :]
-            first = next((at for at, other in enumerate(self._schedule) if other in later), len(self._schedule))
+            later_units = self._usual_order[position + 1 :]
+            first = next(
+                (index for index, scheduled in enumerate(self._schedule) if scheduled in later_units),
+                len(self._schedule),
+            )
             self._schedule.insert(first, unit)
-            self._take_part(unit)
+            self._join(unit)
 
-    def _take_part(self, unit: int) -> None:
-        self._taking_part, self._issued = True, False
+    def _join(self, unit: int) -> None:
+        self._joining, self._issued = True, False
         try:
             self.gather(unit)
             if self._issued:
@@ -138,5 +143,5 @@ class Gathers:
                 self.scatter(unit)
                 self.gather(unit)
         finally:
-            self._taking_part = False
-        self.taken()
+            self._joining = False
+        self.joined()

@@ -50,10 +50,10 @@ class GradientQueue:
         self._waiting[unit] = gradients, output  # views of `output` become the gradients
         self.advance(unit)
 
-    def advance(self, handed: int | None = None) -> None:
+    def advance(self, last_unit: int | None = None) -> None:
         """Pass on complete units in order, with zeros for units that weren't called.
 
-        `handed` is the unit whose gradients fully_shard passed last.
+        `last_unit` is the unit whose gradients fully_shard passed last.
         """
         if self._advancing:
             return
@@ -66,7 +66,7 @@ class GradientQueue:
                 if unit not in self._waiting:
                     self.make_zeros(unit)
                 self._due.popleft()
-                if unit != handed:  # fully_shard only keeps the gradients that it passed last
+                if unit != last_unit:  # fully_shard only keeps the gradients that it passed last
                     self._kept.append(self._waiting[unit][0])
                 self.pass_on(unit, *self._waiting.pop(unit), self.may_wait())
         finally:

@@ -37,22 +37,24 @@ class Horovod:
             self._horovod: Any = import_module("horovod.torch")
         except ImportError as error:
             raise UsageError(
-                f"strategy horovod: Horovod cannot be imported ({error}); build it for this torch by "
-                f"scripts/install-horovod, or use ddp"
+                f"strategy horovod: cannot import Horovod ({error}); build it for this torch with "
+                f"scripts/install-horovod, or use strategy ddp"
             ) from error
         self._server: Any = None
         self._settle(world)
         with translate_peer_errors():
             self._horovod.init()
-        found = self._horovod.rank(), self._horovod.size()
-        if found != (world.rank, world.size):
+        reported = self._horovod.rank(), self._horovod.size()
+        if reported != (world.rank, world.size):
             raise UsageError(
-                f"strategy horovod: Horovod takes this process for rank {found[0]} of {found[1]}, and it is rank "
-                f"{world.rank} of {world.size}; start it by horovodrun, or by lockstep train placement.processes="
+                f"strategy horovod: Horovod reports rank {reported[0]} of {reported[1]}, but this process is rank "
+                f"{world.rank} of {world.size}; start it with horovodrun, or with lockstep train placement.processes="
                 f"{world.size}"
             )
         if world.on_gpu and not self._horovod.nccl_built():
-            raise UsageError("strategy horovod: this Horovod was built without NCCL; use placement.device=cpu, or ddp")
+            raise UsageError(
+                "strategy horovod: Horovod was built without NCCL; use placement.device=cpu, or use strategy ddp"
+            )
 
     def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcast tensors from rank 0 to all ranks."""
@@ -64,12 +66,12 @@ class Horovod:
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-            own = own_sum(pieces, like)
+            vector = own_sum(pieces, like)
             # Sums run one after the other, so vectors of the same length can share a name, which Horovod keeps between
             # steps.
             name = f"gradients {len(like)} {like.dtype}"
             with translate_peer_errors(), torch.no_grad():
-                total: Tensor = self._horovod.allreduce(own, name=name, op=self._horovod.Sum, compression=compressor)
+                total: Tensor = self._horovod.allreduce(vector, name=name, op=self._horovod.Sum, compression=compressor)
             return total
 
         return add
@@ -84,28 +86,30 @@ class Horovod:
     def _settle(self, world: World) -> None:
         """Set the environment variables of Horovod: the location of the ranks, and its timeouts."""
         timeout = str(int(min(world.timeout_s, 86400)))
-        given = {
+        variables = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": timeout,
             "HOROVOD_STALL_CHECK_TIME_SECONDS": timeout,
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(timeout) + 1),
         }
         if not any(name in os.environ for name in _LAUNCHED):
-            given |= self._own_rendezvous(world)
-        for name, value in given.items():
+            variables |= self._own_rendezvous(world)
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
 
     def _own_rendezvous(self, world: World) -> dict[str, str]:
-        here = world.local_size == world.size
+        is_single_host = world.local_size == world.size
         address = ""
         if not world.rank:
-            serving = import_module("horovod.runner.http.http_server")
-            host = "127.0.0.1" if here else socket.gethostbyname(world.host)
-            server = serving.RendezvousHTTPServer((host, 0), serving.RendezvousHandler, 0)
+            http_server = import_module("horovod.runner.http.http_server")
+            host = "127.0.0.1" if is_single_host else socket.gethostbyname(world.host)
+            server = http_server.RendezvousHTTPServer((host, 0), http_server.RendezvousHandler, 0)
             Thread(target=server.serve_forever, daemon=True).start()
             self._server = server
             address = " ".join(map(str, server.server_address[:2]))
         host, port = world.tell(address).split()
-        interface = {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.loopback())} if here else {}
+        interface = (
+            {"HOROVOD_GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", ports.loopback())} if is_single_host else {}
+        )
         return interface | {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",

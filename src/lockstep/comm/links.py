@@ -43,80 +43,81 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """Return the pairs of ranks that measure at the same time, by round. `hosts` are those of all ranks."""
     size = len(hosts)
     if size * (size - 1) // 2 <= ALONE:
-        return [[(one, other)] for one in range(size) for other in range(one + 1, size)]
-    here = {host: [rank for rank in range(size) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
-    leads = [ranks[0] for ranks in here.values()]
-    between = [[(leads[one], leads[other]) for one, other in each] for each in tournament(len(leads))]
-    within = [
-        [(one, other) for ranks in here.values() for one, other in list(pairwise(ranks))[odd::2]] for odd in (0, 1)
+        return [[(source, target)] for source in range(size) for target in range(source + 1, size)]
+    ranks_by_host = {host: [rank for rank in range(size) if hosts[rank] == host] for host in dict.fromkeys(hosts)}
+    leads = [ranks[0] for ranks in ranks_by_host.values()]
+    rounds_between = [[(leads[first], leads[second]) for first, second in pairs] for pairs in tournament(len(leads))]
+    rounds_within = [
+        [(first, second) for ranks in ranks_by_host.values() for first, second in list(pairwise(ranks))[offset::2]]
+        for offset in (0, 1)
     ]
-    return [*(each for each in within if each), *between[:MOST_ROUNDS]]
+    return [*(pairs for pairs in rounds_within if pairs), *rounds_between[:MOST_ROUNDS]]
 
 
 def tournament(count: int) -> list[list[Pair]]:
     """Return rounds in which each of `count` players meets each other player once, and one at a time."""
     players = [*range(count), *([-1] if count % 2 else [])]  # the player paired with -1 rests
-    found = []
+    schedule = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
-        found.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
+        schedule.append([(min(pair), max(pair)) for pair in pairs if -1 not in pair])
         players = [players[0], players[-1], *players[1:-1]]
-    return found
+    return schedule
 
 
 def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], None] = lambda: None) -> list[Link]:
     """Measure the pairs of each round in both directions, and return the links from this rank. All ranks call it."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     buffer = torch.ones(_LAST_BYTES, dtype=torch.uint8, device=device)
-    found = []
+    measured = []
     for pairs in planned:
         step()
         world.barrier()
-        for one, other in pairs:
+        for source, target in pairs:
             with translate_peer_errors():
-                if world.rank == one:
-                    found.append(_from_here(world, other, buffer))
-                    _to_here(other, buffer)
-                elif world.rank == other:
-                    _to_here(one, buffer)
-                    found.append(_from_here(world, one, buffer))
-    return found
+                if world.rank == source:
+                    measured.append(_from_here(world, target, buffer))
+                    _to_here(target, buffer)
+                elif world.rank == target:
+                    _to_here(source, buffer)
+                    measured.append(_from_here(world, source, buffer))
+    return measured
 
 
 def _from_here(world: World, target: int, buffer: Tensor) -> Link:
-    few = torch.zeros(1, dtype=torch.int64, device=buffer.device)
+    header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
-    def once(count: int) -> float:
+    def round_trip(count: int) -> float:
         """Send `count`, and that many bytes. Return the time until the target has received them."""
-        began = time.perf_counter()
-        dist.send(few.fill_(count), target)
+        start = time.perf_counter()
+        dist.send(header.fill_(count), target)
         if count > 0:
             dist.send(buffer[:count], target)
-        dist.recv(few, target)
-        if few.device.type == "cuda":  # calls of NCCL return immediately, calls of gloo block
-            torch.cuda.current_stream(few.device).synchronize()
-        return time.perf_counter() - began
+        dist.recv(header, target)
+        if header.device.type == "cuda":  # calls of NCCL return immediately, calls of gloo block
+            torch.cuda.current_stream(header.device).synchronize()
+        return time.perf_counter() - start
 
-    once(-1)  # connects
-    latency_s = min(once(-1) for _ in range(_PINGS)) / 2
-    size, took = _FIRST_BYTES, 0.0
+    round_trip(-1)  # connects
+    latency_s = min(round_trip(-1) for _ in range(_PINGS)) / 2
+    size, elapsed_s = _FIRST_BYTES, 0.0
     while True:
-        took = min(once(size) for _ in range(_REPEATS))  # a repeat may have waited for a core
-        if took > _LONG_S or size == _LAST_BYTES:
+        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # a repeat may have waited for a core
+        if elapsed_s > _LONG_S or size == _LAST_BYTES:
             break
         size *= 4
-    dist.send(few.fill_(0), target)
-    return Link(world.rank, target, latency_s, size / max(took - latency_s, 1e-9) / 1e6)
+    dist.send(header.fill_(0), target)
+    return Link(world.rank, target, latency_s, size / max(elapsed_s - latency_s, 1e-9) / 1e6)
 
 
 def _to_here(source: int, buffer: Tensor) -> None:
-    few = torch.zeros(1, dtype=torch.int64, device=buffer.device)
+    header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
     while True:
-        dist.recv(few, source)
-        count = int(few)
+        dist.recv(header, source)
+        count = int(header)
         if count == 0:
             return
         if count > 0:
             dist.recv(buffer[:count], source)
-        dist.send(few, source)
+        dist.send(header, source)

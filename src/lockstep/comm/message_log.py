@@ -19,13 +19,13 @@ SENT, RECEIVED = " to ", " from "
 
 def by_peer(messages: Mapping[str, str], way: str) -> dict[int, list[str]]:
     """Return the messages sent to each peer or received from it, in a form that is equal on both ranks."""
-    found: dict[int, list[str]] = {}
-    for what, digest in messages.items():
-        label, between, rest = what.rpartition(way)
-        peer, _, number = rest.partition(" ")
-        if between and peer.isdecimal():
-            found.setdefault(int(peer), []).append(f"{label} {number}: {digest}")
-    return {peer: sorted(listed) for peer, listed in found.items()}
+    messages_by_peer: dict[int, list[str]] = {}
+    for name, digest in messages.items():
+        label, separator, suffix = name.rpartition(way)
+        peer, _, number = suffix.partition(" ")
+        if separator and peer.isdecimal():
+            messages_by_peer.setdefault(int(peer), []).append(f"{label} {number}: {digest}")
+    return {peer: sorted(entries) for peer, entries in messages_by_peer.items()}
 
 
 @final
@@ -45,13 +45,13 @@ class MessageLog:
     def close(self) -> dict[str, str]:
         """Stop recording, and return the digest of each message. Waits for the device."""
         notes, self._notes = self._notes or {}, None
-        return {what: noted.text() for what, noted in notes.items()}
+        return {name: note.text() for name, note in notes.items()}
 
-    def note(self, what: str, tensor: Tensor) -> None:
+    def note(self, name: str, tensor: Tensor) -> None:
         """Record a tensor as this rank has it now, if the log is open."""
         if self._notes is not None:
-            self._counts[what] += 1
-            self._notes[f"{what} #{self._counts[what]}"] = self._digests.noted(tensor)
+            self._counts[name] += 1
+            self._notes[f"{name} #{self._counts[name]}"] = self._digests.noted(tensor)
 
     def watch(self, carrier: Carrier, label: str, ranks: Sequence[int]) -> Carrier:
         """Return a carrier that does the same and is recorded. `ranks` maps its peers to ranks."""

@@ -16,11 +16,11 @@ class NamedSums:
 
     Integers are added immediately, because their sum is exact in any order. For all other values, each batch has its
     own row in a table of zeros. Adding the tables of all ranks is therefore exact, and the rows are then summed in a
-    fixed order. If `wanted` is False, `total` returns nothing.
+    fixed order. If `enabled` is False, `total` returns nothing.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
-        self.wanted = wanted
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
         self._whole: dict[str, Tensor] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
 
@@ -28,14 +28,16 @@ class NamedSums:
         """Add the sums of batch `number`. A second call for the same batch, as in a recomputed forward, is ignored."""
         if number in self._rows:
             return
-        self._rows[number] = {name: each.detach().double() for name, each in sums.items() if each.is_floating_point()}
-        for name, each in sums.items():
+        self._rows[number] = {
+            name: value.detach().double() for name, value in sums.items() if value.is_floating_point()
+        }
+        for name, value in sums.items():
             if name not in self._rows[number]:
-                self._whole[name] = self._whole[name] + each if name in self._whole else each.long()
+                self._whole[name] = self._whole[name] + value if name in self._whole else value.long()
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
         """Return the sums over `count` batches, on the CPU. All ranks call it and get the same result."""
-        return add_over_ranks(world, self._whole, self._rows, count) if self.wanted else {}
+        return add_over_ranks(world, self._whole, self._rows, count) if self.enabled else {}
 
 
 def add_over_ranks(
@@ -46,10 +48,10 @@ def add_over_ranks(
     A rank without a batch learns the names and shapes from the other ranks.
     """
     first = next(iter(rows.values()), {})
-    own = [{name: list(each.shape) for name, each in kind.items()} for kind in (whole, first)]
-    of_whole, of_rows = next((each for each in world.told_by_all(own) if any(each)), own)
-    sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in of_whole.items()}
-    for name, shape in of_rows.items():
+    own_shapes = [{name: list(tensor.shape) for name, tensor in kind.items()} for kind in (whole, first)]
+    whole_shapes, row_shapes = next((shapes for shapes in world.told_by_all(own_shapes) if any(shapes)), own_shapes)
+    sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in whole_shapes.items()}
+    for name, shape in row_shapes.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()

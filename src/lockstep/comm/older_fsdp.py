@@ -36,13 +36,13 @@ def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
     """
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
-            as_it_is = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-            parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, as_it_is)
+            unchanged = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
+            parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, unchanged)
     group.post_backward = partial(_with_one_dtype, group, group.post_backward)
 
 
-def _without(init_dtype_attrs: Any, own: MixedPrecisionPolicy, of_unit: MixedPrecisionPolicy) -> None:
-    init_dtype_attrs(own)
+def _without(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
+    init_dtype_attrs(policy)
 
 
 def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:

@@ -56,7 +56,7 @@ class _Form(NamedTuple):
     """The memory layout of a tensor, whether it requires a gradient, and whether it is in host memory."""
 
     dtype: torch.dtype
-    wanted: bool
+    requires_grad: bool
     on_host: bool
     shape: list[int]
     strides: list[int]
@@ -91,7 +91,10 @@ class PointToPoint:
         """Start sending to rank `peer`. Don't write to the tensors before `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _description(value))]
         if len(numbers) > _NUMBERS:
-            raise TrainingError(f"pipeline: {len(values)} values cross between two stages, too many; cut elsewhere")
+            raise TrainingError(
+                f"strategy pipeline: {len(values)} values cross between two stages, which is too many for one message; "
+                f"set cut to split the model elsewhere"
+            )
         while self._sent and self._sent[0].is_done():
             self._sent.popleft()
         with translate_peer_errors():
@@ -107,8 +110,8 @@ class PointToPoint:
         """
         with translate_peer_errors():
             while not self._early.get((peer, line)):
-                found, values = self._next(peer)
-                self._early.setdefault((peer, found), deque()).append(values)
+                arrived_line, values = self._next(peer)
+                self._early.setdefault((peer, arrived_line), deque()).append(values)
         return self._early[peer, line].popleft()
 
     def finish(self) -> None:
@@ -129,7 +132,7 @@ class PointToPoint:
     def _start(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            self._sent.append(edge.there([(data, edge.peer)], []))
+            self._sent.append(edge.outbound([(data, edge.peer)], []))
         else:
             self._message(data, peer)
 
@@ -137,8 +140,8 @@ class PointToPoint:
         """Return the line and the values of the next parcel from `peer`."""
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
-        line, *rest = numbers.tolist()
-        return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(rest)]
+        line, *description = numbers.tolist()
+        return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(description)]
 
     def _value(self, form: _Form, peer: int) -> Tensor:
         device = torch.device("cpu") if form.on_host else self._device
@@ -149,12 +152,12 @@ class PointToPoint:
             gaps = flat.new_empty(form.extent)
             gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
             flat = gaps
-        return flat.as_strided(form.shape, form.strides).requires_grad_(form.wanted)
+        return flat.as_strided(form.shape, form.strides).requires_grad_(form.requires_grad)
 
     def _fill(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
-            edge.back([], [(data, edge.peer)]).wait()
+            edge.inbound([], [(data, edge.peer)]).wait()
         else:
             dist.recv(data, self._number(peer), tag=_TAG)
 
@@ -172,24 +175,24 @@ def backward_input(
 
     # Like torch's stage_backward_input, but starting from edges. Up to torch 2.14, that function requires the outputs,
     # which are already freed.
-    starts, ends = ([get_gradient_edge(each).node for each in tensors] for tensors in (inputs, weights))
+    starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (inputs, weights))
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
     )
-    vectors = {get_gradient_edge(each).node for each in weights if each.ndim < 2}
-    at_once = [node for group in groups if group["params"] <= vectors for node in group["params"]]
-    put_off = [group for group in groups if not group["params"] <= vectors]
+    vectors = {get_gradient_edge(weight).node for weight in weights if weight.ndim < 2}
+    immediate = [node for group in groups if group["params"] <= vectors for node in group["params"]]
+    deferred = [group for group in groups if not group["params"] <= vectors]
     with ExitStack() as hooks:
-        for group in put_off:
+        for group in deferred:
             nodes = group["intermediates"] = list(group["intermediates"])
-            arrived = group["grads"] = [()] * len(nodes)
+            arrived_gradients = group["grads"] = [()] * len(nodes)
             for number, node in enumerate(nodes):
-                hooks.enter_context(node.register_prehook(partial(arrived.__setitem__, number)))
+                hooks.enter_context(node.register_prehook(partial(arrived_gradients.__setitem__, number)))
         if edges and inputs:
-            wanted = [GradientEdge(node, 0) for node in (*starts, *at_once)]
-            found = torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True)
-            put_off.append({"made": dict(zip(at_once, found[len(starts) :], strict=True))})
-    return put_off
+            targets = [GradientEdge(node, 0) for node in (*starts, *immediate)]
+            computed = torch.autograd.grad(edges, targets, gradients, retain_graph=True, allow_unused=True)
+            deferred.append({"gradients": dict(zip(immediate, computed[len(starts) :], strict=True))})
+    return deferred
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
@@ -206,35 +209,35 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
             weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     for group in groups:
-        if "made" in group:
-            for node, gradient in group["made"].items():
+        if "gradients" in group:
+            for node, gradient in group["gradients"].items():
                 add(node, gradient)
             continue
-        arrived = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
-        slots = [(GradientEdge(node, slot), grad) for node, found in arrived for slot, grad in enumerate(found)]
-        given = [(edge, gradient) for edge, gradient in slots if gradient is not None]
-        if not given:
+        node_gradients = list(zip(group.pop("intermediates"), group.pop("grads"), strict=True))
+        slots = [(GradientEdge(node, slot), grad) for node, grads in node_gradients for slot, grad in enumerate(grads)]
+        arrived_edges = [(edge, gradient) for edge, gradient in slots if gradient is not None]
+        if not arrived_edges:
             continue
         ends = list(group["params"])  # the same order for both
         # The gradient that arrived at a node already includes those from other nodes of its group, which must not be
         # added again.
         with ExitStack() as hooks:
-            for node, found in arrived:
-                hooks.enter_context(node.register_prehook(partial(_instead, found)))
+            for node, grads in node_gradients:
+                hooks.enter_context(node.register_prehook(partial(_replacement, grads)))
             # If weights reach the graph of the inputs at several places, parts of it run again. The graph is freed with
             # `groups`.
-            made = torch.autograd.grad(
-                [edge for edge, _ in given],
+            computed = torch.autograd.grad(
+                [edge for edge, _ in arrived_edges],
                 [GradientEdge(node, 0) for node in ends],
-                [gradient for _, gradient in given],
+                [gradient for _, gradient in arrived_edges],
                 retain_graph=True,
             )
-        for node, gradient in zip(ends, made, strict=True):
+        for node, gradient in zip(ends, computed, strict=True):
             add(node, gradient)
 
 
-def _instead(arrived: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
-    return arrived
+def _replacement(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    return gradients
 
 
 def _description(value: Value) -> list[int]:
@@ -248,14 +251,16 @@ def _description(value: Value) -> list[int]:
 
 def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
     """Parse the output of `_description`."""
-    rest = iter(numbers)
-    for _ in range(next(rest)):
-        kind = next(rest)
+    remaining = iter(numbers)
+    for _ in range(next(remaining)):
+        kind = next(remaining)
         if kind < 0:
-            yield None if kind == _NOTHING else next(rest)
+            yield None if kind == _NOTHING else next(remaining)
             continue
-        wanted, on_host, ndim = islice(rest, 3)
-        yield _Form(_DTYPES[kind], bool(wanted), bool(on_host), [*islice(rest, ndim)], [*islice(rest, ndim)])
+        requires_grad, on_host, ndim = islice(remaining, 3)
+        yield _Form(
+            _DTYPES[kind], bool(requires_grad), bool(on_host), [*islice(remaining, ndim)], [*islice(remaining, ndim)]
+        )
 
 
 def _flat(value: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lockstep.errors import TransientError
 _SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 # Texts of gloo and NCCL errors for collectives that timed out.
 _TIMED_OUT: Final = ("Timed out waiting", "collective operation timeout")
-_SLOW: Final = "another rank is slow or hangs; an exchange waits for it as long as placement.timeout_s"
+_SLOW: Final = "another rank is slow or hangs; a collective times out after placement.timeout_s"
 
 
 class PeerLostError(TransientError):
@@ -40,13 +40,13 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
     """
     if too_many_files(error):
         return None
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, PeerLostError):
-            return each
-        if _from_exchange(each):
-            return _peer_lost(each)
-        each = each.__cause__ or each.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PeerLostError):
+            return cause
+        if _from_exchange(cause):
+            return _peer_lost(cause)
+        cause = cause.__cause__ or cause.__context__
     return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store for creating groups is gone
 
 
@@ -59,4 +59,4 @@ def _from_exchange(error: BaseException) -> bool:
 def _peer_lost(error: BaseException) -> PeerLostError:
     first, *_ = *str(error).splitlines(), type(error).__name__
     timed_out = any(sign in first for sign in _TIMED_OUT)
-    return PeerLostError(f"lost another rank during an exchange ({first}){f'; {_SLOW}' if timed_out else ''}")
+    return PeerLostError(f"lost another rank during a collective ({first}){f'; {_SLOW}' if timed_out else ''}")

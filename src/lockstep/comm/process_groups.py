@@ -50,10 +50,10 @@ class ProcessGroups:
         group = self._make(parts, ranks)
         return replace(self, main=group, side=group, numbers=self._order(ranks), log=None)
 
-    def _make(self, parts: list[list[int]], own: list[int]) -> dist.ProcessGroup:
+    def _make(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
         """Create a group for each part, as all ranks must, and return that of this rank."""
         groups = [self.new(ranks) for ranks in parts]
-        group = groups[parts.index(own)]
+        group = groups[parts.index(own_ranks)]
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -71,8 +71,8 @@ class ProcessGroups:
     def _order(self, ranks: Sequence[int]) -> list[int]:
         """Return the torch group rank of each of `ranks`, or an empty list if these are in order."""
         numbers = [self.numbers[rank] for rank in ranks] if self.numbers else []
-        places = {number: place for place, number in enumerate(sorted(numbers))}
-        return [places[number] for number in numbers]
+        positions = {number: position for position, number in enumerate(sorted(numbers))}
+        return [positions[number] for number in numbers]
 
     def add_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks in place."""

@@ -26,12 +26,15 @@ _offered: Final[dict[str, Callable[..., Any]]] = {}
 class Rpc:
     """The connection of this rank to rank 0. All ranks create and close it together."""
 
-    def __init__(self, world: World, *offered: Callable[..., Any]) -> None:
+    def __init__(self, world: World, *functions: Callable[..., Any]) -> None:
         """On rank 0, register the functions that can be called by name. They must return tensors or their futures."""
         if not rpc.is_available():
-            raise UsageError("strategy parameter_server: this torch was built without RPC; use one that has it, or ddp")
+            raise UsageError(
+                "strategy parameter_server: this torch was built without RPC; install a build with RPC, or use "
+                "strategy ddp"
+            )
         if not world.rank:
-            _offered.update({each.__name__: each for each in offered})
+            _offered.update({function.__name__: function for function in functions})
         # The variable of gloo selects the interface. TensorPipe has a separate variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
@@ -70,6 +73,6 @@ def _answer(name: str, *arguments: Any) -> Future[Any]:
     result = _offered[name](*arguments)
     if isinstance(result, Future):
         return result  # waiting for it blocks no thread
-    done: Future[Any] = Future()
-    done.set_result(result)
-    return done
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

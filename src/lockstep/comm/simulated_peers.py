@@ -77,10 +77,12 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a collective, and run the operation."""
         name = str(func)
         if name.startswith("c10d."):
-            whole = max(sum(tensor.nbytes for tensor in tensors_of(each)) for each in args)  # not the part of a rank
-            [size] = [dist.ProcessGroup.unbox(each).size() for each in args if _is_group(each)]
+            total_bytes = max(
+                sum(tensor.nbytes for tensor in tensors_of(argument)) for argument in args
+            )  # not the part of a rank
+            [size] = [dist.ProcessGroup.unbox(argument).size() for argument in args if _is_group(argument)]
             rounds = 2 if "allreduce" in name else 1
-            delivery = self.send(rounds * (size - 1), rounds * whole * (size - 1) // size)
+            delivery = self.send(rounds * (size - 1), rounds * total_bytes * (size - 1) // size)
             if not self.late:
                 delivery.wait()
         return func(*args, **(kwargs or {}))

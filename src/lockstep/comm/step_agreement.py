@@ -42,44 +42,44 @@ class StepAgreement:
     def settle(self) -> bool:
         """Wait for the last exchange after a step. Return whether the facts were the same on all ranks."""
         self.figures_differ = False
-        if (found := self.wait()) is None:
+        if (numbers := self.wait()) is None:
             return True
-        self._level, _, facts, _, _, other_facts, _ = found.tolist()
-        if (met := self._elsewhere(found, 0)) is not None:
+        self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
+        if (elsewhere := self._elsewhere(numbers, 0)) is not None:
             raise UsageError(
-                f"rank {met[1]} did not go on to its next step when this rank did; let all ranks do the same between "
-                f"two steps"
+                f"rank {elsewhere[1]} did not start its next step when this rank did; make the same calls on all ranks "
+                f"between two steps"
             )
-        return bool(facts == -other_facts)
+        return bool(facts == -negated_facts)
 
     def meet(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks, after the last exchange is settled. Return a different place and a rank there, if any."""
-        found, work = self._reduce(0, place)
+        numbers, work = self._reduce(0, place)
         work.wait()
-        return self._elsewhere(found, place)
+        return self._elsewhere(numbers, place)
 
     def wait(self) -> Tensor | None:
         """Wait for the last exchange after a step, and return its numbers. A second call returns None."""
         if self._sent is None:
             return None
-        (found, work), self._sent = self._sent, None
+        (numbers, work), self._sent = self._sent, None
         work.wait()
-        return found
+        return numbers
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
         """Start an all-reduce of the highest level, and of the highest and lowest of all other numbers."""
-        own = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
-        lowest = [-each for each in own]
+        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
+        negated = [-value for value in values]
         if not self.figures:
-            own[-1] = lowest[-1] = _NOTHING
+            values[-1] = negated[-1] = _NOTHING
         self.figures = {}
-        numbers = torch.tensor([level, *own, *lowest])
+        numbers = torch.tensor([level, *values, *negated])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _elsewhere(self, found: Tensor, place: int) -> tuple[int, int] | None:
-        _, last, _, figures, first, _, other_figures = found.tolist()
-        self.figures_differ |= figures + other_figures > 0
-        return next((at for code in (last, -first) if (at := divmod(code, self._size))[0] != place), None)
+    def _elsewhere(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
+        _, last, _, figures, first, _, negated_figures = numbers.tolist()
+        self.figures_differ |= figures + negated_figures > 0
+        return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
 
 
 def _digest(values: dict[str, Any]) -> int:

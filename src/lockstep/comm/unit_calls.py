@@ -58,8 +58,8 @@ class UnitCalls:
         """Return the units that become complete once the output of a call has its gradient."""
         if self.several_threads:
             return []
-        done = [unit for unit, first in self._first.items() if first > call and unit not in self._complete]
-        return sorted(done, key=lambda unit: -self._first[unit])
+        units = [unit for unit, first in self._first.items() if first > call and unit not in self._complete]
+        return sorted(units, key=lambda unit: -self._first[unit])
 
     def accumulate(self, unit: int) -> int:
         """Record that a parameter of a unit has its gradient, and return how many of its parameters do."""

@@ -17,17 +17,17 @@ def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
     views = torch.is_grad_enabled()
     if not (views or freed):
         return outputs
-    given = {id(leaf) for leaf in tree_leaves(inputs)} if views else set()
+    input_ids = {id(leaf) for leaf in tree_leaves(inputs)} if views else set()
 
-    def alone(output: Tensor) -> Tensor:
-        if id(output) in given:  # the output is an input, and must stay the same tensor
+    def separate(output: Tensor) -> Tensor:
+        if id(output) in input_ids:  # the output is an input, and must stay the same tensor
             return output
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
         if has_memory and output.untyped_storage().data_ptr() in freed:
             return output.clone()
         return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
 
-    return tree_map_only(Tensor, alone, outputs)
+    return tree_map_only(Tensor, separate, outputs)
 
 
 @final
@@ -36,8 +36,8 @@ class _Unchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-        same = tensor.detach()
-        return same if same.stride() == stride else same.as_strided(same.shape, stride)
+        alias = tensor.detach()
+        return alias if alias.stride() == stride else alias.as_strided(alias.shape, stride)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

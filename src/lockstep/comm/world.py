@@ -78,10 +78,10 @@ class World:
         With `side_stream`, a side stream may use it, otherwise only this thread. Sequences are split into `chunks`
         chunks. All ranks must call it in the same way.
         """
-        places, order = mesh.added_along(*axes)
+        data_ranks, order = mesh.added_along(*axes)
         ranks = self._part_of(mesh.groups(*axes))
         carrier = renumbered(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
-        return CanonicalSum(order.index(ranks.index(self.rank)), places, carrier, chunks)
+        return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return the carrier between the ranks that differ only along these axes. See `canonical`."""
@@ -125,7 +125,7 @@ class World:
 
     def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
         """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
-        return self._edges.to(neighbours) if self._edges is not None else {}
+        return self._edges.connect(neighbours) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
         """Return the rank in torch.distributed of a rank of this world."""
@@ -143,9 +143,9 @@ class World:
         `log`. It must not be closed.
         """
         numbers, shards = [*range(self.size)], mesh.groups("shard")
-        for place, members in enumerate(shards):
-            for member, taken in zip(members, shards[(place + distance) % len(shards)], strict=True):
-                numbers[taken] = self.number(member)
+        for index, members in enumerate(shards):
+            for member, new_rank in zip(members, shards[(index + distance) % len(shards)], strict=True):
+                numbers[new_rank] = self.number(member)
         info = RankInfo(numbers.index(self.number(self.rank)), self.size, self.local_rank, self.local_size, "part")
         groups = None if self._groups is None else replace(self._groups, numbers=numbers, log=log)
         return replace(self, info=info, _groups=groups)
@@ -179,17 +179,17 @@ class World:
         assert self._groups is not None
         return self._groups.add_(tensor)
 
-    def spread(self, own: Sequence[Tensor], others: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send `own` to all other ranks, and fill `others`, by rank, with what these ranks send.
+    def spread(self, local: Sequence[Tensor], remote: Mapping[int, Sequence[Tensor]]) -> None:
+        """Send `local` to all other ranks, and fill `remote`, by rank, with what these ranks send.
 
         All ranks call it with the same number of tensors. The tensors of a rank must have the same sizes on all ranks,
         and be contiguous.
         """
-        if not others:
+        if not remote:
             return
         assert self._groups is not None
-        sent = [(tensor, rank) for rank in others for tensor in own]
-        received = [(tensor, rank) for rank, tensors in others.items() for tensor in tensors]
+        sent = [(tensor, rank) for rank in remote for tensor in local]
+        received = [(tensor, rank) for rank, tensors in remote.items() for tensor in tensors]
         move(self._groups.carrier(self._groups.main, range(self.size), "rows"), sent, received)
 
     def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
@@ -246,7 +246,7 @@ class World:
         if not agreement.settle():
             self.compare(
                 agreement.compared,
-                "let it follow from step.number, step.epoch and step.samples_seen, and not from the rank",
+                "compute it from step.number, step.epoch and step.samples_seen, not from the rank",
                 agreement.compared_where,
             )
 
@@ -256,14 +256,14 @@ class World:
         """Raise UsageError with the ranks whose `facts` differ from those of rank 0. All ranks call it."""
         if self.size == 1:
             return
-        said = dict(enumerate(self.told_by_all(facts)))
-        if lines := differences(said, [], advice, where):
+        facts_by_rank = dict(enumerate(self.told_by_all(facts)))
+        if lines := differences(facts_by_rank, [], advice, where):
             raise UsageError(lines[0])
 
-    def gather(self, own: bytes) -> list[bytes]:
+    def gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of each rank, by rank. They must have the same length on all ranks. All ranks call it."""
-        table = torch.zeros(self.size, len(own), dtype=torch.uint8)
-        table[self.rank] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        table = torch.zeros(self.size, len(data), dtype=torch.uint8)
+        table[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.add_(table)]
 
     def tell(self, text: str) -> str:
@@ -274,9 +274,9 @@ class World:
         """Return the `text` of each rank, by rank, on every rank."""
         if self.size == 1:
             return [text]
-        own = text.encode()
-        lengths = [int.from_bytes(each) for each in self.gather(len(own).to_bytes(8))]
-        padded = self.gather(own.ljust(max(1, *lengths)))
+        encoded = text.encode()
+        lengths = [int.from_bytes(length) for length in self.gather(len(encoded).to_bytes(8))]
+        padded = self.gather(encoded.ljust(max(1, *lengths)))
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def told_by_all(self, value: Any) -> list[Any]:
@@ -300,8 +300,8 @@ class World:
             yield
         finally:
             with translate_peer_errors():
-                arrived = self._store.add(_ARRIVED, 1) if self._store is not None else 0
-        if arrived:
+                arrivals = self._store.add(_ARRIVED, 1) if self._store is not None else 0
+        if arrivals:
             with translate_peer_errors():
                 self._wait_for_arrivals(self._untimed * self.size)
 
@@ -323,7 +323,7 @@ class World:
         """
         ranks = self._part_of(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
-        if all(len(each) == 1 for each in groups):
+        if all(len(members) == 1 for members in groups):
             return World(info, self.device)
         assert self._groups is not None
         store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for another thread
@@ -363,35 +363,36 @@ def open_world(
     """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
-    carried_by = resolve_backend(backend, on_gpu)
-    found = process_group()
-    if found is not None and found != (info.rank, info.size):
+    tensor_backend = resolve_backend(backend, on_gpu)
+    existing = process_group()
+    if existing is not None and existing != (info.rank, info.size):
         raise UsageError(
-            f"torch.distributed: a process group is open, in which this is rank {found[0]} of {found[1]}, and not "
-            f"{info.rank} of {info.size}; call lockstep.join before it is opened, or after it is destroyed"
+            f"torch.distributed: this process is rank {existing[0]} of {existing[1]} in the open process group, "
+            f"expected rank {info.rank} of {info.size}; call lockstep.join before you open the group, or after you "
+            f"destroy it"
         )
     if rendezvous.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
         _stay_on_this_host(info.launcher == "lockstep")
-    if carried_by == "nccl":
+    if tensor_backend == "nccl":
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
     timeout = timedelta(seconds=timeout_s or rendezvous.timeout_s)
-    backends = _backends(device, carried_by)
+    backends = _backends(device, tensor_backend)
     with translate_peer_errors():
-        own = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
-        if found is None:
-            dist.init_process_group(backends, store=own, rank=info.rank, world_size=info.size, timeout=timeout)
-        first = dist.group.WORLD if found is None else dist.new_group(timeout=timeout, backend=backends)
+        group_store = dist.PrefixStore("group", rendezvous.store.unsigned)  # type: ignore[attr-defined]
+        if existing is None:
+            dist.init_process_group(backends, store=group_store, rank=info.rank, world_size=info.size, timeout=timeout)
+        first = dist.group.WORLD if existing is None else dist.new_group(timeout=timeout, backend=backends)
         second = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    carry = staged if on_gpu and carried_by == "gloo" else direct
-    groups = ProcessGroups(first, second, timeout, carry, carried_by, None if found is None else backends)
-    world = World(info, device, groups, own)
+    carry = staged if on_gpu and tensor_backend == "gloo" else direct
+    groups = ProcessGroups(first, second, timeout, carry, tensor_backend, None if existing is None else backends)
+    world = World(info, device, groups, group_store)
     if world.on_gpu:
-        world.sharing = _sharing(world, carried_by)
+        world.sharing = _sharing(world, tensor_backend)
     return world
 
 
@@ -423,19 +424,19 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
     hidden = "CUDA_VISIBLE_DEVICES" in os.environ
     number = device_number(count, info.local_rank, info.local_size, hidden, sharing)
     fix_workspace()
-    chosen = torch.device("cuda", number)
-    torch.cuda.set_device(chosen)
-    return chosen
+    cuda_device = torch.device("cuda", number)
+    torch.cuda.set_device(cuda_device)
+    return cuda_device
 
 
-def _stay_on_this_host(own: bool) -> None:
+def _stay_on_this_host(launched: bool) -> None:
     """Make gloo, NCCL and RPC listen on the loopback interface, because all ranks are on this host.
 
-    Variables that the user set take precedence. They are overwritten if Lockstep launched the ranks (`own`), since the
-    user can only have meant other jobs.
+    Variables that the user set take precedence. They are overwritten if Lockstep launched the ranks (`launched`), since
+    the user can only have meant other jobs.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        os.environ[name] = ports.loopback() if own else os.environ.get(name, ports.loopback())
+        os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
 
 
 def _sharing(world: World, backend: str) -> list[list[int]]:
@@ -446,15 +447,15 @@ def _sharing(world: World, backend: str) -> list[list[int]]:
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 
-    def shared(name: str) -> list[list[int]]:
+    def sharing_ranks(name: str) -> list[list[int]]:
         names = world.gather(hashlib.sha256(name.encode()).digest())
-        return find_shared_devices({rank: each.hex() for rank, each in enumerate(names)})
+        return find_shared_devices({rank: digest.hex() for rank, digest in enumerate(names)})
 
-    found = shared(uuid)
-    if found and backend == "nccl" and shared(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
+    groups = sharing_ranks(uuid)
+    if groups and backend == "nccl" and sharing_ranks(f"{uuid} {os.environ.get('NCCL_HOSTID')}"):
         raise UsageError(
-            f"placement.device: ranks {', '.join(map(str, found[0]))} have one CUDA device between them; let the "
-            f"launcher show each process one of its own (srun --gpus-per-task=1), or start fewer on this host, or use "
+            f"placement.device: ranks {', '.join(map(str, groups[0]))} share one CUDA device; let the launcher assign "
+            f"a separate device to each process (srun --gpus-per-task=1), start fewer processes on this host, or use "
             f"{SHARING}"
         )
-    return found
+    return groups

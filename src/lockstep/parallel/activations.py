@@ -85,12 +85,14 @@ class Packing:
 
     def __init__(self, model: nn.Module, device: torch.device, least_bytes: int) -> None:
         # The storages at this moment. While a block computes, fully_shard replaces its parameters: see `_moves`.
-        own = [each for each in chain(model.parameters(), model.buffers()) if type(each) in (Tensor, nn.Parameter)]
-        self._stay = {each.untyped_storage().data_ptr() for each in own}
+        tensors = [
+            tensor for tensor in chain(model.parameters(), model.buffers()) if type(tensor) in (Tensor, nn.Parameter)
+        ]
+        self._resident = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._type = device.type
         self._least_bytes = least_bytes
         # Keep a weak reference to the storage of moved elements, so that no new storage gets the same address.
-        self._moved: dict[tuple[int, int, int, torch.dtype, int], tuple[Elements, StorageWeakRef]] = {}
+        self._offloaded: dict[tuple[int, int, int, torch.dtype, int], tuple[Elements, StorageWeakRef]] = {}
 
     def pack(self, tensor: Tensor) -> Kept | Moved:
         """Return the object that is saved instead of `tensor`."""
@@ -101,9 +103,9 @@ class Packing:
         first, count = _extent(saved, storage.nbytes() // saved.itemsize)
         weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = (weak.cdata, first, count, saved.dtype, saved._version)
-        if key not in self._moved:
-            self._moved[key] = Elements(saved.as_strided([count], [1], first)), weak
-        elements, _ = self._moved[key]
+        if key not in self._offloaded:
+            self._offloaded[key] = Elements(saved.as_strided([count], [1], first)), weak
+        elements, _ = self._offloaded[key]
         size, stride, offset = saved.size(), saved.stride(), int(saved.storage_offset()) - first
         saved.data = saved.new_empty(0)  # releases the memory, but keeps the version counter
         return Moved(elements, size, stride, offset, saved, saved._version)
@@ -116,7 +118,7 @@ class Packing:
             and not (tensor.is_conj() or tensor.is_neg())  # their values differ from the values in memory
             and tensor.nbytes >= self._least_bytes
             and not isinstance(tensor._base, nn.Parameter)
-            and tensor.untyped_storage().data_ptr() not in self._stay
+            and tensor.untyped_storage().data_ptr() not in self._resident
         )
 
 
@@ -175,5 +177,5 @@ def _extent(tensor: Tensor, elements: int) -> tuple[int, int]:
     if 2 * span >= elements:
         return 0, elements
     first = int(tensor.storage_offset())
-    before = first % (_ALIGNED_BYTES // tensor.itemsize)
-    return first - before, before + span
+    padding = first % (_ALIGNED_BYTES // tensor.itemsize)
+    return first - padding, padding + span

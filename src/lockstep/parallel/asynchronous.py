@@ -67,12 +67,12 @@ class AsynchronousEngine:
             self._pushing = _Pushing(trained, self._exchange)
             return self._pushing
 
-        alone = World(ALONE, world.device)
+        local_world = World(ALONE, world.device)
         # The micro-batches of each rank are renumbered from 0. A different seed per rank keeps dropout different.
-        own = replace(numerics, peers=world.size, peer=world.rank)
-        make_layout = replicated(alone, Mesh(), bucket_bytes=1)
-        self._own = DataParallelEngine(problem, pushing, alone, own, Mesh(), make_layout)
-        self._worked = True
+        local_numerics = replace(numerics, peers=world.size, peer=world.rank)
+        make_layout = replicated(local_world, Mesh(), bucket_bytes=1)
+        self._local_engine = DataParallelEngine(problem, pushing, local_world, local_numerics, Mesh(), make_layout)
+        self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
         self._advice = against_nonfinite(numerics.recipe)
         if world.size > 1:
@@ -83,55 +83,55 @@ class AsynchronousEngine:
 
         The loss is an estimate from this rank's micro-batches. With `observe`, it is the total loss over all ranks.
         """
-        self._worked = bool(microbatches)
+        self._has_microbatches = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
-        if self._worked:
-            renumbered = [replace(each, index=number) for number, each in enumerate(microbatches)]
-            samples = sum(each.samples for each in microbatches)
-            own = step._replace(samples=samples, counted=step.weight)
-            sums = self._own.forward_backward(renumbered, own, observe)
+        if self._has_microbatches:
+            local_microbatches = [replace(microbatch, index=number) for number, microbatch in enumerate(microbatches)]
+            samples = sum(microbatch.samples for microbatch in microbatches)
+            local_step = step._replace(samples=samples, counted=step.weight)
+            sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
             self._check(sums, step)
         if observe:
             return self._of_all(sums, step)
-        weight = sum(each.weight for each in microbatches)
+        weight = sum(microbatch.weight for microbatch in microbatches)
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Push the gradient and pull the weights. If this rank had no micro-batch, this is a no-op."""
-        return self._own.update(lr, max_norm) if self._worked else Update(None, applied=True)
+        return self._local_engine.update(lr, max_norm) if self._has_microbatches else Update(None, applied=True)
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradient of this rank's micro-batches."""
-        return self._own.gradients()
+        return self._local_engine.gradients()
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
         self._level()
-        with self._own.evaluation() as predict:
+        with self._local_engine.evaluation() as predict:
             yield predict
 
     def state(self) -> State:
         """See Engine. Only the state of rank 0, which is saved, includes the state of the shared optimizer."""
         self._level()
-        own = self._own.state()
+        state = self._local_engine.state()
         if self._server is None:
-            return own
+            return state
         tensors, scalars = optimizer_state(self._server.trained, self._server.optimizer)
-        return replace(own, optimizer=tensors, scalars={**own.scalars, "optimizer": scalars})
+        return replace(state, optimizer=tensors, scalars={**state.scalars, "optimizer": scalars})
 
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        scalars = {**state.scalars, "optimizer": self._own.state().scalars["optimizer"]}
-        self._own.load(replace(state, optimizer={}, scalars=scalars))
+        scalars = {**state.scalars, "optimizer": self._local_engine.state().scalars["optimizer"]}
+        self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
             self._server.load(self._pushing.weights(), state)
         self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
 
     def close(self) -> None:
         """See Engine."""
-        self._own.close()
+        self._local_engine.close()
         if self._calls is not None:
             self._calls.close()
 
@@ -139,16 +139,16 @@ class AsynchronousEngine:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
         assert self._calls is not None
-        newest: list[Tensor] = self._calls.ask("exchange", lr, [each.cpu() for each in gradients])
+        newest: list[Tensor] = self._calls.ask("exchange", lr, [tensor.cpu() for tensor in gradients])
         return newest
 
     def _of_all(self, sums: Sums, step: Step) -> Sums:
         """Return the sums over all ranks. The ranks wait for each other here."""
-        own = {name: each for name, each in sums.of_task.items() if not each.is_floating_point()}
-        parts = {name: each for name, each in sums.of_task.items() if name not in own} | {_LOSS: sums.total}
-        rows = {self._world.rank: parts} if self._worked else {}
-        found = add_over_ranks(self._world, own, rows, self._world.size)
-        return Sums(found.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, found)
+        exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
+        parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | {_LOSS: sums.total}
+        rows = {self._world.rank: parts} if self._has_microbatches else {}
+        totals = add_over_ranks(self._world, exact, rows, self._world.size)
+        return Sums(totals.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, totals)
 
     def _check(self, sums: Sums, step: Step) -> None:
         """Raise TrainingError if the loss isn't finite, because it would spread to all ranks with the weights."""
@@ -163,18 +163,18 @@ class AsynchronousEngine:
         self._world.barrier()  # now all earlier pushes are applied, because a push returns after its update
         if self._server is not None:
             self._pushing.take(self._server.newest())
-            self._own.load(self._own.state())  # publishes the weights to the model
+            self._local_engine.load(self._local_engine.state())  # publishes the weights to the model
         self._world.barrier()
         if self._server is None and self._calls is not None:
             model, ema = self._calls.ask("_snapshot")
-            self._own.load(replace(self._own.state(), model=model, ema=ema))
+            self._local_engine.load(replace(self._local_engine.state(), model=model, ema=ema))
         self._world.barrier()  # rank 0 must not continue before the other ranks have its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
         """Return the model's state and its averaged weights, for all other ranks."""
-        own = self._own.state()
-        ema = None if own.ema is None else _on_cpu(own.ema)
-        return _on_cpu(own.model), ema
+        state = self._local_engine.state()
+        ema = None if state.ema is None else _on_cpu(state.ema)
+        return _on_cpu(state.model), ema
 
 
 @final
@@ -207,7 +207,7 @@ class _Server:
         """Load these weights and the optimizer's state."""
         with self._one:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
-            tensors = {name: local_tensor(each) for name, each in state.optimizer.items()}
+            tensors = {name: local_tensor(tensor) for name, tensor in state.optimizer.items()}
             load_optimizer_state(self.trained, self.optimizer, tensors, state.scalars["optimizer"])
 
     def _copies(self) -> list[Tensor]:
@@ -238,4 +238,4 @@ class _Pushing(Optimizer):
 
 
 def _on_cpu(tensors: NamedTensors) -> dict[str, Tensor]:
-    return {name: local_tensor(each).detach().to("cpu", copy=True) for name, each in tensors.items()}
+    return {name: local_tensor(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -34,26 +34,26 @@ class DigestNotes:
 
     def values(self) -> dict[str, str]:
         """Return the digest of each name. Waits for the device."""
-        return {name: noted.text() for name, noted in self._seen.items()}
+        return {name: note.text() for name, note in self._seen.items()}
 
 
 def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
     """Return the digests of the whole tensors on this rank, and of its rows of sharded tensors, as two subjects."""
-    whole, rows = DigestNotes(digests), DigestNotes(digests)
-    for name, held in tensors.items():
-        (rows if isinstance(held, Shard) else whole).note(name, local_tensor(held))
-    cut = [
-        (name, held.chunked, held.first, [*held.tensor.shape])
-        for name, held in tensors.items()
-        if isinstance(held, Shard)
+    full, row_notes = DigestNotes(digests), DigestNotes(digests)
+    for name, tensor in tensors.items():
+        (row_notes if isinstance(tensor, Shard) else full).note(name, local_tensor(tensor))
+    shards = [
+        (name, tensor.chunked, tensor.first, [*tensor.tensor.shape])
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Shard)
     ]
-    found = [(Subject(kind), whole.values()), (Subject(kind, hash_of(cut)), rows.values())]
-    return [(subject, values) for subject, values in found if values]
+    findings = [(Subject(kind), full.values()), (Subject(kind, hash_of(shards)), row_notes.values())]
+    return [(subject, values) for subject, values in findings if values]
 
 
-def which_bit(subject: Subject, names: Sequence[str], one: Mapping[str, str], other: Mapping[str, str]) -> str:
+def which_bit(subject: Subject, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]) -> str:
     """Return e.g. ", bit 22 of element [5, 120]" if the digests of a single name differ by one bit, or else ""."""
-    if len(names) != 1 or not (bit := differing_bit(one.get(names[0], "0"), other.get(names[0], "0"))):
+    if len(names) != 1 or not (bit := differing_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"
 

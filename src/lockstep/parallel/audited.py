@@ -66,9 +66,9 @@ class AuditedEngine:
         self.gradients, self.state = engine.gradients, engine.state
         self.close = engine.close
         self._audit = Audit(engine, self.world, log, self.schedule.every)
-        kept = self._audit.kept
-        kept.begin()
-        self.update, self.evaluation, self.load = kept.update, kept.evaluation, kept.load
+        kept_state = self._audit.kept
+        kept_state.begin()
+        self.update, self.evaluation, self.load = kept_state.update, kept_state.evaluation, kept_state.load
 
     @property
     def audited(self) -> int:
@@ -115,73 +115,91 @@ class Audit:
         The first of `microbatches` is the micro-batch that this rank repeats. `fetch` returns any other micro-batch.
         Raises CorruptionError on all ranks if they disagree on the results.
         """
-        repeated, *own = microbatches
+        repeated, *own_microbatches = microbatches
         findings = self.kept.check(step)
         self._log.open()
-        computed = yield from self._compute(schedule, step, repeated, own)
+        computed = yield from self._compute(schedule, step, repeated, own_microbatches)
         self._check_links(step, self._log.close())
         findings += computed
-        if disputed := self._find_disputes(findings):
+        if disputes := self._find_disputes(findings):
             # Collect more results: repeat the same computation, and let all ranks compute each disputed micro-batch.
-            findings += yield from self._compute(schedule, step, repeated, own)
+            findings += yield from self._compute(schedule, step, repeated, own_microbatches)
             for index in range(schedule.microbatches):
-                if _microbatch(index) in disputed:
+                if _microbatch(index) in disputes:
                     findings.append((yield from self._repeat(fetch(step, index))))
             raise self._verdict(step, findings)
         self.audited += 1
 
     def _compute(
-        self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own: MicroBatches
+        self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Part, None, Findings]:
         """Compute a step and return this rank's digests of results that other ranks have, too. Causes come first."""
         findings = [(yield from self._repeat(repeated))]
-        watched, seen = schedule.target(self._world.rank, step), DigestNotes(self._digests)
-        whole = Part([replace(each, note=seen.note) if each.index == watched else each for each in own])
-        yield whole
-        if digests := seen.values():  # empty if a short step has no micro-batch for this rank
-            findings.append((_microbatch(watched), digests))
+        target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
+        part = Part(
+            [
+                replace(microbatch, note=notes.note) if microbatch.index == target else microbatch
+                for microbatch in own_microbatches
+            ]
+        )
+        yield part
+        if digests := notes.values():  # empty if a short step has no micro-batch for this rank
+            findings.append((_microbatch(target), digests))
         if self._world.size > 1:
-            assert whole.sums is not None
+            assert part.sums is not None
             # The gradients can appear twice, if this rank also kept them from the whole gradient. Count them once.
             for sums in (self._engine.gradients(), *self._engine.witnessed()):
-                found = tensor_findings(self._digests, "the sum of the gradients", sums)
-                findings += [each for each in found if each not in findings]
-            findings += tensor_findings(self._digests, "the loss of the step", {"loss": whole.sums.total})
+                sum_findings = tensor_findings(self._digests, "the sum of the gradients", sums)
+                findings += [finding for finding in sum_findings if finding not in findings]
+            findings += tensor_findings(self._digests, "the loss of the step", {"loss": part.sums.total})
         return findings
 
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise CorruptionError on all ranks if a message differs between its sender and its receiver."""
-        noted = [{peer: hash_of(each) for peer, each in by_peer(messages, way).items()} for way in (SENT, RECEIVED)]
-        links = [[*map(list, each.items())] for each in noted]
-        told = self._world.told_by_all({"host": self._world.host, "links": links})
-        sent, received = ([dict(each["links"][way]) for each in told] for way in (0, 1))
-        if found := changed_on_the_way(sent, received):
-            raise link_verdict(step, *found, told)
+        digests = [
+            {peer: hash_of(entries) for peer, entries in by_peer(messages, direction).items()}
+            for direction in (SENT, RECEIVED)
+        ]
+        links = [[*map(list, digest_by_peer.items())] for digest_by_peer in digests]
+        reports = self._world.told_by_all({"host": self._world.host, "links": links})
+        sent, received = ([dict(report["links"][direction]) for report in reports] for direction in (0, 1))
+        if link := changed_on_the_way(sent, received):
+            raise link_verdict(step, *link, reports)
 
     def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[Subject, dict[str, str]]]:
-        seen = DigestNotes(self._digests)
-        yield Part([replace(microbatch, note=seen.note)], beside=True)
-        return _microbatch(microbatch.index), seen.values()
+        notes = DigestNotes(self._digests)
+        yield Part([replace(microbatch, note=notes.note)], beside=True)
+        return _microbatch(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
         """Return the subjects on which ranks disagree. All ranks must call it."""
-        own = [[*subject, hash_of(digests)] for subject, digests in findings]
+        summaries = [[*subject, hash_of(digests)] for subject, digests in findings]
         opinions: Opinions = {}
-        for rank, every in enumerate(self._world.told_by_all(own)):
-            for kind, rows, found in every:
-                opinions.setdefault(Subject(kind, rows), []).append((rank, found))
-        return {subject: each for subject, each in opinions.items() if len({found for _, found in each}) > 1}
+        for rank, summaries_of_rank in enumerate(self._world.told_by_all(summaries)):
+            for kind, rows, result in summaries_of_rank:
+                opinions.setdefault(Subject(kind, rows), []).append((rank, result))
+        return {
+            subject: rank_results
+            for subject, rank_results in opinions.items()
+            if len({result for _, result in rank_results}) > 1
+        }
 
     def _verdict(self, step: Step, findings: Findings) -> CorruptionError:
         """Return the error that names the faulty ranks. All ranks must call it, and they get the same error."""
-        disputed = self._find_disputes(findings)
-        named = {subject: odd_ones(each) or sorted({rank for rank, _ in each}) for subject, each in disputed.items()}
-        decided = [subject for subject, opinions in disputed.items() if odd_ones(opinions)]
+        disputes = self._find_disputes(findings)
+        accused = {
+            subject: odd_ones(opinions) or sorted({rank for rank, _ in opinions})
+            for subject, opinions in disputes.items()
+        }
+        decided = [subject for subject, opinions in disputes.items() if odd_ones(opinions)]
         # The subject with the fewest faulty ranks is closest to the fault: e.g. the rows of a weight, and not the
         # results that a replica computes with them.
-        subject = min(decided or disputed, key=lambda each: len(named[each]))
-        told = {"host": self._world.host, "found": [digests for each, digests in findings if each == subject]}
-        return _verdict(step, subject, disputed[subject], self._world.told_by_all(told))
+        subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
+        report = {
+            "host": self._world.host,
+            "found": [digests for candidate, digests in findings if candidate == subject],
+        }
+        return _verdict(step, subject, disputes[subject], self._world.told_by_all(report))
 
 
 def _microbatch(index: int) -> Subject:
@@ -189,29 +207,29 @@ def _microbatch(index: int) -> Subject:
 
 
 def _verdict(
-    step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], told: Sequence[dict[str, Any]]
+    step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
 ) -> CorruptionError:
-    """Return the error for a disputed `subject`. `told` has the host and the digests of every rank."""
-    found = [digests for rank in told for digests in rank["found"]]
-    names = [name for name in found[0] if len({digests.get(name) for digests in found}) > 1]
-    first, second = [*{hash_of(digests): digests for digests in found}.values()][:2]
-    what = f"{subject.kind} ({list_some(names, SHOWN)}{which_bit(subject, names, first, second)})"
+    """Return the error for a disputed `subject`. `reports` has the host and the digests of every rank."""
+    all_digests = [digests for report in reports for digests in report["found"]]
+    names = [name for name in all_digests[0] if len({digests.get(name) for digests in all_digests}) > 1]
+    first, second = [*{hash_of(digests): digests for digests in all_digests}.values()][:2]
+    label = f"{subject.kind} ({list_some(names, SHOWN)}{which_bit(subject, names, first, second)})"
     start = f"audit at step {step.number + 1}"
-    odd = odd_ones(opinions)
+    odd_ranks = odd_ones(opinions)
     results: dict[int, list[str]] = {}
     for rank, result in opinions:
         results.setdefault(rank, []).append(result)
-    if not odd:
-        enough = "" if len(results) > 2 else " (three ranks can tell)"
+    if not odd_ranks:
+        hint = "" if len(results) > 2 else " (this requires at least three ranks)"
         return CorruptionError(
-            f"{start}: {name_ranks(sorted(results), told)} found different results for {what}, and no majority tells "
-            f"who is right{enough}. {OTHER_HOSTS}"
+            f"{start}: {name_ranks(sorted(results), reports)} computed different results for {label}, and no majority "
+            f"shows which result is right{hint}. {OTHER_HOSTS}"
         )
-    most = Counter(result for _, result in opinions).most_common(1)[0][1]
-    lasting = all(len(set(results[rank])) == 1 for rank in odd)
-    repeated = f"; the fault was {'there again' if lasting else 'gone'} when the step was done again"
+    agreeing = Counter(result for _, result in opinions).most_common(1)[0][1]
+    persists = all(len(set(results[rank])) == 1 for rank in odd_ranks)
+    repetition = f"; the fault {'occurred again' if persists else 'did not occur again'} when the step was repeated"
     return CorruptionError(
-        f"{start}: {name_ranks(odd, told)} got {what} wrong, as {most} of {len(opinions)} results agree"
-        f"{repeated if len(opinions) > len(results) else ''}. {TAKE_OUT}",
-        odd,
+        f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
+        f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {TAKE_OUT}",
+        odd_ranks,
     )

@@ -49,10 +49,10 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, *, counted: bool = True) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
-        padded = [_pad(buffer) for buffer in buffers]
-        self._calls_at = sum(map(len, padded))  # the start of the numbers of calls
-        calls = [padded[0].new_zeros(len(self._layers))] if buffers else []
-        self._scratch = torch.cat([*padded, *calls]) if buffers else torch.empty(0)
+        padded_buffers = [_pad(buffer) for buffer in buffers]
+        self._calls_at = sum(map(len, padded_buffers))  # the start of the numbers of calls
+        calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
+        self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
         batches = torch.tensor([[int(_counter(layer)), 0] for layer in self._layers], device=self._scratch.device)
         self._batches = batches[:, 0] if self._layers else batches
@@ -65,7 +65,7 @@ class RunningStatistics:
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
         self._kept_shares = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
-        self._places: list[slice] = []
+        self._regions: list[slice] = []
         self._lie_in_scratch()
         self.size = len(self._scratch)
         self._counted = counted
@@ -83,7 +83,7 @@ class RunningStatistics:
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers of the layers. A forward in training may write to them."""
-        return [each for layer in self._layers for each in (*_buffers(layer), _counter(layer))]
+        return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
 
     def before_forward(self) -> None:
         """Reset the scratch vector. Call this before each forward in training.
@@ -132,8 +132,8 @@ class RunningStatistics:
             calls = mean[self._calls_at :].ceil()
             self._batches_so_far += calls
             for number in self._averaging:
-                so_far = self._batches_so_far[number].float()
-                self._rates[self._places[number]] = torch.where(calls[number] > 0, 1.0 / so_far, 0.0)
+                batches = self._batches_so_far[number].float()
+                self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
             # If a layer wasn't called, mean is r. lerp_ computes r + rate * (mean - r), which then is r to the bit.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
@@ -152,12 +152,12 @@ class RunningStatistics:
     def _lie_in_scratch(self) -> None:
         start = 0
         for layer, batches in zip(self._layers, self._batches, strict=True):
-            place = slice(start, start + 2 * _room(layer.num_features))
+            region = slice(start, start + 2 * _room(layer.num_features))
             layer.momentum = 1.0
-            layer.running_mean, layer.running_var = _views(self._scratch[place], layer.num_features)
+            layer.running_mean, layer.running_var = _views(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
-            self._places.append(place)
-            start = place.stop
+            self._regions.append(region)
+            start = region.stop
 
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
@@ -182,23 +182,23 @@ class RunningStatistics:
 
         Recomputations have the call number 0 and share its buffers.
         """
-        layer, place = self._layers[number], self._places[number]
+        layer, region = self._layers[number], self._regions[number]
         if (number, call) not in self._beside:
             with torch.inference_mode(False):
-                self._beside[number, call] = torch.zeros_like(self._running[place])
-        own = _buffers(layer)
+                self._beside[number, call] = torch.zeros_like(self._running[region])
+        buffers = _buffers(layer)
         layer.running_mean, layer.running_var = _views(self._beside[number, call], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
-            layer.running_mean, layer.running_var = own
+            layer.running_mean, layer.running_var = buffers
 
     def _fold(self) -> None:
         """Fold the statistics of all further calls of each layer into the scratch vector."""
         for number, statistics in self._written:
-            place = self._places[number]
-            observed = self._scratch[place]
-            observed.sub_(self._running[place]).mul_(self._kept_shares[number]).add_(statistics)
+            region = self._regions[number]
+            observed = self._scratch[region]
+            observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics)
         self._forget_calls()
 
     def _forget_calls(self) -> None:

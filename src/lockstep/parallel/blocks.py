@@ -22,16 +22,16 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     a container are called as modules. Two kinds of items aren't blocks: items that share a parameter with the rest of
     the model, and parts of a different block that are reached by a second name.
     """
-    named = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
-    within = {part for block in named for part in block.modules() if part is not block}
-    found = [block for block in dict.fromkeys(named) if block not in within]
+    candidates = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
+    nested = {part for block in candidates for part in block.modules() if part is not block}
+    outermost = [block for block in dict.fromkeys(candidates) if block not in nested]
     owners: dict[int, set[int]] = {}
-    inside = {id(part): number for number, unit in enumerate(found) for part in unit.modules()}
+    unit_of = {id(part): number for number, unit in enumerate(outermost) for part in unit.modules()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(inside.get(id(module), -1))
-    shared = {number for units in owners.values() if len(units) > 1 for number in units}
-    return [unit for number, unit in enumerate(found) if number not in shared]
+            owners.setdefault(id(parameter), set()).add(unit_of.get(id(module), -1))
+    sharing = {number for units in owners.values() if len(units) > 1 for number in units}
+    return [unit for number, unit in enumerate(outermost) if number not in sharing]
 
 
 def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:

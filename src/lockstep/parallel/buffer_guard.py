@@ -16,12 +16,12 @@ from lockstep.common.own_code import refusal
 from lockstep.errors import UsageError
 
 _ADVICE: Final = (
-    "make it a function of the inputs and weights, or a BatchNorm's statistic; in place of spectral_norm divide the "
-    "weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
+    "compute it from the inputs and weights, or make it a running statistic of a BatchNorm; instead of spectral_norm, "
+    "divide the weight by torch.linalg.matrix_norm(weight, 2), or use torch's weight_norm"
 )
 _WEIGHT_ADVICE: Final = (
-    "compute with a changed copy, such as weight.clamp(min=0), or leave weights to the optimizer; outside of a forward "
-    "nothing may write them either"
+    "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
+    "of a forward must not write to weights either"
 )
 # Weights are checked in each of the first forwards, and in every n-th forward after that.
 _FIRST_FORWARDS: Final = 8
@@ -38,20 +38,20 @@ class BufferGuard:
     def __init__(
         self,
         model: nn.Module,
-        kept: Collection[Tensor],
+        exempt: Collection[Tensor],
         gathered: Callable[[], Mapping[Tensor, Tensor]] = dict,
     ) -> None:
         self._parameters: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._gathered = gathered
         self._forwards = 0
-        own = {id(each) for each in kept}
+        exempt_ids = {id(buffer) for buffer in exempt}
         self._modules = dict(model.named_modules())
         self._buffers = [module._buffers for module in self._modules.values()]
-        self._places = [
+        self._locations = [
             (path, module, name)
             for path, module in self._modules.items()
-            for name, each in module._buffers.items()
-            if id(each) not in own
+            for name, buffer in module._buffers.items()
+            if id(buffer) not in exempt_ids
         ]
         self._names = self._names_now()
 
@@ -72,22 +72,22 @@ class BufferGuard:
         for tensor, version in versions.items():
             if tensor._version != version:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
-                raise UsageError(f"the forward writes the weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
+                raise UsageError(f"the forward writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
     def watch_buffers(self) -> "_BufferWatch":
         """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
         return _BufferWatch(self)
 
     def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
-        return [_state(module._buffers.get(name)) for _, module, name in self._places]
+        return [_state(module._buffers.get(name)) for _, module, name in self._locations]
 
-    def _check_buffers(self, noted: Sequence[tuple[Tensor | None, int]]) -> None:
+    def _check_buffers(self, states: Sequence[tuple[Tensor | None, int]]) -> None:
         if sum(map(len, self._buffers)) != len(self._names):
             path, name = min(self._names_now() ^ self._names)
             raise _refusal(path, self._modules[path], name)
-        for (path, module, name), (was, version) in zip(self._places, noted, strict=False):
-            now, moved_to = _state(module._buffers.get(name))
-            if now is not was or moved_to != version:
+        for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
+            current, current_version = _state(module._buffers.get(name))
+            if current is not buffer or current_version != version:
                 raise _refusal(path, module, name)
 
     def _names_now(self) -> set[tuple[str, str]]:
@@ -114,8 +114,8 @@ def _refusal(path: str, module: nn.Module, name: str) -> Exception:
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
         kind = kind.__bases__[1]  # fully_shard replaces the class of the module by a subclass
     return refusal(
-        f"the forward moves buffer {path}{'.' if path else ''}{name} of {kind.__name__}, which each process would move "
-        f"by its own micro-batches",
+        f"the forward changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
+        f"change it by its own micro-batches",
         _ADVICE,
     )
 

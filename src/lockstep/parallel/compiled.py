@@ -52,8 +52,8 @@ def _naming(name: str, code: CodeType) -> Iterator[None]:
         yield
     except FailOnRecompileLimitHit as error:
         raise UsageError(
-            f"recipe.compile: {name} has been compiled for so many shapes, or values of what its code reads, that "
-            f"torch gives up; let the code depend on fewer, or set recipe.compile to false"
+            f"recipe.compile: {name} was compiled for so many shapes or Python values that torch reached its limit; "
+            f"make its code depend on fewer of them, or set recipe.compile to false"
         ) from error
     except TorchDynamoException as error:
         _refuse(name, code, error)
@@ -61,10 +61,10 @@ def _naming(name: str, code: CodeType) -> Iterator[None]:
 
 def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
     frames = [*getattr(error, "real_stack", ())]  # the frames of the model's code, if torch knows them
-    place = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
+    code_location = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
     words, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
     lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
     raise UsageError(
-        f"recipe.compile: torch cannot compile {name} ({location(*place)}): {': '.join(lines)}; change the code "
-        f"there, keep it out by torch.compiler.disable, or set recipe.compile to false"
+        f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "
+        f"code, exclude it with torch.compiler.disable, or set recipe.compile to false"
     ) from error

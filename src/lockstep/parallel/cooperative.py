@@ -4,12 +4,12 @@ For example, the forwards of several micro-batches in one process run in this wa
 Each function has a separate thread, but only one thread runs at a time. The order of the functions alone decides which
 thread runs:
 
-    caller       GoOn        GoOn        Compute       GoOn        GoOn
+    caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
     thread 0     runs       waits         waits        runs       waits         until the next exchange,
     thread 1     waits      runs        computes       waits      runs          or its end
                   |           |             |           |           |
-    caller       Came        Came        Computed      Came        Came
+    caller       Arrived     Arrived     Computed      Arrived     Arrived
 
 1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
    The state of the generators is restored before it continues, so each function draws the same random numbers as if it
@@ -43,12 +43,12 @@ T = TypeVar("T")
 Joint = Callable[[Sequence[Any]], Sequence[Any]]  # from the inputs of all functions to one result for each of them
 
 
-class _Came(NamedTuple):
+class _Arrived(NamedTuple):
     """A function has reached an exchange. `nodes` is its next sequence number."""
 
     place: str
     joint: Joint
-    given: Any
+    inputs: Any
     nodes: int
 
 
@@ -65,11 +65,11 @@ class _Compute(NamedTuple):
     """The order to compute the results of all functions, with sequence numbers from `nodes` on."""
 
     joint: Joint
-    given: Sequence[Any]
+    inputs: Sequence[Any]
     nodes: int
 
 
-class _GoOn(NamedTuple):
+class _Continue(NamedTuple):
     """The order to continue, with the result of the exchange."""
 
     result: Any
@@ -89,44 +89,49 @@ class Cooperative:
         """Whether several functions are in progress."""
         return self._running is not None
 
-    def exchange(self, place: str, joint: Joint, given: Any) -> Any:
-        """Return this function's item of `joint(inputs)`. `inputs` has the `given` of all functions, in their order.
+    def exchange(self, place: str, joint: Joint, inputs: Any) -> Any:
+        """Return this function's item of the result of `joint`, which gets the `inputs` of all functions in order.
 
         All functions must reach the same places in the same order. A single function doesn't wait.
         """
-        return joint([given])[0] if self._running is None else self._running.come(place, joint, given)
+        return joint([inputs])[0] if self._running is None else self._running.come(place, joint, inputs)
 
-    def run(self, functions: Sequence[Callable[[], T]], before: Callable[[int], None]) -> list[T]:
-        """Run the functions and return their results. `before` is called with a function's number before it continues.
+    def run(self, functions: Sequence[Callable[[], T]], before_resume: Callable[[int], None]) -> list[T]:
+        """Run the functions and return their results.
 
-        If a function raises an exception, all functions end and the exception is raised here.
+        `before_resume` is called with a function's number before it continues. If a function raises an exception, all
+        functions end and the exception is raised here.
         """
         if len(functions) == 1:
-            before(0)
+            before_resume(0)
             return [functions[0]()]
         parts = [_Part(function, self._generators) for function in functions]
         try:
-            news = [self._go_on(number, each, _GoOn(None, 0), before) for number, each in enumerate(parts)]
-            while came := _at_one_place(news):
-                last = max(each.nodes for each in came)
-                found = parts[-1].obey(_Compute(came[0].joint, [each.given for each in came], last))
-                assert isinstance(found, _Computed)
-                news = [
-                    self._go_on(number, each, _GoOn(result, found.nodes), before)
-                    for number, (each, result) in enumerate(zip(parts, found.results, strict=True))
+            replies = [
+                self._resume(number, part, _Continue(None, 0), before_resume) for number, part in enumerate(parts)
+            ]
+            while arrivals := _at_one_place(replies):
+                last = max(arrival.nodes for arrival in arrivals)
+                computed = parts[-1].obey(_Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last))
+                assert isinstance(computed, _Computed)
+                replies = [
+                    self._resume(number, part, _Continue(result, computed.nodes), before_resume)
+                    for number, (part, result) in enumerate(zip(parts, computed.results, strict=True))
                 ]
         finally:
             self._running = None
-            for each in parts:
-                each.end()
-        return [each.result for each in news if isinstance(each, _Ended)]
+            for part in parts:
+                part.end()
+        return [reply.result for reply in replies if isinstance(reply, _Ended)]
 
-    def _go_on(self, number: int, part: "_Part", order: _GoOn, before: Callable[[int], None]) -> _Came | _Ended:
-        before(number)
+    def _resume(
+        self, number: int, part: "_Part", order: _Continue, before_resume: Callable[[int], None]
+    ) -> _Arrived | _Ended:
+        before_resume(number)
         self._running = part
-        news = part.obey(order)
-        assert isinstance(news, _Came | _Ended)
-        return news
+        reply = part.obey(order)
+        assert isinstance(reply, _Arrived | _Ended)
+        return reply
 
 
 @final
@@ -136,8 +141,8 @@ class _Part:
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
-        self._orders: SimpleQueue[_GoOn | _Compute | None] = SimpleQueue()
-        self._news: SimpleQueue[_Came | _Computed | _Ended | BaseException] = SimpleQueue()
+        self._orders: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
+        self._replies: SimpleQueue[_Arrived | _Computed | _Ended | BaseException] = SimpleQueue()
         # torch keeps these settings per thread, so the thread doesn't inherit them from the caller.
         self._grad = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -145,24 +150,24 @@ class _Part:
         self._thread = Thread(target=contextvars.copy_context().run, args=(self._body,), name="together", daemon=True)
         self._thread.start()
 
-    def obey(self, order: _GoOn | _Compute) -> _Came | _Computed | _Ended:
+    def obey(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
         """Send an order and return the outcome. If the function raises an exception, raise it here."""
         self._orders.put(order)
-        news = self._news.get()
-        if isinstance(news, BaseException):
-            raise news
-        return news
+        reply = self._replies.get()
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
 
-    def come(self, place: str, joint: Joint, given: Any) -> Any:
+    def come(self, place: str, joint: Joint, inputs: Any) -> Any:
         """Wait for the result of an exchange. This is called in the thread."""
-        states = [each.get_state() for each in self._generators]
-        self._news.put(_Came(place, joint, given, _nodes()))
+        states = [generator.get_state() for generator in self._generators]
+        self._replies.put(_Arrived(place, joint, inputs, _nodes()))
         while isinstance(order := self._orders.get(), _Compute):
             _make_nodes(order.nodes)
-            results = order.joint(order.given)
-            self._news.put(_Computed(results, _nodes()))
+            results = order.joint(order.inputs)
+            self._replies.put(_Computed(results, _nodes()))
         if order is None:
-            raise _Over
+            raise _Cancelled
         _make_nodes(order.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -178,30 +183,30 @@ class _Part:
             return
         try:
             with torch.set_grad_enabled(self._grad), self._stream:
-                self._news.put(_Ended(self._function()))
+                self._replies.put(_Ended(self._function()))
         except BaseException as error:
-            self._news.put(error)
+            self._replies.put(error)
 
 
-class _Over(BaseException):
+class _Cancelled(BaseException):
     """Ends a function whose result isn't needed. It isn't an Exception, because the function may catch those."""
 
 
-def _at_one_place(news: Sequence[_Came | _Ended]) -> list[_Came]:
+def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     """Return the exchange that all functions have reached, or an empty list if all have ended.
 
     Raises UsageError if the functions are at different exchanges.
     """
-    came = [each for each in news if isinstance(each, _Came)]
-    places = [each.place if isinstance(each, _Came) else "its end" for each in news]
-    if len(set(places)) > 1:
-        odd = next(number for number, place in enumerate(places) if place != places[0])
+    arrivals = [reply for reply in replies if isinstance(reply, _Arrived)]
+    labels = [reply.place if isinstance(reply, _Arrived) else "its end" for reply in replies]
+    if len(set(labels)) > 1:
+        index = next(number for number, label in enumerate(labels) if label != labels[0])
         raise UsageError(
-            f"the forward of one micro-batch has come to {places[0]}, and that of another to {places[odd]}: what "
-            f"computes over all micro-batches of a step needs each of them to go through the same layers in the same "
-            f"order; let the model's way not depend on the samples or on chance"
+            f"the forward of one micro-batch has reached {labels[0]}, but that of another has reached {labels[index]}; "
+            f"make every micro-batch go through the same layers in the same order, independent of the samples and of "
+            f"random numbers, because one of these layers computes over all micro-batches of a step"
         )
-    return came
+    return arrivals
 
 
 def _nodes() -> int:

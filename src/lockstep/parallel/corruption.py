@@ -7,16 +7,18 @@ from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
 SHOWN: Final = 3  # how many names of differing tensors an error lists
-_NOT_APPLIED: Final = "The step was not applied and nothing of it was saved."
-_RESUME: Final = "start again with the same run.dir: the run resumes from its last checkpoint"
-TAKE_OUT: Final = f"{_NOT_APPLIED} Take the host out; {_RESUME}"
-OTHER_HOSTS: Final = f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use other hosts; {_RESUME}"
+_NOT_APPLIED: Final = "The step was neither applied nor saved."
+_RESUME: Final = "start again with the same run.dir to resume from the last checkpoint"
+TAKE_OUT: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
+OTHER_HOSTS: Final = (
+    f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use different hosts, and {_RESUME}"
+)
 
 
-def name_ranks(ranks: Sequence[int], told: Sequence[dict[str, Any]]) -> str:
-    """Return the ranks and their hosts as text. `told` has the host of every rank."""
-    listed = ", ".join(f"{rank} ({told[rank]['host']})" for rank in ranks)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
+def name_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
+    """Return the ranks and their hosts as text. `reports` has the host of every rank."""
+    names = ", ".join(f"{rank} ({reports[rank]['host']})" for rank in ranks)
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
 def changed_on_the_way(
@@ -26,13 +28,13 @@ def changed_on_the_way(
 
     `sent` and `received` are indexed by rank. Each item has the notes of that rank by peer.
     """
-    links = ((rank, peer) for rank, noted in enumerate(sent) for peer in noted)
+    links = ((rank, peer) for rank, notes_by_peer in enumerate(sent) for peer in notes_by_peer)
     return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
 
 
-def link_verdict(step: Step, sender: int, receiver: int, told: Sequence[dict[str, Any]]) -> CorruptionError:
-    """Return the error for a link that changes messages. `told` has the host of every rank."""
+def link_verdict(step: Step, sender: int, receiver: int, reports: Sequence[dict[str, Any]]) -> CorruptionError:
+    """Return the error for a link that changes messages. `reports` has the host of every rank."""
     return CorruptionError(
-        f"audit at step {step.number + 1}: what {name_ranks([sender], told)} sent is not what "
-        f"{name_ranks([receiver], told)} received. {_NOT_APPLIED} Have the link between them looked at; {_RESUME}"
+        f"audit at step {step.number + 1}: {name_ranks([receiver], reports)} received a different message "
+        f"than {name_ranks([sender], reports)} sent. {_NOT_APPLIED} Check the link between them, and {_RESUME}"
     )

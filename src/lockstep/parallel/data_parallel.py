@@ -92,12 +92,12 @@ class DataParallelEngine:
             recompute(self._model, numerics.recompute)
         chunks = numerics.recipe.model.sequence_chunks
         canonical = world.canonical(mesh, "replicate", "shard", "expert", "context", chunks=chunks)
-        self._together = Cooperative(world.generators())
-        self._leaves = make_leaves(problem, self._model, chunks, world, mesh, self._together)
+        self._cooperative = Cooperative(world.generators())
+        self._leaves = make_leaves(problem, self._model, chunks, world, mesh, self._cooperative)
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
-            synchronise(self._model, self._together, self._step_sums)
+            synchronise(self._model, self._cooperative, self._step_sums)
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
@@ -119,7 +119,9 @@ class DataParallelEngine:
         self._on_close = on_close
         self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step
         self._step: Step  # in progress
-        self._before: list[tuple[Tensor, Tensor, int]] = []  # buffers to restore after a dummy outside of the step
+        self._saved_buffers: list[
+            tuple[Tensor, Tensor, int]
+        ] = []  # buffers to restore after a dummy outside of the step
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -127,12 +129,12 @@ class DataParallelEngine:
         count = min(self._numerics.microbatches, step.samples)
         rounds = self._rounds(microbatches, count)
         leaves = count * self._leaves.count
-        self.begin([each for together in rounds for each in together], step, leaves)
-        for together in rounds:
-            if len(together) > 1:
-                self._at_once(together, step, observed)
+        self.begin([microbatch for group in rounds for microbatch in group], step, leaves)
+        for group in rounds:
+            if len(group) > 1:
+                self._at_once(group, step, observed)
                 continue
-            for microbatch in together:
+            for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
                     loss = self._loss_of(microbatch, observed)
                 self.backward(microbatch, loss)
@@ -144,7 +146,7 @@ class DataParallelEngine:
         self._totals.begin(microbatches, step, leaves, counts)
         self._gradients.begin(leaves, microbatches)
         if self._step_sums is not None:
-            self._step_sums.begin(leaves, [each.index for each in microbatches if not each.dummy])
+            self._step_sums.begin(leaves, [microbatch.index for microbatch in microbatches if not microbatch.dummy])
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased. Enter the context right away."""
@@ -175,7 +177,7 @@ class DataParallelEngine:
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
         with self.forward_beside(microbatch, step):
-            loss = self._loss_of(microbatch, NamedSums(wanted=False))
+            loss = self._loss_of(microbatch, NamedSums(enabled=False))
         self.backward_beside(microbatch, loss, step)
 
     def keep_whole(self) -> None:
@@ -189,7 +191,7 @@ class DataParallelEngine:
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased."""
-        self._before = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
+        self._saved_buffers = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
@@ -198,10 +200,10 @@ class DataParallelEngine:
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, microbatch.weight if mean else 1)
         self._gradients.after_backward(microbatch)
-        for buffer, before, version in self._before:
+        for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # don't write to unchanged buffers, since the guard watches their version
-                buffer.copy_(before)
-        self._before = []
+                buffer.copy_(saved)
+        self._saved_buffers = []
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
@@ -309,11 +311,11 @@ class DataParallelEngine:
         inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
-        given = self._numerics.prepare_outputs(outputs)
-        loss = self._problem.task.loss(given, microbatch.batch)
-        if observed.wanted and self._first and not microbatch.dummy:
+        prepared = self._numerics.prepare_outputs(outputs)
+        loss = self._problem.task.loss(prepared, microbatch.batch)
+        if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
-                observed.add(microbatch.index, self._problem.task.sums(given, microbatch.batch))
+                observed.add(microbatch.index, self._problem.task.sums(prepared, microbatch.batch))
         return loss
 
     def _around_forward(self) -> AbstractContextManager[None]:
@@ -323,37 +325,38 @@ class DataParallelEngine:
         """Return the rounds of the step. The forwards of a round run interleaved, and one round follows another."""
         if self._step_sums is not None:
             return [microbatches]
-        return [self._leaves.of(each, leaves) for each in microbatches]
+        return [self._leaves.units_for(microbatch, leaves) for microbatch in microbatches]
 
     def _at_once(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
         """Run the forwards of all these micro-batches interleaved, and a single backward through all of them."""
-        apart = IsolatedGradients(self._model, len(microbatches))
-        with apart.restore_after():
-            losses = self._together.run(
-                [partial(self._forward_together, each, step, observed) for each in microbatches], apart.use
+        isolated = IsolatedGradients(self._model, len(microbatches))
+        with isolated.restore_after():
+            losses = self._cooperative.run(
+                [partial(self._forward_together, microbatch, step, observed) for microbatch in microbatches],
+                isolated.use,
             )
         for microbatch, loss in zip(microbatches, losses, strict=True):
             self._totals.add(microbatch, loss)
         self._backward([loss for loss in losses if loss is not None], step)
-        apart.check()
+        isolated.check()
         for number, microbatch in enumerate(microbatches):
             self._gradients.before_backward(microbatch)
-            apart.hand(number)
+            isolated.hand(number)
             self._gradients.after_backward(microbatch)
 
     def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | None:
         with self.forward(microbatch, step):
             loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
             # Leave autocast only after all forwards have come here, because leaving clears the cache of all of them.
-            self._together.exchange("its end", list, None)
+            self._cooperative.exchange("its end", list, None)
         return loss
 
     def _backward(self, losses: Sequence[Tensor], step: Step, weight: int = 1) -> None:
         seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, part=weight)) for loss in losses)
         with self._model_code:
             # Call the function that autograd.backward ends with. This skips its checks of the seeds, which take 9 us.
-            how = {"allow_unreachable": True, "accumulate_grad": True}
-            _engine_run_backward(tuple(losses), seeds, False, False, (), **how)
+            flags = {"allow_unreachable": True, "accumulate_grad": True}
+            _engine_run_backward(tuple(losses), seeds, False, False, (), **flags)
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:

@@ -71,7 +71,7 @@ class DeepSpeedEngine:
         model = problem.build_model().to(world.device)  # contiguous, because DeepSpeed sends weights in memory order
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
             raise UsageError(
-                f"strategy deepspeed: parameter {flat[0]} has no dims, and there is nothing to cut; give it shape (1,)"
+                f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # a custom train() may return None
         self._running = RunningStatistics(model)  # before `recompute`, so that it sees which calls are recomputations
@@ -129,11 +129,11 @@ class DeepSpeedEngine:
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine. Every rank returns whole gradients, multiplied by the loss scale."""
         if not self._weight:
-            return {name: torch.zeros(self._pieces[each].shape) for name, each in self._trained}
-        whole_of = self._library.utils.safe_get_full_grad
+            return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
+        gather_gradient = self._library.utils.safe_get_full_grad
         with its_exchanges():
-            whole = {name: whole_of(parameter) for name, parameter in self._trained}
-        return {name: gradient * self._world.size for name, gradient in whole.items()}
+            gradients = {name: gather_gradient(parameter) for name, parameter in self._trained}
+        return {name: gradient * self._world.size for name, gradient in gradients.items()}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine. DeepSpeed drops steps whose gradient isn't finite, regardless of the recipe.
@@ -156,13 +156,13 @@ class DeepSpeedEngine:
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
                 f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
-                f"recipe.nonfinite to skip, or use another strategy"
+                f"recipe.nonfinite to skip, or use a different strategy"
             )
         self._running.settle(applied, self._observed)
         if self._ema is not None and applied:
             self._ema.update()
-        asked = max_norm is not None or self._numerics.skip_nonfinite
-        norm = torch.as_tensor(self._engine.get_global_grad_norm()) if asked else None
+        needs_norm = max_norm is not None or self._numerics.skip_nonfinite
+        norm = torch.as_tensor(self._engine.get_global_grad_norm()) if needs_norm else None
         return Update(norm, applied, scale)
 
     @contextmanager
@@ -214,7 +214,7 @@ class DeepSpeedEngine:
                 with self._model_code, its_exchanges():
                     outputs = call(self._engine, inputs)
                 loss = self._task.loss(outputs, microbatch.batch)
-        if observed.wanted and not microbatch.dummy:
+        if observed.enabled and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
         return loss
@@ -247,13 +247,13 @@ class DeepSpeedEngine:
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
-            place = self._pieces[tensor]
-            return place.piece_of(place.flat)
+            flat_piece = self._pieces[tensor]
+            return flat_piece.piece_of(flat_piece.flat)
         if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that requires no gradient
-            whole: Any = tensor
-            first = self._world.rank * len(whole.ds_tensor)
-            length = max(0, min(len(whole.ds_tensor), whole.ds_numel - first))
-            return piece(whole.ds_tensor.detach()[:length], first if length else 0, whole.ds_shape)
+            parameter: Any = tensor
+            first = self._world.rank * len(parameter.ds_tensor)
+            length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
+            return piece(parameter.ds_tensor.detach()[:length], first if length else 0, parameter.ds_shape)
         return tensor.detach()
 
     def _publish(self) -> None:
@@ -273,20 +273,20 @@ class DeepSpeedEngine:
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
-            place = self._pieces[parameter]
-            for slot, value in self._base.state.get(place.flat, {}).items():
+            flat_piece = self._pieces[parameter]
+            for slot, value in self._base.state.get(flat_piece.flat, {}).items():
                 if not isinstance(value, Tensor):
                     slots[f"{name}/{slot}"] = value
                 else:
-                    flat = value.shape == place.flat.shape
-                    tensors[f"{name}/{slot}"] = place.piece_of(value) if flat else value
+                    flat = value.shape == flat_piece.flat.shape
+                    tensors[f"{name}/{slot}"] = flat_piece.piece_of(value) if flat else value
         for number, group in enumerate(self._base.param_groups):
-            tensors |= {f"{GROUP}{number}/{slot}": each for slot, each in group.items() if isinstance(each, Tensor)}
+            tensors |= {f"{GROUP}{number}/{slot}": value for slot, value in group.items() if isinstance(value, Tensor)}
         return tensors, slots
 
     def _load_optimizer(self, state: State) -> None:
         scalars = state.scalars["optimizer"]
-        own = dict(self._trained)
+        parameters = dict(self._trained)
         flat_state: dict[Tensor, dict[str, Any]] = {}
         for group, saved in zip(self._base.param_groups, scalars["groups"], strict=True):
             group.update(saved)
@@ -295,21 +295,22 @@ class DeepSpeedEngine:
             if owner.startswith(GROUP):
                 self._base.param_groups[int(owner.removeprefix(GROUP))][slot] = local_tensor(value).clone()
             else:
-                place = self._pieces[own[owner]]
-                _fill(flat_state.setdefault(place.flat, {}), slot, value, place)
+                flat_piece = self._pieces[parameters[owner]]
+                _fill(flat_state.setdefault(flat_piece.flat, {}), slot, value, flat_piece)
         self._base.state.clear()
         self._base.state.update(flat_state)
 
 
-def _fill(slots: dict[str, Any], slot: str, value: Any, place: "FlatPiece") -> None:
+def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
     """Write a parameter's part of a slot to the slot of its flat tensor."""
-    whole = local_tensor(value) if isinstance(value, Tensor) else value
-    if not isinstance(whole, Tensor) or whole.shape != place.shape:
-        slots[slot] = whole.clone() if isinstance(whole, Tensor) else whole  # the same for all parameters of the group
+    tensor = local_tensor(value) if isinstance(value, Tensor) else value
+    if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
+        # The value is the same for all parameters of the group.
+        slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
         return
-    flat = slots.setdefault(slot, torch.zeros_like(place.flat, dtype=whole.dtype, requires_grad=False))
-    held = place.piece_of(flat)
-    held.tensor.copy_(slice_of(whole, held))
+    flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
+    shard = flat_piece.piece_of(flat)
+    shard.tensor.copy_(slice_of(tensor, shard))
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,21 +321,21 @@ class FlatPiece:
     """
 
     flat: Tensor
-    at: int
+    offset: int
     first: int
     length: int
     shape: torch.Size
 
     def piece_of(self, flat: Tensor) -> Shard:
         """Return this rank's piece of `flat`, a flat tensor with the same layout as the parameters."""
-        own = flat.detach()[self.at : self.at + self.length]
-        return piece(own, self.first if self.length else 0, self.shape)
+        rows = flat.detach()[self.offset : self.offset + self.length]
+        return piece(rows, self.first if self.length else 0, self.shape)
 
 
 def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
     """Return the location of each parameter that DeepSpeed's `optimizer` updates."""
-    found = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
-    return dict(found)
+    pieces_by_parameter = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
+    return dict(pieces_by_parameter)
 
 
 def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
@@ -344,14 +345,14 @@ def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
             if mapping is None:
                 yield parameter, FlatPiece(flat, 0, 0, 0, parameter.shape)
                 continue
-            own, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield parameter, FlatPiece(flat, own.start, whole.start, own.numel, parameter.shape)
+            master, source = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield parameter, FlatPiece(flat, master.start, source.start, master.numel, parameter.shape)
 
 
 def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in parameters:
-            _, at, room = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            first = rank * room
-            length = max(0, min(room, parameter.ds_numel - first))
-            yield parameter, FlatPiece(flat, at, first, length, parameter.ds_shape)
+            _, offset, capacity = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first = rank * capacity
+            length = max(0, min(capacity, parameter.ds_numel - first))
+            yield parameter, FlatPiece(flat, offset, first, length, parameter.ds_shape)

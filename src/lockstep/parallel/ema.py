@@ -27,10 +27,10 @@ class WeightAverage:
         """
         self._decay = decay
         self._device = device
-        own = {name: local_tensor(held) for name, held in live.items()}
-        self._live = {name: tensor for name, tensor in own.items() if tensor.is_floating_point()}
+        tensors = {name: local_tensor(value) for name, value in live.items()}
+        self._live = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
         self._average = {name: _widen(tensor) for name, tensor in self._live.items()}
-        self._live_counters = {name: tensor for name, tensor in own.items() if name not in self._live}
+        self._live_counters = {name: tensor for name, tensor in tensors.items() if name not in self._live}
         self._counters = {name: tensor.clone() for name, tensor in self._live_counters.items()}
 
     @torch.no_grad()
@@ -38,9 +38,9 @@ class WeightAverage:
         """Move the average towards the current weights of the model. Call this after each step."""
         for names in pieces((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
-            with lent(averages, self._device or averages[0].device) as moved:
-                current = [self._live[name].to(each) for name, each in zip(names, moved, strict=True)]
-                torch._foreach_lerp_(moved, current, 1.0 - self._decay)
+            with lent(averages, self._device or averages[0].device) as on_device:
+                current = [self._live[name].to(average) for name, average in zip(names, on_device, strict=True)]
+                torch._foreach_lerp_(on_device, current, 1.0 - self._decay)
         for name, counter in self._counters.items():
             counter.copy_(self._live_counters[name])
 
@@ -51,13 +51,13 @@ class WeightAverage:
         `reload` is called after each change, and must publish the tensors to the model.
         """
         live = {**self._live, **self._live_counters}
-        own = {name: tensor.detach().clone() for name, tensor in live.items()}
+        saved = {name: tensor.detach().clone() for name, tensor in live.items()}
         _copy(self.state(), live)
         reload()
         try:
             yield
         finally:
-            _copy(own, live)
+            _copy(saved, live)
             reload()
 
     def state(self) -> dict[str, Tensor]:

@@ -154,8 +154,8 @@ class Gradients:
             return
         if bucket.sent:
             raise refusal(
-                f"a backward within the backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the "
-                f"gradient of {self._names[cast(nn.Parameter, parameter)]} after that was sent to the other ranks",
+                f"a nested backward, as torch.utils.checkpoint runs with use_reentrant=True, adds to the gradient of "
+                f"{self._names[cast(nn.Parameter, parameter)]} after this gradient was sent to the other ranks",
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1
@@ -217,13 +217,13 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
 
 def nodes_behind(root: Any) -> Iterator[Any]:
     """Yield a node of an autograd graph and all nodes that its gradient flows to."""
-    waiting, met = [root], {root}
-    while waiting:
-        yield (node := waiting.pop())
+    pending, visited = [root], {root}
+    while pending:
+        yield (node := pending.pop())
         for following, _ in node.next_functions:
-            if following is not None and following not in met:
-                met.add(following)
-                waiting.append(following)
+            if following is not None and following not in visited:
+                visited.add(following)
+                pending.append(following)
 
 
 def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -250,7 +250,7 @@ def add_parts_(left: Parts, right: Parts) -> Parts:
 
 def _sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return the length of each parameter, followed by the length of its padding."""
-    return [size for each in parameters for size in (each.numel(), -each.numel() % _ALIGNED)]
+    return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 
 def _memory_order(parameter: Tensor) -> list[int]:
@@ -260,10 +260,12 @@ def _memory_order(parameter: Tensor) -> list[int]:
 
 def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return a flat vector of gradients. The elements of each gradient have the memory order of its parameter."""
-    flat = [part.permute(_memory_order(each)).reshape(-1) for part, each in zip(parts, parameters, strict=True)]
+    flat = [
+        part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
+    ]
     zeros = flat[0].new_zeros(_ALIGNED)
     gaps = [zeros[:size] for size in _sizes(parameters)[1::2]]
-    return torch.cat([each for pair in zip(flat, gaps, strict=True) for each in pair])
+    return torch.cat([piece for pair in zip(flat, gaps, strict=True) for piece in pair])
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
@@ -274,5 +276,5 @@ def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
 
 def _as_lies(piece: Tensor, parameter: nn.Parameter) -> Tensor:
     order = _memory_order(parameter)
-    back = [order.index(dim) for dim in range(parameter.ndim)]
-    return piece.view([parameter.shape[dim] for dim in order]).permute(back)
+    inverse = [order.index(dim) for dim in range(parameter.ndim)]
+    return piece.view([parameter.shape[dim] for dim in order]).permute(inverse)

@@ -35,25 +35,26 @@ def settings(
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
-        place = f"{_KEY}[{number}].match"
-        found = select(place, group.patterns, names, "trained parameter")
-        taken = {name: group for name in names if name in found and name not in group_of}
-        if not taken:
+        location = f"{_KEY}[{number}].match"
+        matching = select(location, group.patterns, names, "trained parameter")
+        newly_matched = {name: group for name in names if name in matching and name not in group_of}
+        if not newly_matched:
             raise UsageError(
-                f"{place}: an earlier group has all that {', '.join(group.patterns)} matches; put it first"
+                f"{location}: earlier groups already match every parameter that {', '.join(group.patterns)} matches; "
+                f"move this group before them"
             )
-        group_of |= taken
-    made = {name: _setting(group_of.get(name), scales.get(name, 1.0)) for name in names}
-    return {name: setting for name, setting in made.items() if setting}
+        group_of |= newly_matched
+    by_name = {name: _setting(group_of.get(name), scales.get(name, 1.0)) for name in names}
+    return {name: setting for name, setting in by_name.items() if setting}
 
 
 def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the distinct settings."""
-    found: list[dict[str, Any]] = []
+    unique: list[dict[str, Any]] = []
     for setting in by_name.values():
-        if setting not in found:
-            found.append(setting)
-    return found
+        if setting not in unique:
+            unique.append(setting)
+    return unique
 
 
 def _setting(group: GroupSettings | None, scale: float) -> dict[str, Any]:

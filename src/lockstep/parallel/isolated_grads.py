@@ -22,18 +22,18 @@ class IsolatedGradients:
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model = model
         self._modules = list(model.modules())
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        self._aliases = [{each: _alias(each) for each in parameters} for _ in range(count)]
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._aliases = [{parameter: _alias(parameter) for parameter in parameters} for _ in range(count)]
         self._states = [[_with(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
         """Restore the modules' attributes at the end of the block. Call `use` inside this block."""
-        before = [vars(module) for module in self._modules]
+        attributes = [vars(module) for module in self._modules]
         try:
             yield
         finally:
-            _put(self._modules, before)
+            _put(self._modules, attributes)
 
     def use(self, number: int) -> None:
         """Switch to forward `number`."""
@@ -44,9 +44,9 @@ class IsolatedGradients:
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
-                    f"{name} is used in forward by a reference that is not its module's, such as one in a closure, and "
-                    f"its gradients for several micro-batches cannot be kept apart; use self.{name} in forward, or as "
-                    f"many processes as micro-batches"
+                    f"{name} is used in forward through a reference outside of its module, such as a closure, so its "
+                    f"gradients cannot be kept separate for each micro-batch; use self.{name} in forward, or as many "
+                    f"processes as micro-batches"
                 )
 
     def hand(self, number: int) -> None:
@@ -64,8 +64,11 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _with(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
-    own = attributes["_parameters"]
-    return {**attributes, "_parameters": {name: aliases.get(each, each) for name, each in own.items()}}
+    parameters = attributes["_parameters"]
+    return {
+        **attributes,
+        "_parameters": {name: aliases.get(parameter, parameter) for name, parameter in parameters.items()},
+    }
 
 
 def _put(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:

@@ -34,16 +34,16 @@ class KeptState:
         self._world = world
         self._every = every
         self._digests = Digests()
-        self._before: Findings | None = None
+        self._saved: Findings | None = None
 
     def begin(self) -> None:
         """Keep digests of the state. Call this when the engine has its first weights, or those of a checkpoint."""
-        self._before = None if self._every is None else self._findings()
+        self._saved = None if self._every is None else self._findings()
 
     def note(self, step: Step) -> None:
         """Keep digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
-        self._before = self._findings() if due else None
+        self._saved = self._findings() if due else None
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
@@ -63,24 +63,24 @@ class KeptState:
 
     def forget(self) -> None:
         """Drop the digests. Call this before an evaluation, which may change buffers of the model."""
-        self._before = None
+        self._saved = None
 
     def check(self, step: Step) -> Findings:
         """Return digests of this rank's state, at the start of an audited step. All ranks must call it.
 
         Raises CorruptionError on all ranks if the state of any rank changed after its last update.
         """
-        findings, before = self._findings(), self._before
-        self._before = None
-        told = self._world.told_by_all({"host": self._world.host, "changed": _changed(before or findings, findings)})
-        if odd := [rank for rank, each in enumerate(told) if each["changed"]]:
-            kind, names, bit = told[odd[0]]["changed"]
-            what = f"{kind} ({list_some(names, SHOWN)}{bit})"
+        findings, saved = self._findings(), self._saved
+        self._saved = None
+        reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
+        if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
+            kind, names, bit = reports[changed_ranks[0]]["changed"]
+            label = f"{kind} ({list_some(names, SHOWN)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
-                f"audit at step {step.number + 1}: {what} of {name_ranks(odd, told)} changed "
-                f"after {since}, when nothing writes there. {TAKE_OUT}",
-                odd,
+                f"audit at step {step.number + 1}: {label} of {name_ranks(changed_ranks, reports)} changed after "
+                f"{since}, although no code writes there. {TAKE_OUT}",
+                changed_ranks,
             )
         return findings
 
@@ -88,15 +88,15 @@ class KeptState:
         state = self._engine.state()
         return [
             *tensor_findings(self._digests, "the weights", state.model),
-            *tensor_findings(self._digests, "the optimizer's state", state.optimizer),
+            *tensor_findings(self._digests, "the optimizer state", state.optimizer),
             (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
             *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
         ]
 
 
-def _changed(before: Findings, now: Findings) -> tuple[str, list[str], str] | None:
+def _changed(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
     """Return the kind of the first subject that changed, the names that differ and the bit, or None."""
-    for (subject, old), (_, new) in zip(before, now, strict=True):
+    for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]
             return subject.kind, names, which_bit(subject, names, old, new)

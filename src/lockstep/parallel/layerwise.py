@@ -20,7 +20,7 @@ Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
     """Return the L2 norms of the tensors, which must be whole: float64 of shape [len(tensors)]."""
-    return torch.stack([norm_of_rows(each) for each in row_norms([*tensors.values()])])
+    return torch.stack([norm_of_rows(tensor) for tensor in row_norms([*tensors.values()])])
 
 
 @final
@@ -47,7 +47,7 @@ class Lars(Optimizer):
     ) -> None:
         options = _options(locals())
         if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("nesterov wants a momentum and no dampening")
+            raise ValueError(f"nesterov requires momentum > 0 and dampening 0, got {momentum} and {dampening}")
         self._norms = norms
         super().__init__(params, options)
 
@@ -109,7 +109,7 @@ class Lamb(Optimizer):
     ) -> None:
         options = _options(locals())
         if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas are {betas}; both must be in [0, 1)")
+            raise ValueError(f"betas must be in [0, 1), got {betas}")
         self._norms = norms
         super().__init__(params, {**options, "betas": tuple(betas)})
 
@@ -144,8 +144,8 @@ class Lamb(Optimizer):
         torch._foreach_add_(means, gradients, alpha=1 - first if group["grad_averaging"] else 1.0)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
-        done = float(states[0]["step"])
-        corrections = (1 - first**done, 1 - second**done) if group["bias_correction"] else (1.0, 1.0)
+        steps = float(states[0]["step"])
+        corrections = (1 - first**steps, 1 - second**steps) if group["bias_correction"] else (1.0, 1.0)
         denominators = torch._foreach_sqrt(squares)
         torch._foreach_div_(denominators, math.sqrt(corrections[1]))
         torch._foreach_add_(denominators, group["eps"])
@@ -172,13 +172,13 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor that are options of a group, in order.
 
     Raises ValueError if a number is negative.
     """
-    options = {name: value for name, value in given.items() if name not in ("self", "params", "norms", "__class__")}
+    options = {name: value for name, value in arguments.items() if name not in ("self", "params", "norms", "__class__")}
     for name in ("lr", "weight_decay", "eps", "momentum"):
         if options.get(name, 0) < 0:
-            raise ValueError(f"{name} is {options[name]}; it must not be negative")
+            raise ValueError(f"{name} must not be negative, got {options[name]}")
     return options

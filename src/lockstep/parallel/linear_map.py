@@ -22,8 +22,8 @@ def linear_map(
 
     If a result isn't used, its gradient is zeros. The functions must not keep tensors of the graph.
     """
-    made: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
-    return made
+    outputs: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
+    return outputs
 
 
 class _LinearMap(torch.autograd.Function):

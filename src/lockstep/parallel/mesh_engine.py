@@ -41,7 +41,7 @@ def mesh_engine(
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
-    over, make_leaves = mesh, leaves_of
+    work_mesh, make_leaves = mesh, leaves_of
     # Import the code of an axis only if the mesh uses it: torch's fully_shard costs a second, and 45 MiB on each rank.
     if mesh.expert > 1:
         from lockstep.parallel.layouts.experts import expert_layout, own_experts
@@ -57,7 +57,7 @@ def mesh_engine(
         from lockstep.parallel.tensor.sequence_parallel import sequence_parallel_leaves
 
         make_layout = sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
-        over, make_leaves = mesh.spread, partial(sequence_parallel_leaves, mesh)
+        work_mesh, make_leaves = mesh.spread, partial(sequence_parallel_leaves, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
@@ -65,4 +65,4 @@ def mesh_engine(
 
         problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
         make_layout = slice_layout(world, mesh, make_layout)
-    return DataParallelEngine(problem, make_optimizer, world, numerics, over, make_layout, make_leaves=make_leaves)
+    return DataParallelEngine(problem, make_optimizer, world, numerics, work_mesh, make_layout, make_leaves=make_leaves)

@@ -26,12 +26,12 @@ class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if alpha == 1 or func not in _ADDS | _ADDS_OF_LISTS:
             return func(*args, **(kwargs or {}))
         left, right = (args[0], args[1]) if func in _ADDS_OF_LISTS else ([args[0]], [args[1]])
-        if not all(narrow(each) for each in left):
+        if not all(narrow(tensor) for tensor in left):
             return func(*args, **kwargs)
         sums = [_sum(*pair, alpha) for pair in zip(left, right, strict=True)]
         if func in _IN_PLACE:
-            for each, total in zip(left, sums, strict=True):
-                each.copy_(total)
+            for tensor, total in zip(left, sums, strict=True):
+                tensor.copy_(total)
             return None if func in _ADDS_OF_LISTS else args[0]
         return sums if func in _ADDS_OF_LISTS else sums[0]
 

@@ -23,15 +23,15 @@ _STAYS: Final = "step"  # by default, torch's optimizers keep this counter on th
 T = TypeVar("T")
 
 
-def pieces(items: Iterable[tuple[T, int]], most: int | None = None) -> Iterator[list[T]]:
-    """Group consecutive items into pieces of at most `most` bytes. A larger item is a piece by itself.
+def pieces(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iterator[list[T]]:
+    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item is a piece by itself.
 
-    `items` has pairs of an item and its size in bytes. `most` defaults to _PIECE_BYTES.
+    `items` has pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
     """
     piece: list[T] = []
     size = 0
     for item, length in items:
-        if piece and size + length > (most or _PIECE_BYTES):
+        if piece and size + length > (max_bytes or _PIECE_BYTES):
             yield piece
             piece, size = [], 0
         piece.append(item)
@@ -43,11 +43,11 @@ def pieces(items: Iterable[tuple[T, int]], most: int | None = None) -> Iterator[
 @contextmanager
 def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
     """Yield the tensors on `device`. At the end of the block, copy them back."""
-    there = [tensor.to(device) for tensor in tensors]
-    yield there
-    for tensor, moved in zip(tensors, there, strict=True):
-        if moved is not tensor:
-            tensor.copy_(moved)
+    on_device = [tensor.to(device) for tensor in tensors]
+    yield on_device
+    for tensor, updated in zip(tensors, on_device, strict=True):
+        if updated is not tensor:
+            tensor.copy_(updated)
 
 
 @final
@@ -72,15 +72,15 @@ class Offloaded:
         groups = self.optimizer.param_groups
         try:
             for group in groups:
-                before = _copied(group)
-                sizes = [(each, self.bytes_of[each]) for each in group["params"]]
+                saved = _copied(group)
+                sizes = [(parameter, self.bytes_of[parameter]) for parameter in group["params"]]
                 for piece in pieces(sizes):
                     group.clear()
-                    group.update({**_copied(before), "params": piece})
+                    group.update({**_copied(saved), "params": piece})
                     self.optimizer.param_groups = [group]
                     with self._on_device(piece):
                         step()
-                group["params"] = before["params"]
+                group["params"] = saved["params"]
         finally:
             self.optimizer.param_groups = groups
 
@@ -88,7 +88,7 @@ class Offloaded:
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
         """Move parameters with their gradients and state to the device, and back to CPU memory after the block."""
         hosts = [parameter.data for parameter in piece]
-        kept: dict[tuple[Tensor, str], Tensor] = {}
+        host_values: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
             gradient, parameter.grad = parameter.grad, None
             _put(parameter, host.to(self.device))
@@ -96,18 +96,18 @@ class Offloaded:
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
                 if isinstance(value, Tensor) and slot != _STAYS:
-                    kept[parameter, slot] = value
+                    host_values[parameter, slot] = value
                     state[slot] = value.to(self.device)
         yield
         for parameter, host in zip(piece, hosts, strict=True):
-            moved, parameter.grad = parameter.data, None
+            updated, parameter.grad = parameter.data, None
             _put(parameter, host)
-            if moved is not host:
-                host.copy_(moved)
+            if updated is not host:
+                host.copy_(updated)
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
                 if isinstance(value, Tensor) and value.device != host.device:
-                    state[slot] = _kept(value, kept.get((parameter, slot)))
+                    state[slot] = _kept(value, host_values.get((parameter, slot)))
 
 
 def _put(parameter: Tensor, data: Tensor) -> None:

@@ -55,24 +55,27 @@ def make_optimizer(
     """
     factory = _find_own(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
-    asked = {key: value for key, value in values.items() if value is not None} | dict(options or {})
-    taken = _argument_names(factory)
-    _check_options(name, taken, asked, decay_bias_and_norm)
-    form: dict[str, Any] = {"foreach": True} if "foreach" in (taken or ()) and not asked.get("fused") else {}
+    options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
+    argument_names = _argument_names(factory)
+    _check_options(name, argument_names, options_set, decay_bias_and_norm)
+    form: dict[str, Any] = (
+        {"foreach": True} if "foreach" in (argument_names or ()) and not options_set.get("fused") else {}
+    )
     if name.lower() in OURS:
         form = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
-    own = {key: None for group in groups for key in group if key not in ("params", SCALE)}  # a scale is ours to apply
-    _check_options(f"{name}, recipe.optimizer.groups", taken, own, True)
+    # Lockstep applies the scale itself.
+    group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
+    _check_options(f"{name}, recipe.optimizer.groups", argument_names, group_options, True)
     if ":" in name:
-        made = _call_factory(name, factory, groups, {"lr": lr, **form, **asked})
-        _check_kept(name, groups, made)
-        return made
+        optimizer = _call_factory(name, factory, groups, {"lr": lr, **form, **options_set})
+        _check_kept(name, groups, optimizer)
+        return optimizer
     try:
-        return factory(groups, **{"lr": lr, **form, **asked})
+        return factory(groups, **{"lr": lr, **form, **options_set})
     except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{key}={value}" for key, value in asked.items()) or "nothing"
-        raise UsageError(f"optimizer {name}: {error}; given: {given}") from error
+        options_text = ", ".join(f"{key}={value}" for key, value in options_set.items()) or "nothing"
+        raise UsageError(f"optimizer {name}: {error}; options passed: {options_text}") from error
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -90,9 +93,9 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 def _find_own(path: str) -> Callable[..., Any]:
     """Return the custom class or function. Raises UsageError if it is neither, or if it has no argument `lr`."""
     factory = import_callable(path, "optimizer", "a class or a function")
-    taken = _argument_names(factory)
-    if taken is not None and "lr" not in taken:
-        raise UsageError(f"optimizer {path}: it takes no lr; let it be (params, lr, ...) ({CONTRACT})")
+    argument_names = _argument_names(factory)
+    if argument_names is not None and "lr" not in argument_names:
+        raise UsageError(f"optimizer {path}: has no argument lr; use the arguments (params, lr, ...) ({CONTRACT})")
     return cast(Callable[..., Any], factory)
 
 
@@ -103,29 +106,38 @@ def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
         parameters = inspect.signature(cls).parameters
     except (TypeError, ValueError):  # implemented in C
         return None
-    return None if any(each.kind is each.VAR_KEYWORD for each in parameters.values()) else [*parameters]
+    return None if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()) else [*parameters]
 
 
 def _call_factory(
-    path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]
+    path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Optimizer:
-    """Call the custom class or function with groups of named parameters and with `asked`, which includes `lr`.
+    """Call the custom class or function with groups of named parameters and with `arguments`, which includes `lr`.
 
     Raises UsageError unless it returns an optimizer over exactly these parameters.
     """
     with OwnCode(f"optimizer {path}"):
-        made = factory([dict(group) for group in groups], **asked)
-    if not isinstance(made, Optimizer):
-        raise UsageError(f"optimizer {path}: it gives {type(made).__name__}; return a torch.optim.Optimizer")
-    given = {id(parameter): name for group in groups for name, parameter in group["params"]}
-    moved = [id(parameter) for group in made.param_groups for parameter in group["params"]]
-    if left := [name for key, name in given.items() if key not in moved]:
-        raise UsageError(f"optimizer {path}: it leaves out {', '.join(left[:3])}; let it take all that it is given")
-    if len(moved) > len(given):
-        raise UsageError(f"optimizer {path}: it moves tensors that it was not given; let it take those it is given")
-    if any("lr" not in each for each in (made.defaults, *made.param_groups)):
-        raise UsageError(f"optimizer {path}: it has no 'lr' in its defaults, where the schedule sets it ({CONTRACT})")
-    return made
+        optimizer = factory([dict(group) for group in groups], **arguments)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer {path}: returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")
+    names_by_id = {id(parameter): name for group in groups for name, parameter in group["params"]}
+    optimized_ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    if missing := [name for key, name in names_by_id.items() if key not in optimized_ids]:
+        raise UsageError(
+            f"optimizer {path}: its groups do not contain {', '.join(missing[:3])}; use all parameters that are passed "
+            f"to it"
+        )
+    if len(optimized_ids) > len(names_by_id):
+        raise UsageError(
+            f"optimizer {path}: its groups contain tensors that were not passed to it; use only the parameters that "
+            f"are passed to it"
+        )
+    if any("lr" not in group for group in (optimizer.defaults, *optimizer.param_groups)):
+        raise UsageError(
+            f"optimizer {path}: 'lr' is missing in its defaults or groups, where the schedule sets it; pass lr to "
+            f"torch.optim.Optimizer in the defaults ({CONTRACT})"
+        )
+    return optimizer
 
 
 def find_optimizer(name: str) -> Factory:
@@ -148,20 +160,22 @@ def _timm_optimizer(name: str) -> Factory:
     optim: Any = import_module("timm.optim")  # imported lazily, because it takes seconds
     if name.lower() not in optim.list_optimizers():
         hint = suggestion(name, [*_torch_optimizers(), *optim.list_optimizers()])
-        raise UsageError(f"optimizer {name}: neither torch.optim nor timm.optim has it{hint}")
-    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: it cannot be used here"):
+        raise UsageError(f"optimizer {name}: not found in torch.optim or timm.optim{hint}")
+    with error_as(UsageError, (AssertionError, ImportError), f"optimizer {name}: cannot be used here"):
         factory: Factory = optim.get_optimizer_class(name.lower(), bind_defaults=True)
     return factory
 
 
-def _check_options(name: str, taken: Sequence[str] | None, asked: Iterable[str], decay_bias_and_norm: bool) -> None:
-    keys = [*asked] if decay_bias_and_norm else [*asked, "weight_decay"]
-    options = [each for each in taken or () if each not in _GIVEN]
+def _check_options(
+    name: str, argument_names: Sequence[str] | None, requested: Iterable[str], decay_bias_and_norm: bool
+) -> None:
+    keys = [*requested] if decay_bias_and_norm else [*requested, "weight_decay"]
+    options = [argument for argument in argument_names or () if argument not in _GIVEN]
     for key in keys:
         if key == "lr":
-            raise UsageError(f"optimizer {name}: lr stands among its options; set optimizer.lr instead")
-        if taken is not None and key not in options:
-            raise UsageError(f"optimizer {name}: it has no {key}{choices(key, options)}")
+            raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
+        if argument_names is not None and key not in options:
+            raise UsageError(f"optimizer {name}: has no option {key}{choices(key, options)}")
 
 
 def _groups(
@@ -170,25 +184,28 @@ def _groups(
     """Return one group per set of options. Groups of biases and norms that are exempt from weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
-        raise UsageError(f"optimizer {name}: the model has no parameter that wants a gradient")
+        raise UsageError(
+            f"optimizer {name}: the model has no parameter that requires a gradient; set requires_grad=True on the "
+            f"parameters to train"
+        )
     groups: dict[str, dict[str, Any]] = {}
     for exempt in (False, True):
         for key, parameter in trained:
             if exempt != (not decay_bias_and_norm and parameter.ndim <= 1):
                 continue
-            own = {**({"weight_decay": 0.0} if exempt else {}), **settings(key)}
-            group = groups.setdefault(f"{exempt} {sorted(own.items())}", {**own, "params": []})
+            group_options = {**({"weight_decay": 0.0} if exempt else {}), **settings(key)}
+            group = groups.setdefault(f"{exempt} {sorted(group_options.items())}", {**group_options, "params": []})
             group["params"].append((key, parameter))
     return list(groups.values())
 
 
-def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], made: Optimizer) -> None:
+def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
     """Raise UsageError if a custom optimizer dropped an option of a parameter group."""
-    group_of = {id(each): group for group in made.param_groups for each in group["params"]}
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for group in groups:
         for option in (option for option in group if option != "params"):
-            if any(group_of[id(each)].get(option) != group[option] for _, each in group["params"]):
+            if any(group_of[id(parameter)].get(option) != group[option] for _, parameter in group["params"]):
                 raise UsageError(
-                    f"optimizer {name}: it drops {option} of its parameter groups; hand the groups that it is given "
-                    f"to torch.optim.Optimizer as they are"
+                    f"optimizer {name}: drops option {option} of its parameter groups; pass the groups unchanged to "
+                    f"torch.optim.Optimizer"
                 )

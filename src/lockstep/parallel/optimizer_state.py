@@ -36,8 +36,10 @@ def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dic
 
 def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the values of parameter groups that are numbers or None, except the learning rate."""
-    found = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
-    return [{slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in found]
+    numbers = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
+    return [
+        {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in numbers
+    ]
 
 
 def load_optimizer_state(

@@ -45,15 +45,16 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
     try:
         _step(optimizer)
     except Exception as error:  # any exception here would also be raised in the first step of training
-        told = own_error(error) or f"{error}; use another"
-        raise UsageError(f"optimizer {name}: it cannot take a plain step: {told}") from error
-    kept = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
-    for slot, value in ((slot, value) for values in kept.values() for slot, value in values.items()):
+        explanation = own_error(error) or f"{error}; use a different optimizer"
+        raise UsageError(f"optimizer {name}: a plain step failed: {explanation}") from error
+    states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
+    for slot, value in ((slot, value) for values in states.values() for slot, value in values.items()):
         # A checkpoint file holds plain tensors, but no tensor subclasses, such as an 8-bit tensor with its scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
-            found = type(value).__name__
+            type_name = type(value).__name__
             raise UsageError(
-                f"optimizer {name}: it keeps a {found} as '{slot}', which no checkpoint holds; use another"
+                f"optimizer {name}: its state '{slot}' is a {type_name}, which a checkpoint cannot store; use a "
+                f"different optimizer"
             )
 
 
@@ -110,9 +111,9 @@ def check_flat(make: Make, strategy: str) -> None:
     optimizer = _small_optimizer(make)
     if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(optimizer).__name__} treats a tensor otherwise than flattened "
-            f"pieces of it, so it cannot be handed over; use an optimizer such as sgd, adam or adamw without "
-            f"fused=true, or another strategy"
+            f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
+            f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
+            f"without fused=true, or use a different strategy"
         )
 
 
@@ -129,12 +130,15 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
         if math.isfinite(longest) and longest <= 2 * float(wide.max()):
             continue
         name = str(dtype).removeprefix("torch.")
-        much = f"{longest / float(wide.max()):.3g} times the longest in float32" if math.isfinite(longest) else longest
+        step_text = (
+            f"{longest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(longest) else longest
+        )
         eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
-        larger = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
+        eps_advice = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
         raise UsageError(
-            f"optimizer {type(optimizer).__name__}: with weights and state in {name} its step over a gradient of "
-            f"{size:.1g} is {much}; use {larger}sgd, or recipe.precision fp16-compute, which keeps both in float32"
+            f"optimizer {type(optimizer).__name__}: with weights and state in {name}, the step for a gradient of "
+            f"{size:.1g} is {step_text}; use {eps_advice}sgd, or recipe.precision fp16-compute, which keeps both in "
+            f"float32"
         )
 
 
@@ -144,21 +148,21 @@ def check_own(path: str, make: Make) -> None:
     The trial sets rates as a schedule does. One of its runs resumes from the checkpoint of a previous optimizer.
     """
     with OwnCode(f"optimizer {path}"):
-        usual = _after_steps(make, rate=1.0)
-        if not torch.equal(usual, _after_steps(make, rate=1.0)):
+        weights = _after_steps(make, rate=1.0)
+        if not torch.equal(weights, _after_steps(make, rate=1.0)):
             raise UsageError(
-                f"optimizer {path}: two of them, given the same, step to other bits; let it draw no random numbers, "
-                f"and keep nothing from one to the next ({CONTRACT})"
+                f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
+                f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(usual, _after_steps(make, rate=0.5)):
+        if torch.equal(weights, _after_steps(make, rate=0.5)):
             raise UsageError(
-                f"optimizer {path}: its step is the same whatever the rate; multiply by group['lr'], which follows "
-                f"the schedule ({CONTRACT})"
+                f"optimizer {path}: its step does not depend on the learning rate; multiply by group['lr'], which the "
+                f"schedule sets ({CONTRACT})"
             )
-        if not torch.equal(usual, _after_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _after_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
-                f"optimizer {path}: resumed from a checkpoint it steps to other bits: it keeps something outside of "
-                f"self.state[parameter] and the numbers of its param_groups; keep it there ({CONTRACT})"
+                f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
+                f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
             )
 
 
@@ -177,11 +181,11 @@ def _longest_steps(make: Make, dtype: torch.dtype) -> Tensor:
     optimizer = make([("parameter", parameter)])
     longest = torch.zeros(len(_SIZES))
     for _ in range(_STEPS_IN_16_BITS):
-        before = parameter.detach().float().clone()
+        previous = parameter.detach().float().clone()
         parameter.grad = torch.tensor(_SIZES).to(dtype).unsqueeze(1)
         _step(optimizer)
-        moved = (parameter.detach().float() - before).abs().squeeze(1) / float(optimizer.defaults["lr"])
-        longest = torch.where(moved.isnan(), moved, torch.maximum(longest, moved))
+        step_sizes = (parameter.detach().float() - previous).abs().squeeze(1) / float(optimizer.defaults["lr"])
+        longest = torch.where(step_sizes.isnan(), step_sizes, torch.maximum(longest, step_sizes))
     return longest
 
 
@@ -217,23 +221,23 @@ def _after_steps(
     a second optimizer takes the last step from the checkpoint of the first optimizer.
     """
     generator = torch.Generator().manual_seed(0)
-    start, gradients = (torch.randn(*several, *shape, generator=generator).to(dtype) for several in ((), (_STEPS,)))
+    start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
     if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for tensors of one dim
         start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
-    cut = [len(start)] if heights is None else list(heights)
-    parts = [Parameter(part.clone()) for part in torch.split(start, cut)]
+    lengths = [len(start)] if heights is None else list(heights)
+    parts = [Parameter(part.clone()) for part in torch.split(start, lengths)]
     trained = [(f"part{number}", part) for number, part in enumerate(parts)]
     optimizer = make(trained)
     for number, gradient in enumerate(gradients):
         if resumed and number == _STEPS - 1:
             tensors, scalars = optimizer_state(trained, optimizer)
-            kept = {name: tensor.clone() for name, tensor in tensors.items()}
+            saved = {name: tensor.clone() for name, tensor in tensors.items()}
             optimizer = make(trained)
-            load_optimizer_state(trained, optimizer, kept, plainfile.parse_json(json.dumps(scalars)))
+            load_optimizer_state(trained, optimizer, saved, plainfile.parse_json(json.dumps(scalars)))
         if rate is not None:
             for group in optimizer.param_groups:
                 group["lr"] = rate / (number + 1)
-        for part, rows in zip(parts, torch.split(gradient, cut), strict=True):
+        for part, rows in zip(parts, torch.split(gradient, lengths), strict=True):
             part.grad = rows.clone()
         _step(optimizer)
     return torch.cat([part.detach() for part in parts])

@@ -102,24 +102,28 @@ class PowerSgd:
     ) -> Tensor:
         """Add up the flat vectors of a bucket as CanonicalSum does, except for the part that is kept as error."""
         flat = own_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
-        parts = dict(zip((self._numbers[each] for each in parameters), unflatten(flat, parameters), strict=True))
+        parts = dict(
+            zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
+        )
         for number, part in parts.items():
             if number in self._errors:
                 part += self._errors[number]
         matrices = {n: part.reshape(len(part), -1) for n, part in parts.items() if worth_it(part.shape, self._columns)}
-        whole = [part for number, part in parts.items() if number not in matrices]
+        unreduced = [part for number, part in parts.items() if number not in matrices]
         # Phase 1: add up P, and gradients that are sent whole.
-        thin = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
-        sums = self._sum_over_ranks([*whole, *thin])
-        for part, summed in zip(whole, sums, strict=False):
-            part.copy_(summed)
+        projections = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
+        sums = self._sum_over_ranks([*unreduced, *projections])
+        for part, total in zip(unreduced, sums, strict=False):
+            part.copy_(total)
         # Phase 2: add up M^T basis.
-        bases = [orthonormal(each) for each in sums[len(whole) :]]
-        own = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
-        factors = self._sum_over_ranks(own)
-        for (number, matrix), basis, mine, factor in zip(matrices.items(), bases, own, factors, strict=True):
+        bases = [orthonormal(matrix_sum) for matrix_sum in sums[len(unreduced) :]]
+        own_factors = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
+        factors = self._sum_over_ranks(own_factors)
+        for (number, matrix), basis, own_factor, factor in zip(
+            matrices.items(), bases, own_factors, factors, strict=True
+        ):
             part = parts[number]
-            self._pending[number] = (matrix - basis @ mine.T).view(part.shape), factor
+            self._pending[number] = (matrix - basis @ own_factor.T).view(part.shape), factor
             part.copy_((basis @ factor.T).view(part.shape))
         return flat.to(like.dtype)
 
@@ -137,22 +141,22 @@ class PowerSgd:
 
     def feedback(self) -> dict[str, MaybeSharded]:
         """Return the errors of each rank, stacked along dim 0, and the factors, which are the same on all ranks."""
-        kept: dict[str, MaybeSharded] = {}
+        state: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
-            kept[f"{name}/{_ERROR}"] = Shard(error.unsqueeze(0), self._rank.replica, shape)
+            state[f"{name}/{_ERROR}"] = Shard(error.unsqueeze(0), self._rank.replica, shape)
             if number in self._factors:
-                kept[f"{name}/{_FACTOR}"] = self._factors[number]
-        return kept
+                state[f"{name}/{_FACTOR}"] = self._factors[number]
+        return state
 
-    def load_feedback(self, kept: NamedTensors) -> None:
+    def load_feedback(self, state: NamedTensors) -> None:
         """Load the whole tensors of `feedback`, from the same or a different number of ranks."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
-            if f"{name}/{_ERROR}" in kept:
-                errors = local_tensor(kept[f"{name}/{_ERROR}"])
+            if f"{name}/{_ERROR}" in state:
+                errors = local_tensor(state[f"{name}/{_ERROR}"])
                 self._errors[number] = self._own_error(errors).to(parameter.device, copy=True)
-            factor = kept.get(f"{name}/{_FACTOR}")
+            factor = state.get(f"{name}/{_FACTOR}")
             if factor is not None and factor.shape[1] == self._columns:
                 self._factors[number] = local_tensor(factor).to(parameter.device, copy=True)
 
@@ -165,8 +169,8 @@ class PowerSgd:
     def _factor(self, number: int, matrix: Tensor) -> Tensor:
         if number not in self._factors:
             generator = torch.Generator().manual_seed(random.torch_seed(random.extend_key(self._key, number)))
-            drawn = torch.randn(matrix.shape[1], self._columns, generator=generator, dtype=matrix.dtype)
-            self._factors[number] = drawn.to(matrix.device)
+            random_matrix = torch.randn(matrix.shape[1], self._columns, generator=generator, dtype=matrix.dtype)
+            self._factors[number] = random_matrix.to(matrix.device)
         return self._factors[number]
 
     def _sum_over_ranks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -174,9 +178,9 @@ class PowerSgd:
         if not tensors:
             return []
         # Ranks without a micro-batch take part, too, because they have an error.
-        total = self._across.of_ranks(torch.cat([each.reshape(-1) for each in tensors]))
-        pieces = torch.split(total, [each.numel() for each in tensors])
-        return [piece.view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
+        total = self._across.of_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        pieces = torch.split(total, [tensor.numel() for tensor in tensors])
+        return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 @final

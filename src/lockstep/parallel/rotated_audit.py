@@ -55,16 +55,16 @@ class RotatedAudit:
 
     def __post_init__(self) -> None:
         self._log = MessageLog()
-        own = self.world.rotated(self.schedule.mesh, 0, self._log)
+        own_world = self.world.rotated(self.schedule.mesh, 0, self._log)
         self.audited = 0
-        self._engine = engine = self.start(own, self.numerics)
+        self._engine = engine = self.start(own_world, self.numerics)
         self.gradients, self.state = engine.gradients, engine.state
         self._kept = KeptState(engine, self.world, self.schedule.every)
         self._kept.begin()
         self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
-        self._places = len(self.schedule.mesh.groups("shard"))
+        self._place_count = len(self.schedule.mesh.groups("shard"))
         # The engines by the distance that ranks are moved. Start the first of them now, to find out whether it fits.
-        self._rotated = {0: (own, engine)}
+        self._rotated = {0: (own_world, engine)}
         self._again_at(1)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
@@ -73,11 +73,11 @@ class RotatedAudit:
         if not self.schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
         self._kept.check(step)
-        moved = self._again(1, step)
-        played, sums = self._play(*self._rotated[0], microbatches, step, observe)
-        if self._differ(moved, played):
-            again = [self._again(distance, step) for distance in range(min(_MOST, self._places))]
-            raise self._verdict(step, [moved, played, *again])
+        rotated = self._again(1, step)
+        unrotated, sums = self._play(*self._rotated[0], microbatches, step, observe)
+        if self._differ(rotated, unrotated):
+            repeats = [self._again(distance, step) for distance in range(min(_MOST, self._place_count))]
+            raise self._verdict(step, [rotated, unrotated, *repeats])
         self.audited += 1
         return sums
 
@@ -87,7 +87,7 @@ class RotatedAudit:
             engine.close()
 
     def _again_at(self, distance: int) -> tuple[World, Rotates]:
-        distance %= self._places
+        distance %= self._place_count
         if distance not in self._rotated:
             world = self.world.rotated(self.schedule.mesh, distance, self._log)
             # Only the main engine averages weights.
@@ -110,47 +110,51 @@ class RotatedAudit:
         engine.forget()
         self._log.open()
         sums = engine.forward_backward(microbatches, step, observe)
-        for name, held in engine.gradients().items():
-            self._log.note(f"the gradient of {name}", local_tensor(held))
+        for name, gradient_tensor in engine.gradients().items():
+            self._log.note(f"the gradient of {name}", local_tensor(gradient_tensor))
         self._log.note("the loss", sums.total)
         return Played(world.rank, self.world.rank, self._log.close()), sums
 
     def _differ(self, *played: Played) -> bool:
         """Return whether the digests of two ranks in the same place differ. All ranks must call it."""
-        found: dict[int, set[str]] = {}
-        for every in self.world.told_by_all([(each.place, hash_of(each.messages)) for each in played]):
-            for place, messages in every:
-                found.setdefault(place, set()).add(messages)
-        return any(len(each) > 1 for each in found.values())
+        digests_by_place: dict[int, set[str]] = {}
+        for played_by_rank in self.world.told_by_all([(run.place, hash_of(run.messages)) for run in played]):
+            for place, messages in played_by_rank:
+                digests_by_place.setdefault(place, set()).add(messages)
+        return any(len(digests) > 1 for digests in digests_by_place.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call it, and they get the same error."""
-        ranks = self.world.told_by_all({"host": self.world.host, "played": played})
-        every = [[Played(*each) for each in rank["played"]] for rank in ranks]  # by rank, each time
+        reports = self.world.told_by_all({"host": self.world.host, "played": played})
+        runs = [[Played(*fields) for fields in report["played"]] for report in reports]  # by rank, each time
         start = f"audit at step {step.number + 1}"
-        for at_once in zip(*every, strict=True):
-            places = {each.place: each for each in at_once}
-            logs = [places[place].messages for place in range(len(ranks))]
-            if found := changed_on_the_way(*([by_peer(each, way) for each in logs] for way in (SENT, RECEIVED))):
-                sender, receiver = (places[place].rank for place in found)
-                return link_verdict(step, sender, receiver, ranks)
-        conflicts = [*_conflicts([each for rank in every for each in rank])]
-        odd = sorted(set.intersection(*[{one, other} for one, other, *_ in conflicts])) if conflicts else []
-        if len(odd) != 1:
-            named = sorted({rank for one, other, *_ in conflicts for rank in (one, other)}) or [*range(len(ranks))]
-            enough = "" if self._places > 2 else " (three in a place can tell)"
+        for at_once in zip(*runs, strict=True):
+            places = {run.place: run for run in at_once}
+            logs = [places[place].messages for place in range(len(reports))]
+            if link := changed_on_the_way(
+                *([by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
+            ):
+                sender, receiver = (places[place].rank for place in link)
+                return link_verdict(step, sender, receiver, reports)
+        conflicts = [*_conflicts([run for rank_runs in runs for run in rank_runs])]
+        odd_ranks = sorted(set.intersection(*[{first, second} for first, second, *_ in conflicts])) if conflicts else []
+        if len(odd_ranks) != 1:
+            accused = sorted({rank for first, second, *_ in conflicts for rank in (first, second)}) or [
+                *range(len(reports))
+            ]
+            hint = "" if self._place_count > 2 else " (this requires at least three replicas)"
             return CorruptionError(
-                f"{start}: {name_ranks(named, ranks)} did not do the same from the same, and no majority tells who is "
-                f"right{enough}. {OTHER_HOSTS}"
+                f"{start}: {name_ranks(accused, reports)} computed different results from the same inputs, and no "
+                f"majority shows which result is right{hint}. {OTHER_HOSTS}"
             )
-        lasting = all(one != other for one, other, *_ in conflicts)
-        *_, what, bit = conflicts[0]
-        what += bit and f" ({bit})"
+        persists = all(first != second for first, second, *_ in conflicts)
+        *_, label, bit = conflicts[0]
+        label += bit and f", {bit}"
         return CorruptionError(
-            f"{start}: {name_ranks(odd, ranks)} got {what} wrong, which others in its place, with the same "
-            f"messages before, found otherwise; the fault was {'there again' if lasting else 'gone'} when the step was "
-            f"done again. {TAKE_OUT}",
-            odd,
+            f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result ({label}), as other ranks in its place "
+            f"got a different result from the same messages; the fault "
+            f"{'occurred again' if persists else 'did not occur again'} when the step was repeated. {TAKE_OUT}",
+            odd_ranks,
         )
 
 
@@ -160,9 +164,16 @@ def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str, str]]:
     In such a pair, the first difference is the same item on both sides, and the item isn't a received message. Each
     result has the two ranks, the name of the item and the bit. A pair can also be the same rank at two times.
     """
-    for one, other in combinations(played, 2):
-        if one.place == other.place:
-            differing = {what for what in one.messages if one.messages[what] != other.messages.get(what)}
-            first, second = (next(filter(differing.__contains__, each.messages), "") for each in (one, other))
-            if first and first == second and RECEIVED not in first:
-                yield one.rank, other.rank, first, differing_bit(one.messages[first], other.messages[first])
+    for first, second in combinations(played, 2):
+        if first.place == second.place:
+            differing = {name for name in first.messages if first.messages[name] != second.messages.get(name)}
+            first_name, second_name = (
+                next(filter(differing.__contains__, run.messages), "") for run in (first, second)
+            )
+            if first_name and first_name == second_name and RECEIVED not in first_name:
+                yield (
+                    first.rank,
+                    second.rank,
+                    first_name,
+                    differing_bit(first.messages[first_name], second.messages[first_name]),
+                )

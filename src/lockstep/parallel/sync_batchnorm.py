@@ -46,44 +46,45 @@ class StepSums:
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
         self._holders = canonical
-        self._own: Sequence[int] = (0,)
+        self._local: Sequence[int] = (0,)
         self._leaves = 1
         self._strays = torch.zeros((), dtype=torch.bool)
 
-    def begin(self, leaves: int, own: Sequence[int]) -> None:
-        """Start a step of `leaves` micro-batches over all ranks. This rank computes the micro-batches `own`.
+    def begin(self, leaves: int, local: Sequence[int]) -> None:
+        """Start a step of `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
 
-        If `own` is empty, this rank computes only dummies.
+        If `local` is empty, this rank computes only dummies.
         """
-        self._leaves, self._own = leaves, own
-        self._holders = self._all.of_holders(leaves) if own else self._all
+        self._leaves, self._local = leaves, local
+        self._holders = self._all.of_holders(leaves) if local else self._all
         self._strays = torch.zeros((), dtype=torch.bool)
 
-    def total(self, place: int, parts: Sequence[Tensor]) -> Tensor:
+    def total(self, layer: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of float64 vectors over all micro-batches of the step.
 
         `parts` has the vectors of this rank. They may change. If this rank computes only dummies, the sum is the vector
-        of the dummy. `place` is the number of the layer, and must be the same for all micro-batches.
+        of the dummy. `layer` is the number of the layer, and must be the same for all micro-batches.
         """
-        if not self._own:
+        if not self._local:
             return parts[0]
         counter: Counter[Tensor] = Counter(add_)
-        for leaf, part in zip(self._own, parts, strict=True):
-            counter.push(leaf, torch.cat([part, part.new_full((1,), place)]))
+        for leaf, part in zip(self._local, parts, strict=True):
+            counter.push(leaf, torch.cat([part, part.new_full((1,), layer)]))
         total = self._holders(counter.pieces(), self._leaves, parts[0].new_empty(len(parts[0]) + 1))
-        self._strays = (total[-1] != place * self._leaves).logical_or_(self._strays.to(total.device))
+        self._strays = (total[-1] != layer * self._leaves).logical_or_(self._strays.to(total.device))
         return total[:-1]
 
     def check(self) -> None:
         """Raise UsageError if ranks added vectors of different layers."""
         if self._strays:
             raise UsageError(
-                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in "
-                "another order; let the model's way not depend on the samples or on chance"
+                "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
+                "different order; make every micro-batch go through the same layers in the same order, independent of "
+                "the samples and of random numbers"
             )
 
 
-class _Given(NamedTuple):
+class _LayerInputs(NamedTuple):
     """The inputs of one micro-batch to a layer."""
 
     inputs: Tensor
@@ -91,12 +92,14 @@ class _Given(NamedTuple):
     bias: Tensor
 
 
-def synchronise(model: nn.Module, together: Cooperative, sums: StepSums) -> None:
+def synchronise(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
     """Make all BatchNorm layers in training normalize over a whole step, for any class that calls F.batch_norm."""
-    layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+    layers = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    ]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
-            normalise = partial(_normalise, f"layer {name}", number, together, sums)
+            normalise = partial(_normalise, f"layer {name}", number, cooperative, sums)
             layer.forward = partial(_forward, layer, layer.forward, normalise)  # type: ignore[method-assign]
 
 
@@ -108,22 +111,22 @@ def _forward(
         return forward(inputs)
     # In training, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation, it does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
-    instead = _Instead(normalise)
+    replacement = _Replacement(normalise)
     try:
-        with instead:
+        with replacement:
             outputs = forward(inputs)
     finally:
         layer.training = True
-    if instead.calls != 1:
+    if replacement.calls != 1:
         raise UsageError(
-            f"recipe.batchnorm: sync: a {type(layer).__name__} calls torch.nn.functional.batch_norm {instead.calls} "
-            f"times in its forward, and once is what can be made to normalise over a whole step"
+            f"recipe.batchnorm: sync: a {type(layer).__name__} must call torch.nn.functional.batch_norm once in its "
+            f"forward, got {replacement.calls} calls; use a layer that calls it once, or recipe.batchnorm: local"
         )
     return outputs
 
 
 @final
-class _Instead(TorchFunctionMode):
+class _Replacement(TorchFunctionMode):
     """Replaces calls of F.batch_norm by calls of `normalise`."""
 
     def __init__(self, normalise: Callable[..., Tensor]) -> None:
@@ -139,9 +142,9 @@ class _Instead(TorchFunctionMode):
 
 
 def _normalise(
-    place: str,
+    label: str,
     number: int,
-    together: Cooperative,
+    cooperative: Cooperative,
     sums: StepSums,
     input: Tensor,
     running_mean: Tensor | None,
@@ -153,22 +156,22 @@ def _normalise(
     eps: float = 1e-5,
 ) -> Tensor:
     """Replace torch.nn.functional.batch_norm. Its arguments start at `input`."""
-    wide = torch.promote_types(input.dtype, torch.float32)
-    one = torch.ones(input.shape[1], dtype=wide, device=input.device)
-    scale = one if weight is None else weight.to(wide)
-    shift = torch.zeros_like(one) if bias is None else bias.to(wide)
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    ones = torch.ones(input.shape[1], dtype=dtype, device=input.device)
+    scale = ones if weight is None else weight.to(dtype)
+    shift = torch.zeros_like(ones) if bias is None else bias.to(dtype)
 
-    def joint(given: Sequence[_Given]) -> Sequence[Tensor]:
-        tensors = [tensor for kind in zip(*given, strict=True) for tensor in kind]
+    def joint(inputs: Sequence[_LayerInputs]) -> Sequence[Tensor]:
+        tensors = [tensor for kind in zip(*inputs, strict=True) for tensor in kind]
         outputs: Sequence[Tensor]
-        *outputs, mean, variance = _Normalise.apply(partial(sums.total, number), eps, len(given), *tensors)
+        *outputs, mean, variance = _Normalise.apply(partial(sums.total, number), eps, len(inputs), *tensors)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_(variance.to(running_var.dtype), momentum)
         return outputs
 
-    normalised: Tensor = together.exchange(place, joint, _Given(input, scale, shift))
+    normalised: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
     return normalised
 
 
@@ -180,16 +183,16 @@ class _Normalise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, total: Callable[[Sequence[Tensor]], Tensor], eps: float, count: int, *given: Tensor) -> Any:
-        inputs, weights, biases = given[:count], given[count : 2 * count], given[2 * count :]
-        sums = total([_moments(each, weights[0]) for each in inputs])
+    def forward(ctx: Any, total: Callable[[Sequence[Tensor]], Tensor], eps: float, count: int, *tensors: Tensor) -> Any:
+        inputs, weights, biases = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+        sums = total([_moments(tensor, weights[0]) for tensor in inputs])
         samples, first, second = sums.tensor_split((1, 1 + len(weights[0])))
         mean = first / samples
         variance = (second / samples - mean**2).clamp_(min=0)
         narrow = mean.to(weights[0].dtype), variance.to(weights[0].dtype)
         outputs = [
-            _aten.native_batch_norm(each, weight, bias, *narrow, False, 0.0, eps)[0]
-            for each, weight, bias in zip(inputs, weights, biases, strict=True)
+            _aten.native_batch_norm(tensor, weight, bias, *narrow, False, 0.0, eps)[0]
+            for tensor, weight, bias in zip(inputs, weights, biases, strict=True)
         ]
         unbiased = variance * (samples / (samples - 1).clamp_(min=1))
         ctx.total, ctx.eps, ctx.count = total, eps, count
@@ -204,20 +207,20 @@ class _Normalise(torch.autograd.Function):
         inputs, weights = saved[: ctx.count], saved[ctx.count :]
         # First, treat mean and variance as constants. This gives dy * weight / std, and the two sums.
         constant = mean, variance, None, None, False, ctx.eps, [True, True, True]
-        found = [
-            _aten.native_batch_norm_backward(gradient, each, weight, *constant)
-            for gradient, each, weight in zip(gradients, inputs, weights, strict=False)
+        results = [
+            _aten.native_batch_norm_backward(gradient, tensor, weight, *constant)
+            for gradient, tensor, weight in zip(gradients, inputs, weights, strict=False)
         ]
-        own = [torch.cat([of_weight, of_bias]).double() for _, of_weight, of_bias in found]
-        of_weight, of_bias = (ctx.total(own) / samples).to(mean.dtype).chunk(2)
+        own_sums = [torch.cat([weight_grad, bias_grad]).double() for _, weight_grad, bias_grad in results]
+        weight_grad, bias_grad = (ctx.total(own_sums) / samples).to(mean.dtype).chunk(2)
         # Then subtract the part through mean and variance, weight / std * (x_hat * of_weight + of_bias). This part has
         # the form of a BatchNorm, too.
-        for (of_input, _, _), each, weight in zip(found, inputs, weights, strict=True):
+        for (input_grad, _, _), tensor, weight in zip(results, inputs, weights, strict=True):
             slope = weight * torch.rsqrt(variance + ctx.eps)
-            factors = slope * of_weight, slope * of_bias
-            of_input.sub_(_aten.native_batch_norm(each, *factors, mean, variance, False, 0.0, ctx.eps)[0])
-        of_inputs, of_weights, of_biases = zip(*found, strict=True)
-        return None, None, None, *of_inputs, *of_weights, *of_biases
+            factors = slope * weight_grad, slope * bias_grad
+            input_grad.sub_(_aten.native_batch_norm(tensor, *factors, mean, variance, False, 0.0, ctx.eps)[0])
+        input_grads, weight_grads, bias_grads = zip(*results, strict=True)
+        return None, None, None, *input_grads, *weight_grads, *bias_grads
 
 
 def _moments(inputs: Tensor, like: Tensor) -> Tensor:

@@ -33,16 +33,18 @@ class Weights:
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         if dtype is not None:
             wide = fp32_parameters(model, dtype)
-            self._copies = {each: _make_copy(each, dtype) for each in model.parameters() if each not in wide}
+            self._copies = {
+                parameter: _make_copy(parameter, dtype) for parameter in model.parameters() if parameter not in wide
+            }
 
-    def of(self, copy: nn.Parameter) -> nn.Parameter:
+    def weight_of(self, copy: nn.Parameter) -> nn.Parameter:
         """Return the weight that a parameter of the model is a copy of, or the parameter if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
     def trained(self) -> list[Named]:
         """The weights that require a gradient, in the model's order. A shared weight has the first of its names."""
-        return [(name, self.of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
+        return [(name, self.weight_of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
@@ -52,7 +54,7 @@ class Weights:
         """Return the model's state, with the weights instead of their copies."""
         tensors = self._model.state_dict(keep_vars=True)
         return {
-            name: (self.of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
+            name: (self.weight_of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
             for name, tensor in tensors.items()
         }
 
@@ -90,8 +92,8 @@ def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parame
     """
     if dtype != torch.float16:
         return frozenset()
-    layers = (each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm))
-    return frozenset(each for layer in layers for each in layer.parameters(recurse=False))
+    layers = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+    return frozenset(parameter for layer in layers for parameter in layer.parameters(recurse=False))
 
 
 def store_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -124,8 +126,11 @@ def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    parameters = {name: each for name, each in layer._parameters.items() if each is not None}
-    wide = {name: each.to(torch.promote_types(each.dtype, torch.float32)) for name, each in parameters.items()}
+    parameters = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    wide = {
+        name: parameter.to(torch.promote_types(parameter.dtype, torch.float32))
+        for name, parameter in parameters.items()
+    }
     vars(layer).update(wide)  # attributes of the instance have precedence over its parameters, in any class
     try:
         return forward(inputs)

@@ -21,7 +21,7 @@ class WorkUnits(Protocol):
 
     count: int
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """Return this rank's leaves of a micro-batch, as micro-batches whose `index` is the index of the leaf.
 
         `microbatches` is the number of micro-batches in the step.
@@ -53,7 +53,7 @@ class WholeMicroBatches:
         self.count = 1
         self._problem = problem
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         return [microbatch]
 

@@ -38,17 +38,21 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
 
 def pci_address(device: torch.device) -> str:
     """Return the PCI address of the GPU in the form that sysfs uses, such as 0000:9d:00.0."""
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     # untyped in torch
-    domain, bus, number = found.pci_domain_id, found.pci_bus_id, found.pci_device_id  # type: ignore[attr-defined]
+    domain, bus, number = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id  # type: ignore[attr-defined]
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
     """Return the host, the nearby cores and the usable cores of a rank whose GPU is at `address`."""
-    card = sysfs / "bus/pci/devices" / address
+    device_folder = sysfs / "bus/pci/devices" / address
     # If a card has no NUMA node (-1), Linux lists all cores as local.
-    near = _cores(card / "local_cpulist") if plainfile.shown_text(card / "numa_node") not in ("", "-1") else frozenset()
+    near = (
+        _cores(device_folder / "local_cpulist")
+        if plainfile.shown_text(device_folder / "numa_node") not in ("", "-1")
+        else frozenset()
+    )
     online = _cores(sysfs / "devices/system/cpu/online")
     return Seat(host, near, usable, limited=bool(online - usable))
 
@@ -75,8 +79,8 @@ def _read(text: str) -> Seat:
 
 def _bind_threads(cores: Cores) -> None:
     """Bind all threads that have the same affinity as this thread. Threads and processes started later inherit it."""
-    before = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # the thread has ended
-            if os.sched_getaffinity(thread) == before:  # a library, such as NCCL, has bound the other threads
+            if os.sched_getaffinity(thread) == affinity:  # a library, such as NCCL, has bound the other threads
                 os.sched_setaffinity(thread, cores)

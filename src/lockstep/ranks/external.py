@@ -76,8 +76,8 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
     """Report the reason to the other ranks, and print everything that no other rank prints."""
     timing = rendezvous.timing
     first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may be gone
-    if (keep := rendezvous.keep_failure) is not None:
-        at_most(timing.report_s, lambda: keep(first or failure))  # the disk may hang
+    if (save_failure := rendezvous.keep_failure) is not None:
+        at_most(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
         with suppress(OSError):  # the terminal may be gone
             rendezvous.rank_log.notice(line)
@@ -93,13 +93,14 @@ def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
         return [failure.words]
     if failure.rank == info.rank:
         return [failure.words] if by_hand or failure.text != first.text else []
-    return [f"rank {info.rank} ends with it: {first.line}"] if by_hand or info.local_rank == 0 else []
+    return [f"rank {info.rank} stops because of it: {first.line}"] if by_hand or info.local_rank == 0 else []
 
 
 def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
     """Return the lines that this rank prints about `failure` if the store is gone and ranks can't coordinate."""
     info = rendezvous.info
-    own = failure.rank == info.rank and not failure.secondary
-    with_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
-    reports = info.local_rank == int(with_rank_0)  # one rank per host; on the host of rank 0, the next rank
-    return [failure.words] if own or reports or info.launcher == "environment" else []
+    is_cause = failure.rank == info.rank and not failure.secondary
+    on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
+    # One rank per host reports. On the host of rank 0, this is the next rank.
+    reports_for_host = info.local_rank == int(on_host_of_rank_0)
+    return [failure.words] if is_cause or reports_for_host or info.launcher == "environment" else []

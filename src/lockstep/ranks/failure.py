@@ -86,7 +86,7 @@ def parse_failure(value: Any) -> Failure:
     for rank in failure.wrong:
         whole(rank, most=failure.size - 1)
     if failure.cause not in get_args(Cause):
-        raise ValueError("cause: none that is known")
+        raise ValueError(f"cause: expected one of {', '.join(get_args(Cause))}")
     whole(failure.exit_code, least=1, most=255)  # not 0: a failure never counts as success
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
@@ -98,10 +98,10 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
     If a peer was lost or a limit of the system was reached, the traceback goes only to the log.
     """
-    known = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
-    if known is not None:
+    known_error = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
+    if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
-        error = known
+        error = known_error
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # of torch, for a device
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
@@ -109,9 +109,9 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     wrong = error.ranks if isinstance(error, CorruptionError) else []
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
     # Our own errors have a message for the user. All other errors are shown with their traceback.
-    whole = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
+    text = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
     cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
-    return Failure(info.rank, info.size, rank_log.host, whole, code, secondary, log, time.time(), wrong, cause)
+    return Failure(info.rank, info.size, rank_log.host, text, code, secondary, log, time.time(), wrong, cause)
 
 
 @final
@@ -119,7 +119,7 @@ class PeerFailedError(TrainingError):
     """Another rank failed and reported its failure."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(f"ended, because another rank failed: {failure.line}")
+        super().__init__(f"stopped because another rank failed: {failure.line}")
         self.failure = failure
         self.exit_code = failure.exit_code
         self.cause = failure.cause

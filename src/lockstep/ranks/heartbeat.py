@@ -85,7 +85,7 @@ class Heartbeat:
         self._silent = dict.fromkeys(self._watched, 0)  # checks since the last new heartbeat, by rank
         self._failed: Failure | None = None
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._check)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beat, self._check)]
 
     def __enter__(self) -> Self:
         for thread in self._threads if self._rendezvous.store else []:
@@ -103,13 +103,13 @@ class Heartbeat:
 
     def cause(self) -> Failure | None:
         """Return why a collective failed, or None if no reason is found within a few heartbeats."""
-        more = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn of a failure from rank 0
+        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn of a failure from rank 0
         if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be any rank, not only a watched rank
-            others = [each for each in range(self._rendezvous.info.size) if each != self._rendezvous.info.rank]
-            self._silent = {**dict.fromkeys(others, 0), **self._silent}
-            self._watched = others
-        looks, until = self._looks, time.monotonic() + (self._missed + more) * self._beat_s
-        while self._failed is None and time.monotonic() < until:
+            peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
+            self._silent = {**dict.fromkeys(peers, 0), **self._silent}
+            self._watched = peers
+        looks, deadline = self._looks, time.monotonic() + (self._missed + extra_beats) * self._beat_s
+        while self._failed is None and time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
             if lost := self._lost_ranks(self._missed):
                 return self._failure_of(lost)
@@ -124,12 +124,12 @@ class Heartbeat:
         with suppress(RuntimeError):  # the store is gone: the other thread notices that the check count stands still
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._over.is_set():
-                own = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
-                store.set(_key(self._rendezvous.info.rank), asdict(own))
-                heard = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
+                beat = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
+                store.set(_key(self._rendezvous.info.rank), asdict(beat))
+                senders = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
                 # Read all heartbeats in one request. Reading those of a thousand ranks one by one would take longer
                 # than the heartbeat interval if the main thread is busy.
-                beats = dict(zip(heard, store.read_all([_key(rank) for rank in heard], parse_beat), strict=True))
+                beats = dict(zip(senders, store.read_all([_key(rank) for rank in senders], parse_beat), strict=True))
                 for rank in self._watched:
                     self._note(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
@@ -150,54 +150,58 @@ class Heartbeat:
 
     def _check(self) -> None:
         """End this process if a rank failed or is lost, or if the store no longer answers."""
-        looks = stuck = noticed = 0
+        last_looks = stuck_beats = beats_since_failure = 0
         while not self._over.wait(self._beat_s):
-            stuck = 0 if self._looks != looks else stuck + 1
-            looks = self._looks
+            stuck_beats = 0 if self._looks != last_looks else stuck_beats + 1
+            last_looks = self._looks
             if self._failed:
-                noticed += 1
-                if noticed >= self._rendezvous.timing.notice_s / self._beat_s:
+                beats_since_failure += 1
+                if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
-            elif stuck >= self._lost_looks:
-                self._rendezvous.end(self._alone(stuck))
-            elif lost := self._lost_ranks(self._lost_looks):
-                self._rendezvous.end(self._failure_of(lost))
+            elif stuck_beats >= self._lost_looks:
+                self._rendezvous.end(self._alone(stuck_beats))
+            elif lost_ranks := self._lost_ranks(self._lost_looks):
+                self._rendezvous.end(self._failure_of(lost_ranks))
 
     def _lost_ranks(self, looks: int) -> list[int]:
         """Return silent ranks that are gone, or that were silent for `looks` checks and aren't known to be running."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
-        seen = {rank: process_state.state(self._last(rank).process) for rank in silent}
-        enough = {rank for rank in silent if self._silent[rank] >= looks}
-        return [rank for rank in silent if seen[rank] == "gone" or (seen[rank] == "unknown" and rank in enough)]
+        states = {rank: process_state.state(self._last(rank).process) for rank in silent}
+        overdue = {rank for rank in silent if self._silent[rank] >= looks}
+        return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
     def _last(self, rank: int) -> Beat:
         """Return the last heartbeat of a rank, or an empty heartbeat."""
         return self._beats.get(rank, Beat(0))
 
-    def _failure_of(self, lost: list[int]) -> Failure:
+    def _failure_of(self, ranks: list[int]) -> Failure:
         """Return the failure of the ranks that are lost."""
-        rank = lost[0]
+        rank = ranks[0]
         last = self._last(rank)
-        gone = process_state.state(last.process) == "gone"
-        near = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
-        memory = self._killed.words(last.peak) if near else oom.had(last.peak)
-        status = f", last {last.status}" if last.status else ""
-        why = f"{'killed' if gone else 'killed, stopped, cut off or hung'}{f' ({memory})' if memory else ''}"
-        what = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
-        return self._loss_failure(lost, what, why, "host" if oom.KILLED in memory else "transient")
+        is_gone = process_state.state(last.process) == "gone"
+        on_this_host = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
+        memory = self._killed.words(last.peak) if on_this_host else oom.had(last.peak)
+        status = f" (last status: {last.status})" if last.status else ""
+        explanation = (
+            f"{'killed' if is_gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
+        )
+        observation = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
+        return self._loss_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
 
     def _alone(self, looks: int) -> Failure:
         """Return the failure to report if the store doesn't answer."""
-        where = "the agent of torchrun" if self._rendezvous.info.hosted else "rank 0, where the ranks met,"
-        what = f"{where} has not answered for {looks * self._beat_s:.0f} s"
-        return self._loss_failure([0], what, "killed, stopped or cut off")
+        host = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
+        observation = f"{host} has not answered for {looks * self._beat_s:.0f} s"
+        return self._loss_failure([0], observation, "killed, stopped or disconnected")
 
-    def _loss_failure(self, ranks: list[int], what: str, why: str, cause: Cause = "transient") -> Failure:
+    def _loss_failure(
+        self, ranks: list[int], observation: str, explanation: str, cause: Cause = "transient"
+    ) -> Failure:
         hosts = self._rendezvous.hosts
-        others = f"; so are {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
-        text = f"error: {what}: {why}{others}"
-        own = self._rendezvous.rank_log.log
-        log = str(own.with_name(log_name(ranks[0]))) if own else ""
+        other_ranks = f"; also lost: {ranks_in_words(ranks[1:], hosts)}" if ranks[1:] else ""
+        text = f"error: {observation}: {explanation}{other_ranks}"
+        own_log = self._rendezvous.rank_log.log
+        log = str(own_log.with_name(log_name(ranks[0]))) if own_log else ""
         size = self._rendezvous.info.size
         return Failure(ranks[0], size, hosts[ranks[0]], text, log=log, time=time.time(), cause=cause)
 

@@ -48,7 +48,8 @@ T = TypeVar("T")
 LONGEST: Final = 128 * 1024  # bytes of a value
 LONGEST_FACTS: Final = 4 * 1024 * 1024  # longest facts: tens of thousands of names; torch sends up to 8 MiB
 _UNSIGNED: Final = "-"
-_SAME_SECRET: Final = "give all ranks the same LOCKSTEP_JOB_SECRET, or none"
+_SAME_SECRET: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
+ANOTHER_RUN: Final = "if another run uses the same rendezvous, choose a different port or file"
 
 
 @final
@@ -56,7 +57,7 @@ class UntrustedError(UsageError):
     """A value in the store that was apparently not written by a rank of this job."""
 
     def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"where the ranks meet, {key!r} {problem}; if another run meets there, choose another port")
+        super().__init__(f"rendezvous store: {key!r} {problem}; {ANOTHER_RUN}")
 
 
 @final
@@ -104,20 +105,20 @@ class JobStore:
         self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
     ) -> list[T | UntrustedError]:
         """Return the result of `read` for each key, or its UntrustedError, from a single request to the store."""
-        found: list[T | UntrustedError] = []
+        values: list[T | UntrustedError] = []
         for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
-                found.append(self._verify(key, sealed, parse, longest))
+                values.append(self._verify(key, sealed, parse, longest))
             except UntrustedError as error:
-                found.append(error)
-        return found
+                values.append(error)
+        return values
 
     def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
         """Set a key unless another rank has set it, and return its value. An untrusted value is overwritten."""
         sealed = self._sign(key, value, LONGEST)
-        there = self.unsigned.compare_set(key, "", sealed)
+        stored = self.unsigned.compare_set(key, "", sealed)
         try:
-            return self._verify(key, there, parse, LONGEST)
+            return self._verify(key, stored, parse, LONGEST)
         except UntrustedError:
             self.unsigned.set(key, sealed)
             return parse(value)
@@ -125,21 +126,23 @@ class JobStore:
     def _sign(self, key: str, value: Any, longest: int) -> str:
         text = json.dumps(value, sort_keys=True)
         if len(text) > longest:
-            raise ValueError(f"{key}: {len(text):,} bytes are more than the {longest:,} that ranks may write")
+            raise ValueError(f"{key}: {len(text):,} bytes exceed the limit of {longest:,} bytes")
         return f"{self._signature(key, text.encode())} {text}"
 
     def _verify(self, key: str, sealed: bytes, parse: Callable[[Any], T], longest: int) -> T:
         signature, _, text = sealed.partition(b" ")
         if len(text) > longest:
-            raise UntrustedError(key, f"is {len(text):,} bytes long")
+            raise UntrustedError(key, f"is {len(text):,} bytes long, more than the limit of {longest:,} bytes")
         if not self._secret and len(signature) == 2 * hashlib.sha256().digest_size:
-            raise UntrustedError(key, f"is signed, and this rank has no secret of the job; {_SAME_SECRET}")
+            raise UntrustedError(key, f"is signed, but this rank has no job secret; {_SAME_SECRET}")
         if not hmac.compare_digest(signature, self._signature(key, text).encode()):
             raise UntrustedError(key, f"is not signed with the secret of this job; {_SAME_SECRET}")
         try:
             return parse(plainfile.parse_json(text))
         except ValueError as error:
-            raise UntrustedError(key, "has not the form in which ranks of this version write it") from error
+            raise UntrustedError(
+                key, "does not have the format of this version; use one version on all ranks"
+            ) from error
 
     def _signature(self, key: str, text: bytes) -> str:
         if not self._secret:
@@ -167,5 +170,5 @@ def text(value: Any) -> str:
 def whole(value: Any, least: int = 0, most: int = 2**53) -> int:
     """Return a value that is an integer from `least` to `most`. Raise ValueError for any other value."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"expected a whole number from {least} to {most}")
+        raise ValueError(f"expected an integer from {least} to {most}")
     return value

@@ -82,10 +82,10 @@ def run_workers(
     """
     check_loopback(timing)
     started = _Started(timing)
-    with ExitStack() as held:
-        received = held.enter_context(_relay_signals(started))
-        address = held.enter_context(_nameless_file())
-        held.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
+    with ExitStack() as stack:
+        received = stack.enter_context(_relay_signals(started))
+        address = stack.enter_context(_nameless_file())
+        stack.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
         for rank in range(processes):
             started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
@@ -120,8 +120,8 @@ def check_loopback(timing: Timing = TIMING) -> None:
         if too_many_files(error):
             raise limit_error("connect to itself", error) from error
         raise PreflightError(
-            f"the loopback interface does not work ({error.strerror or error}), and the processes of a run on one "
-            f"machine talk over it; switch it on (ip link set {ports.loopback()} up)"
+            f"the loopback interface does not work ({error.strerror or error}), but processes on one machine "
+            f"communicate over it; enable it (ip link set {ports.loopback()} up)"
         ) from error
 
 
@@ -131,7 +131,7 @@ class _Process:
 
     process: BaseProcess
     ending: int  # file descriptor, readable once the process has ended
-    words: Connection
+    pipe: Connection
     end: End | None = None
     peak: int = 0  # bytes of resident memory
 
@@ -150,11 +150,11 @@ class _Started:
         fork = method == "fork"
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         try:
-            words, theirs = context.Pipe(duplex=False)
-            with theirs:
-                process = context.Process(target=body, args=(theirs,))
+            pipe, worker_end = context.Pipe(duplex=False)
+            with worker_end:
+                process = context.Process(target=body, args=(worker_end,))
                 process.start()
-                self._workers.append(_Process(process, _ending(process), words))
+                self._workers.append(_Process(process, _ending(process), pipe))
         except OSError as error:
             raise limit_error(f"start rank {rank}", error) from error
 
@@ -163,7 +163,7 @@ class _Started:
 
         If a worker ended only because it lost a peer, the worker that failed first gets `cause_s` to end too.
         """
-        clear_at = float("inf")
+        deadline = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
             wait([worker.ending for worker in running], self._timing.watch_s)
             for rank, worker in enumerate(self._workers):
@@ -176,8 +176,8 @@ class _Started:
             elif not first.secondary:
                 break
             else:
-                clear_at = min(clear_at, time.monotonic() + self._timing.cause_s)
-                if time.monotonic() >= clear_at:
+                deadline = min(deadline, time.monotonic() + self._timing.cause_s)
+                if time.monotonic() >= deadline:
                     break
         return self.ends
 
@@ -199,13 +199,13 @@ class _Started:
     def end(self) -> None:
         """End the workers that still run: by SIGTERM, and then by SIGKILL, since a stopped worker ignores SIGTERM."""
         self.signal(signal.SIGTERM)
-        until = time.monotonic() + self._timing.stop_s
+        deadline = time.monotonic() + self._timing.stop_s
         for worker in self._workers:
-            wait([worker.ending], max(0.0, until - time.monotonic()))
+            wait([worker.ending], max(0.0, deadline - time.monotonic()))
         self.signal(signal.SIGKILL)
         for worker in self._workers:
             worker.process.join(self._timing.stop_s)  # a process that waits for a device or disk can't always be killed
-            worker.words.close()
+            worker.pipe.close()
             os.close(worker.ending)
 
 
@@ -230,21 +230,21 @@ def _end_of(rank: int, worker: _Process) -> End | None:
     code = worker.process.exitcode
     if code is None:
         return None
-    said = b""
-    os.set_blocking(worker.words.fileno(), False)  # a leftover loader process may hold the other end
+    report = b""
+    os.set_blocking(worker.pipe.fileno(), False)  # a leftover loader process may hold the other end
     with suppress(BlockingIOError):
-        while part := os.read(worker.words.fileno(), _PIPE):
-            said += part
-    now = time.time()
-    if said.startswith(_DONE):  # regardless of what happened to the process after its work
-        return End(rank, code, now, result=int(said.removeprefix(_DONE)))
+        while part := os.read(worker.pipe.fileno(), _PIPE):
+            report += part
+    end_time = time.time()
+    if report.startswith(_DONE):  # regardless of what happened to the process after its work
+        return End(rank, code, end_time, result=int(report.removeprefix(_DONE)))
     with suppress(ValueError):  # killed while it wrote the report
-        return End(rank, code, now, failure=from_json(said))
-    return End(rank, code, now)
+        return End(rank, code, end_time, failure=from_json(report))
+    return End(rank, code, end_time)
 
 
 def _begin(
-    worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, words: Connection
+    worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
     """Run the worker in its process, which ends with the agent and gets no signals from the terminal."""
     die_with_parent()
@@ -256,16 +256,16 @@ def _begin(
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
-    rendezvous = Rendezvous(info, timeout_s, partial(_end, words), timing=timing)
+    rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
     # A spawned process has its own streams, and a forked process has the streams of its parent.
     with member(rendezvous, address), outliving_terminal():
         code = worker(rendezvous)
-    os.write(words.fileno(), _DONE + str(code).encode())
+    os.write(pipe.fileno(), _DONE + str(code).encode())
 
 
-def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
+def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     def report(rendezvous: Rendezvous, failure: Failure) -> None:
-        os.write(words.fileno(), failure.to_json().encode())  # first, because it needs no store
+        os.write(pipe.fileno(), failure.to_json().encode())  # first, because it needs no store
         rendezvous.fail(failure)
         sys.stdout.flush()
 
@@ -275,12 +275,12 @@ def _end(words: Connection, rendezvous: Rendezvous, failure: Failure) -> NoRetur
 def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
     """Return the failure of a worker that ended without a report."""
     if end.code < 0:
-        how = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
+        end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
-        how = f"exited with code {end.code} before its work was done"
+        end_text = f"exited with code {end.code} before it finished"
     advice = "Start again with the same run.dir to resume from the last checkpoint"
     log = str(logs / log_name(end.rank)) if logs else ""
-    text = f"error: {how}; the other ranks were stopped. {advice}"
+    text = f"error: {end_text}; the other ranks were stopped. {advice}"
     cause: Cause = "host" if oom.KILLED in memory else "transient" if end.code == -signal.SIGKILL else "code"
     return Failure(end.rank, size, socket.gethostname(), text, EXIT_FAILED, log=log, cause=cause)
 
@@ -319,15 +319,15 @@ def _relay_signals(started: _Started) -> Iterator[list[int]]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         received.append(number)
-        at_once = received.count(signal.SIGINT) > 1
-        if not started.signal(signal.SIGKILL if at_once else number):
+        kills = received.count(signal.SIGINT) > 1
+        if not started.signal(signal.SIGKILL if kills else number):
             raise SystemExit(_report_signal(number))
-        if at_once:
+        if kills:
             os._exit(EXIT_INTERRUPTED)
 
-    before = {number: signal.signal(number, relay) for number in stopping()}
+    previous = {number: signal.signal(number, relay) for number in stopping()}
     try:
         yield received
     finally:
-        for number, action in before.items():
+        for number, action in previous.items():
             signal.signal(number, action)

@@ -43,10 +43,10 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 def at_most(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`, or None if it takes longer than `seconds`. It may never return."""
     replies: list[T] = []
-    working = threading.Thread(target=lambda: replies.append(work()), daemon=True)
+    worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:
-        working.start()
+        worker.start()
     except RuntimeError:  # the thread limit of the user is reached
         return work()
-    working.join(seconds)
+    worker.join(seconds)
     return replies[0] if replies else None

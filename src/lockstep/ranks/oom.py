@@ -30,7 +30,7 @@ def peak_bytes(process: int | str = "self") -> int:
     return 0
 
 
-KILLED: Final = "out of memory: the kernel killed a process of this host"
+KILLED: Final = "out of memory: the kernel killed a process on this host"
 
 
 @final
@@ -57,4 +57,4 @@ class Killed:
 
 def had(peak: int) -> str:
     """Return a message with the peak memory of a process, or "" if `peak` (in bytes) is unknown."""
-    return f"it had up to {peak / 2**20:,.0f} MiB" if peak else ""
+    return f"it used up to {peak / 2**20:,.0f} MiB" if peak else ""

@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 LAUNCHER: Final = "process group"
 _HOST: Final = "lockstep host"
 _ADVICE: Final = (
-    "leave init_process_group out and start the script by torchrun or lockstep launch, or open the group with "
+    "remove init_process_group and start the script with torchrun or lockstep launch, or open the group with "
     "init_method='tcp://HOST:PORT' or 'env://'"
 )
 
@@ -27,30 +27,30 @@ def rank_in_open_group() -> RankInfo | None:
     All ranks of the group must call it. Raises UsageError if the group has no TCP store in which the ranks could
     rendezvous.
     """
-    found = process_group()
-    if found is None or found[1] == 1:
+    group = process_group()
+    if group is None or group[1] == 1:
         return None
-    rank, size = found
+    rank, size = group
     store: Any = dist.distributed_c10d._get_default_store()
-    inner = store
-    while isinstance(inner, dist.PrefixStore):  # type: ignore[attr-defined]
-        inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):  # type: ignore[attr-defined]
+    tcp_store = store
+    while isinstance(tcp_store, dist.PrefixStore):  # type: ignore[attr-defined]
+        tcp_store = tcp_store.underlying_store
+    if not isinstance(tcp_store, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
-            f"lockstep.join: a process group is open, in which this is rank {rank} of {size}, and its ranks met by a "
-            f"{type(inner).__name__}, which Lockstep cannot join; {_ADVICE}"
+            f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
+            f"{type(tcp_store).__name__}, and Lockstep requires a TCPStore; {_ADVICE}"
         )
     store.set(f"{_HOST} {rank}", socket.gethostname())
-    hosts = [store.get(f"{_HOST} {other}").decode() for other in range(size)]
-    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    hosts = [store.get(f"{_HOST} {peer}").decode() for peer in range(size)]
+    ranks_on_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     return RankInfo(
         rank,
         size,
-        local_rank=here.index(rank),
-        local_size=len(here),
+        local_rank=ranks_on_host.index(rank),
+        local_size=len(ranks_on_host),
         launcher=LAUNCHER,
-        master=inner.host,
-        port=inner.port,
+        master=tcp_store.host,
+        port=tcp_store.port,
         advice=_ADVICE,
         hosted=True,
     )

@@ -35,10 +35,10 @@ def state(process: str) -> State:
     except (OSError, ValueError):
         return "unknown"
     try:
-        found = _stat(pid)
+        fields = _stat(pid)
     except OSError:
         return "gone"
-    return _STATES.get(found[_STATE], "unknown") if found[_STARTED] == started else "gone"
+    return _STATES.get(fields[_STATE], "unknown") if fields[_STARTED] == started else "gone"
 
 
 def _numbers_of() -> str:

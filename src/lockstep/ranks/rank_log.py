@@ -61,15 +61,15 @@ class RankLog:
         with suppress(OSError):  # _Log reports it; the folder isn't made again later if a rejected start removed it
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
-            redirected = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
-            with redirected:
+            redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
+            with redirection:
                 yield log
         if log.trouble:
             self.line(f"warning: {path}: the log has gaps: {log.trouble}")
 
 
 @final
-class _Lasting(io.TextIOBase, TextIO):
+class _UnfailingStream(io.TextIOBase, TextIO):
     """A stream that writes immediately and ignores errors."""
 
     encoding = "utf-8"
@@ -135,7 +135,7 @@ class _Log(io.TextIOBase, TextIO):
 
 
 @final
-class _Both(io.TextIOBase):
+class _Tee(io.TextIOBase):
     """Writes to a stream and to a log. Behaves like the stream in everything else."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
@@ -175,7 +175,7 @@ def outliving_terminal() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
-    with redirect_stdout(_lasting(sys.stdout, _STDOUT)), redirect_stderr(_lasting(sys.stderr, _STDERR)):
+    with redirect_stdout(_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_unfailing(sys.stderr, _STDERR)):
         yield
 
 
@@ -191,7 +191,7 @@ def with_rank(rank: int, size: int, host: str, text: str) -> str:
 
 @contextmanager
 def _copy_output(log: _Log) -> Iterator[None]:
-    out, err = (cast(TextIO, _Both(stream, log)) for stream in (sys.stdout, sys.stderr))
+    out, err = (cast(TextIO, _Tee(stream, log)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         yield
 
@@ -199,25 +199,25 @@ def _copy_output(log: _Log) -> Iterator[None]:
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
     """Redirect the Python streams to the log, and the descriptors behind them too, for native code."""
-    before = [(number, os.dup(number)) for number in (1, 2)]
+    copies = [(number, os.dup(number)) for number in (1, 2)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for number, _ in before:
+    for number, _ in copies:
         os.dup2(log.fileno(), number)
     try:
         with redirect_stdout(log), redirect_stderr(log):
             yield
     finally:
-        for number, kept in before:
-            os.dup2(kept, number)
-            os.close(kept)
+        for number, copy in copies:
+            os.dup2(copy, number)
+            os.close(copy)
 
 
-def _lasting(stream: TextIO | None, standard: int) -> TextIO:
+def _unfailing(stream: TextIO | None, standard: int) -> TextIO:
     """Return a stream that ignores errors, or the same stream if it has no descriptor, as in a notebook."""
     if stream is None:
-        return _Lasting(standard)
-    return _Lasting(stream.fileno()) if _has_descriptor(stream) else stream
+        return _UnfailingStream(standard)
+    return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream
 
 
 def _has_descriptor(stream: TextIO) -> bool:

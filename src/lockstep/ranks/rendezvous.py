@@ -38,7 +38,7 @@ from lockstep.common.text import printable, printable_line
 from lockstep.device import ports
 from lockstep.errors import TransientError, UsageError, os_error_as
 from lockstep.ranks.failure import Failure, PeerFailedError, RanksDifferError, parse_failure
-from lockstep.ranks.job_store import LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
+from lockstep.ranks.job_store import ANOTHER_RUN, LONGEST_FACTS, JobStore, UntrustedError, fields, text, whole
 from lockstep.ranks.rank_log import RankLog
 from lockstep.ranks.status import RankStatus
 from lockstep.ranks.timing import TIMING, Timing
@@ -50,7 +50,6 @@ _START: Final = "lockstep start"
 _BEGIN: Final = "begin"
 _FAILURE: Final = "failure"
 _LEFT: Final = "left"
-_ANOTHER_RUN: Final = "if another run meets there, choose another port"
 
 
 @final
@@ -88,8 +87,8 @@ class Rendezvous:
         if self.store is None:
             return
         key = self._exchange("compare")
-        with self._asking():
-            self._give(key, _short_enough(facts))
+        with self._store_errors():
+            self._publish(key, _short_enough(facts))
             if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
                 verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
@@ -98,24 +97,25 @@ class Rendezvous:
         if verdict:
             raise RanksDifferError(printable(verdict))
 
-    def gather(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the values of all ranks by rank on rank 0, and an empty list on all other ranks.
 
-        All ranks call it and wait for all ranks. `own` must be ready for JSON. A timeout error names the missing ranks.
+        All ranks call it and wait for all ranks. `value` must be ready for JSON. A timeout error names the missing
+        ranks.
         """
         if self.store is None:
-            return [dict(own)]
+            return [dict(value)]
         key = self._exchange("gather")
-        with self._asking():
-            self._give(key, own)
+        with self._store_errors():
+            self._publish(key, value)
             if self.info.rank == 0:
                 return self._read_all(key)
             self._wait(f"{key} all", key)
         return []
 
-    def _give(self, key: str, own: Mapping[str, Any]) -> None:
+    def _publish(self, key: str, value: Mapping[str, Any]) -> None:
         assert self.store is not None
-        self.store.set(f"{key} {self.info.rank}", own, LONGEST_FACTS)
+        self.store.set(f"{key} {self.info.rank}", value, LONGEST_FACTS)
         if self.store.add(f"{key} count", 1) == self.info.size:
             self.store.set(f"{key} all", True)
 
@@ -123,18 +123,18 @@ class Rendezvous:
         """Return the value of each rank, by rank, once all ranks have written theirs."""
         assert self.store is not None
         self._wait(f"{key} all", key)
-        found = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
-        for each in found:
-            if isinstance(each, UntrustedError):
-                raise each
-        return [each for each in found if isinstance(each, dict)]
+        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
+        for value in values:
+            if isinstance(value, UntrustedError):
+                raise value
+        return [value for value in values if isinstance(value, dict)]
 
     def tell(self, words: str = "") -> str:
         """Broadcast the text `words` of rank 0 to all ranks. All ranks call it."""
         if self.store is None:
             return words
         key = self._exchange("tell")
-        with self._asking():
+        with self._store_errors():
             if self.info.rank == 0:
                 self.store.set(f"{key} 0", words)
             self._wait(f"{key} 0", key)
@@ -153,7 +153,7 @@ class Rendezvous:
         except UntrustedError as error:  # not written by a rank of this job: no reason to end
             if not self._warned:
                 self._warned = True
-                self.rank_log.line(f"warning: ignored: {error}")
+                self.rank_log.line(f"warning: ignored a failure report: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
@@ -178,134 +178,138 @@ class Rendezvous:
         """Count this rank as done with the store. The rank that hosts the store waits a while for the other ranks."""
         if self.store is None:
             return
-        until = time.monotonic() + self.timing.linger_s
+        deadline = time.monotonic() + self.timing.linger_s
         with suppress(RuntimeError):  # rank 0 is gone
-            left = self.store.add(_LEFT, 1)
-            while self.serves and left < self.info.size and time.monotonic() < until:
+            done = self.store.add(_LEFT, 1)
+            while self.serves and done < self.info.size and time.monotonic() < deadline:
                 time.sleep(self.timing.first_poll_s)
-                left = self.store.add(_LEFT, 0)
+                done = self.store.add(_LEFT, 0)
 
-    def join(self, asked: str) -> None:
-        """Rendezvous with the other ranks at `asked`: env://, tcp://HOST:PORT or file:///PATH. All ranks call it first.
+    def join(self, requested: str) -> None:
+        """Rendezvous with the other ranks at `requested`: env://, tcp://HOST:PORT or file:///PATH.
 
-        A timeout error names the missing ranks, as in all other calls. A port that is in use raises UsageError. If the
-        launcher can restart the host of this rank separately, the rank waits until the previous start is over, and
-        joins the next start.
+        All ranks call it first. A timeout error names the missing ranks, as in all other calls. A port that is in use
+        raises UsageError. If the launcher can restart the host of this rank separately, the rank waits until the
+        previous start is over, and joins the next start.
         """
         if self.info.size == 1:
             return
-        address = rendezvous_address(self.info, asked)
-        there = self.info.hosted and asked == "env://"
-        own = not there and address.startswith("tcp://")  # rank 0 hosts the store, so it is new at each start
-        self.serves = self.info.rank == 0 and own
-        again_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
+        address = rendezvous_address(self.info, requested)
+        at_launcher = self.info.hosted and requested == "env://"
+        # If rank 0 hosts the store, it is new at each start.
+        hosted_by_rank_0 = not at_launcher and address.startswith("tcp://")
+        self.serves = self.info.rank == 0 and hosted_by_rank_0
+        retry_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
         while True:
             try:
-                with self._asking():
+                with self._store_errors():
                     base = JobStore(_store(self, address), self.secret)
                     if self.info.rank == 0:
                         self._gather(base)
                     else:
-                        self._follow(base, 0.0 if own else min(self.timing.late_s, self.timeout_s))
+                        self._follow(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
                 return
             except PeerLostError:  # the previous start has ended, with its rank 0
-                if time.monotonic() >= again_until:
+                if time.monotonic() >= retry_until:
                     raise
                 self.store = None
 
     def _gather(self, base: JobStore) -> None:
         name = uuid.uuid4().hex
         self.store = base.part(name)
-        here = {0: self._self()}
-        self.store.set("here 0", here[0])
+        registrations = {0: self._registration()}
+        self.store.set("here 0", registrations[0])
         base.set(_START, name)
         for _ in self._polls(lambda: self._missing("here"), self.timing.name_missing_s):
-            for rank in set(range(1, self.info.size)) - here.keys():
+            for rank in set(range(1, self.info.size)) - registrations.keys():
                 if self.store.has(f"here {rank}"):
-                    here[rank] = self.store.read(f"here {rank}", _here)
-                    self._check_size(rank, here[rank], "0")
-            if len(here) == self.info.size:
+                    registrations[rank] = self.store.read(f"here {rank}", _parse_registration)
+                    self._check_size(rank, registrations[rank], "0")
+            if len(registrations) == self.info.size:
                 break
-        self.hosts = tuple(here[rank]["host"] for rank in range(self.info.size))
+        self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
 
     def _follow(self, base: JobStore, late_s: float) -> None:
         """Find the ID of this start and wait for `begin`. Rank 0 may come up to `late_s` seconds after this rank."""
-        old: set[str] = set()
-        name, doubted_until, over = "", 0.0, False
-        trusts_until = time.monotonic() + late_s
+        stale: set[str] = set()
+        current_id, wait_until, is_over = "", 0.0, False
+        trust_after = time.monotonic() + late_s
         for _ in self._polls(lambda: self._missing("here") if self.store else [0], self.timing.name_missing_s):
-            found = name
+            start_id = current_id
             if base.has(_START):
                 try:
-                    found = base.read(_START, _name)
+                    start_id = base.read(_START, _name)
                 except UntrustedError:  # the store may hold the ID of another job until rank 0 comes
-                    if self.store is None and time.monotonic() >= trusts_until:
+                    if self.store is None and time.monotonic() >= trust_after:
                         raise
-            if found not in {name, *old}:
-                part = base.part(found)
-                over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
+            if start_id not in {current_id, *stale}:
+                part = base.part(start_id)
+                is_over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_alone:
-                        raise UsageError(f"where the ranks meet another process has come as this rank; {_ANOTHER_RUN}")
-                    old.add(found)
+                        raise UsageError(
+                            f"rendezvous: another process has already joined as rank {self.info.rank}; {ANOTHER_RUN}"
+                        )
+                    stale.add(start_id)
                     continue
-                name, self.store = found, part
-                doubted_until = time.monotonic() + late_s if over else 0.0
-                self.store.set(f"here {self.info.rank}", self._self())
-            if self.store is None or time.monotonic() < doubted_until:
+                current_id, self.store = start_id, part
+                wait_until = time.monotonic() + late_s if is_over else 0.0
+                self.store.set(f"here {self.info.rank}", self._registration())
+            if self.store is None or time.monotonic() < wait_until:
                 continue
-            if self._come(_BEGIN):
+            if self._is_set(_BEGIN):
                 hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
-                if over:
+                if is_over:
                     self.store = None  # the run continues without this rank, which must report nothing there
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
                 return
 
-    def _self(self) -> dict[str, Any]:
+    def _registration(self) -> dict[str, Any]:
         return {"size": self.info.size, "host": self.rank_log.host}
 
-    def _check_size(self, other: int, said: Mapping[str, Any], mine: str) -> None:
-        if said["size"] != self.info.size:
+    def _check_size(self, rank: int, registration: Mapping[str, Any], own_rank: str) -> None:
+        if registration["size"] != self.info.size:
             raise UsageError(
-                f"WORLD_SIZE: rank {other} ({said['host']}) was started as one of {said['size']} ranks, rank {mine} "
-                f"({self.rank_log.host}) as one of {self.info.size}; start all ranks with the same; {_ANOTHER_RUN}"
+                f"WORLD_SIZE: rank {rank} ({registration['host']}) was started with world size {registration['size']}, "
+                f"but rank {own_rank} ({self.rank_log.host}) with {self.info.size}; start all ranks with the same "
+                f"world size, and {ANOTHER_RUN}"
             )
 
-    def _exchange(self, what: str) -> str:
+    def _exchange(self, operation: str) -> str:
         self._exchanges += 1
-        return f"{what} {self._exchanges}"
+        return f"{operation} {self._exchanges}"
 
-    def _wait(self, key: str, who: str) -> None:
+    def _wait(self, key: str, prefix: str) -> None:
         """Wait for `key`, which is set once `who RANK` is set for every rank that takes part."""
         assert self.store is not None
-        for _ in self._polls(lambda: self._missing(who), self.timing.name_rank_0_s):
-            if self._come(key):
+        for _ in self._polls(lambda: self._missing(prefix), self.timing.name_rank_0_s):
+            if self._is_set(key):
                 return
 
-    def _come(self, key: str) -> bool:
+    def _is_set(self, key: str) -> bool:
         """Return whether `key` is set. Raise PeerFailedError if it isn't and another rank failed."""
         assert self.store is not None
         failure = self.first_failure()  # read before the key: a rank may set `key` and then fail
-        come = self.store.has(key)
-        if failure is not None and not come:
+        is_set = self.store.has(key)
+        if failure is not None and not is_set:
             raise PeerFailedError(failure)
-        return come
+        return is_set
 
-    def _missing(self, who: str) -> list[int]:
+    def _missing(self, prefix: str) -> list[int]:
         assert self.store is not None
-        missing = [rank for rank in range(self.info.size) if not self.store.has(f"{who} {rank}")]
+        missing = [rank for rank in range(self.info.size) if not self.store.has(f"{prefix} {rank}")]
         return [rank for rank in missing if rank != self.info.rank] or [0]
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         """Raise PeerLostError for the error that torch raises if the store is gone."""
         try:
             yield
         except RuntimeError as error:
             first, *_ = *str(error).splitlines(), type(error).__name__
-            raise PeerLostError(f"lost {_listener(self.info)}, where the ranks meet ({first})") from error
+            raise PeerLostError(f"lost {_listener(self.info)}, which hosts the rendezvous store ({first})") from error
 
     def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
         """Yield for each poll, report the missing ranks from time to time, and raise TransientError at the timeout.
@@ -340,44 +344,44 @@ def polls(
     the waiting time has doubled.
     """
     report_s = timing.name_missing_s if report_s is None else report_s
-    began, pause = time.monotonic(), timing.first_poll_s
-    while (waited := time.monotonic() - began) < timeout_s:
+    start, pause_s = time.monotonic(), timing.first_poll_s
+    while (waited_s := time.monotonic() - start) < timeout_s:
         yield
-        if report and waited >= report_s:
-            report(f"still waiting for {missing()} after {waited:.0f} s")
+        if report and waited_s >= report_s:
+            report(f"still waiting for {missing()} after {waited_s:.0f} s")
             report_s *= 2
-        time.sleep(pause)
-        pause = min(1.5 * pause, timing.longest_poll_s)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, timing.longest_poll_s)
     raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
 def _name(value: Any) -> str:
     """Return a value that is the ID of a start. Raise ValueError for any other value."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
-        raise ValueError("expected the name of a start")
+        raise ValueError("expected the ID of a start")
     return str(value)
 
 
-def _here(value: Any) -> dict[str, Any]:
+def _parse_registration(value: Any) -> dict[str, Any]:
     """Return the registration that a rank wrote. Raise ValueError for any other value."""
-    said = fields(value, {"size": int, "host": str})
-    return {"size": whole(said["size"], least=1), "host": printable_line(said["host"])}
+    registration = fields(value, {"size": int, "host": str})
+    return {"size": whole(registration["size"], least=1), "host": printable_line(registration["host"])}
 
 
 def _parse_hosts(value: Any) -> tuple[str, ...]:
     """Return the host names of all ranks from the `begin` value. Raise ValueError for any other value."""
-    said = fields(value, {"size": int, "hosts": list})
-    if not 1 <= said["size"] == len(said["hosts"]):
-        raise ValueError("hosts: expected one for each rank")
-    return tuple(printable_line(text(host)) for host in said["hosts"])
+    value_fields = fields(value, {"size": int, "hosts": list})
+    if not 1 <= value_fields["size"] == len(value_fields["hosts"]):
+        raise ValueError("hosts: expected one host for each rank")
+    return tuple(printable_line(text(host)) for host in value_fields["hosts"])
 
 
 def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts, with a hash in place of each fact that is too long to send, such as a million names."""
-    said = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
-    most = LONGEST_FACTS // (2 * max(len(facts), 1))
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
+    max_length = LONGEST_FACTS // (2 * max(len(facts), 1))
     return {
-        name: value if len(said[name]) <= most else hashlib.sha256(said[name].encode()).hexdigest()
+        name: value if len(texts[name]) <= max_length else hashlib.sha256(texts[name].encode()).hexdigest()
         for name, value in facts.items()
     }
 
@@ -385,7 +389,7 @@ def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(value: Any) -> dict[str, Any]:
     """Return a value that is a dict of facts by name. Raise ValueError for any other value."""
     if type(value) is not dict:
-        raise ValueError("expected facts by their names")
+        raise ValueError("expected a dict of facts")
     return value
 
 
@@ -395,12 +399,12 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
         # torch would retry for minutes.
-        with os_error_as(UsageError, f"rendezvous {address}", "; name a file that all ranks can write"):
+        with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
             # Mode 0600, because other users could write values that ranks read. O_NONBLOCK, because opening a FIFO
             # would wait for the other end.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
-                raise UsageError(f"rendezvous {address}: is no file; name one that all ranks can write")
+                raise UsageError(f"rendezvous {address}: not a file; use a file that all ranks can read and write")
         return dist.FileStore(str(path), info.size)  # type: ignore[attr-defined]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host, number = host.strip("[]"), int(port)
@@ -414,8 +418,8 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
         return _wait_for_connection(rendezvous, host, number, open_store)
     if dist.is_initialized() and ports.holder(number).startswith(f"pid {os.getpid()} "):
         raise UsageError(
-            f"rendezvous {host}:{port}: torch.distributed listens there already, since the script has opened a process "
-            f"group; take init_process_group out: lockstep.join does it"
+            f"rendezvous {host}:{port}: the process group that the script opened already listens on this port; remove "
+            f"init_process_group, because lockstep.join opens the group"
         )
     # By default, torch listens on all interfaces, regardless of the address.
     return open_store(ports.listener(host, number, near=info.local_size == info.size).detach())
@@ -438,26 +442,26 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
     def missing() -> str:
         return f"{_listener(info)} at {host}:{port} ({reason})"
 
-    connecting = threading.Thread(target=connect, daemon=True)
-    gives_up, known_at = inf, time.monotonic()
+    connector = threading.Thread(target=connect, daemon=True)
+    deadline, last_known = inf, time.monotonic()
     for _ in polls(rendezvous.timeout_s, timing, missing, rendezvous.rank_log.line if _reports(info) else None):
-        if time.monotonic() > gives_up:
-            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {_ANOTHER_RUN}")
-        if not connecting.ident:
+        if time.monotonic() > deadline:
+            raise UsageError(f"timed out after {timing.late_s:.0f} s waiting for {missing()}; {ANOTHER_RUN}")
+        if not connector.ident:
             try:
                 socket.create_connection((host, port), timeout=timing.name_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - known_at >= timing.unknown_host_s and not info.restarted_alone:
+                if time.monotonic() - last_known >= timing.unknown_host_s and not info.restarted_alone:
                     raise ports.unknown(host, port, error) from error
                 continue
             except OSError as error:
-                known_at = time.monotonic()
+                last_known = time.monotonic()
                 reason = error.strerror or str(error)
                 continue
-            reason = "somebody listens there, but does not answer"
-            connecting.start()
-            gives_up = time.monotonic() + timing.late_s
+            reason = "a process listens there, but does not answer"
+            connector.start()
+            deadline = time.monotonic() + timing.late_s
         with suppress(Empty):
             answer = answers.get(timeout=timing.name_missing_s)
             if isinstance(answer, RuntimeError):
@@ -468,9 +472,9 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
 
 def _reports(info: RankInfo) -> bool:
     """Return whether this rank reports a missing rank 0: one rank per host, or each rank that was started by hand."""
-    beside_rank_0 = info.local_rank == info.rank
-    return info.local_rank == int(beside_rank_0) or info.launcher == "environment"
+    on_host_of_rank_0 = info.local_rank == info.rank
+    return info.local_rank == int(on_host_of_rank_0) or info.launcher == "environment"
 
 
 def _listener(info: RankInfo) -> str:
-    return "the agent of torchrun" if info.hosted and info.launcher == "torchrun" else "rank 0"
+    return "torchrun's agent" if info.hosted and info.launcher == "torchrun" else "rank 0"

@@ -13,7 +13,7 @@ from lockstep.errors import UsageError, os_error_as
 _FILE: Final = f"{SECRET}_FILE"
 _SHORTEST: Final = 16
 _LONGEST: Final = 4096
-_ADVICE: Final = f"make one by: (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
+_ADVICE: Final = f"create a secret with (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
 
 
 def new_secret() -> str:
@@ -32,17 +32,17 @@ def job_secret(env: Mapping[str, str]) -> bytes:
     if _FILE not in env:
         return b""
     path = Path(env[_FILE])
-    wrong = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    with wrong, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise UsageError(f"{_FILE} {path}: must be a file that you alone can read; {_ADVICE}")
+    as_usage_error = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
+    with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise UsageError(f"{_FILE} {path}: must be a file that you own and only you can access; {_ADVICE}")
         return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
 
 
 def _check_length(name: str, secret: bytes) -> bytes:
     if b"\n" in secret or b"\0" in secret:
-        raise UsageError(f"{name}: a secret is one line; {_ADVICE}")
+        raise UsageError(f"{name}: a secret must be a single line; {_ADVICE}")
     if not _SHORTEST <= len(secret) <= _LONGEST:
-        raise UsageError(f"{name}: a secret has {_SHORTEST} to {_LONGEST} bytes, this one {len(secret)}; {_ADVICE}")
+        raise UsageError(f"{name}: expected {_SHORTEST} to {_LONGEST} bytes, got {len(secret)}; {_ADVICE}")
     return secret

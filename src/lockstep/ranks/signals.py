@@ -40,23 +40,23 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level = 0
-        self._before: dict[signal.Signals, tuple[Any, Any]] = {}  # our handler and the previous handler
+        self._handlers: dict[signal.Signals, tuple[Any, Any]] = {}  # our handler and the previous handler
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping() if threading.current_thread() is threading.main_thread() else ():
-            own = partial(self._heard, levels[number])
-            self._before[number] = own, signal.signal(number, own)
+            handler = partial(self._on_signal, levels[number])
+            self._handlers[number] = handler, signal.signal(number, handler)
 
     def release(self) -> None:
         """Restore the previous signal handlers, except for signals whose handler was replaced since.
 
         If an error ended a loop, Python may collect the loop long after another loop has started.
         """
-        for number, (own, action) in self._before.items():
-            if signal.getsignal(number) is own:
+        for number, (handler, action) in self._handlers.items():
+            if signal.getsignal(number) is handler:
                 signal.signal(number, action)
-        self._before.clear()
+        self._handlers.clear()
 
-    def _heard(self, level: int, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, level: int, _number: int, _frame: FrameType | None) -> None:
         if level == self.level == _INTERRUPT:
             os._exit(EXIT_INTERRUPTED)
         self.level = max(self.level, level)

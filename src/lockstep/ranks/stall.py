@@ -36,8 +36,8 @@ _TORCH: Final = "torch/distributed/"
 # The modules in which a main thread waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
-    *(f"lockstep/comm/{each}.py" for each in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
-    *(f"lockstep/comm/{each}.py" for each in ("links", "process_groups")),
+    *(f"lockstep/comm/{module}.py" for module in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
+    *(f"lockstep/comm/{module}.py" for module in ("links", "process_groups")),
 )
 
 
@@ -47,11 +47,11 @@ _LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
-    "computes or waits": "  no rank is behind: a GPU computes, or one of these threads, and the others wait for it",
-    "waits": "  no rank is late: they wait for each other, in different places or over a link that is cut",
+    "computes or waits": "  no rank is behind: a GPU or one of these threads is computing, and the other ranks wait",
+    "waits": "  no rank is late: the ranks wait for each other, at different places or over a broken link",
 }
 _SAVES: Final = (
-    "  a save is waited for however long it takes; under placement.on_stall=end set placement.stall_timeout_s higher"
+    "  ranks wait for a save without a timeout; with placement.on_stall=end, set a longer placement.stall_timeout_s"
 )
 
 
@@ -71,9 +71,9 @@ class ThreadState:
     @property
     def words(self) -> str:
         """The status, and the innermost Lockstep line outside `_DOORS`, since all waits look alike inside them."""
-        own = [line for line in self.stack if line.startswith(_OURS)]
-        telling = [line for line in own if not line.startswith(_DOORS)]
-        return f"{self.status.words}, {(telling or own or self.stack)[-1]}"
+        own_lines = [line for line in self.stack if line.startswith(_OURS)]
+        outside_waits = [line for line in own_lines if not line.startswith(_DOORS)]
+        return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
 
 
 @final
@@ -100,7 +100,7 @@ class StallDetector:
         self._timing = self.rendezvous.timing
         self._watched = threading.get_ident()
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._watch, self._answer)]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._watch, self._answer)]
 
     def __enter__(self) -> Self:
         for thread in self._threads if self.rendezvous.store else []:
@@ -115,20 +115,20 @@ class StallDetector:
 
     def _watch(self) -> None:
         """Sample the main thread, and ask the other ranks once it has waited too long."""
-        last, answered, since = self._place(), 0, time.monotonic()
+        last_state, last_question, last_change = self._thread_state(), 0, time.monotonic()
         while not self._over.wait(self._pause_s):
-            place, now = self._place(), time.monotonic()
-            if (place, self._question) != (last, answered):
-                last, answered, since = place, self._question, now
-            elif place.waits is not False and now - since >= self.timeout_s:
-                asking = threading.Thread(target=self._ask, args=(place, now - since), daemon=True)
-                asking.start()
-                asking.join(2 * self._timing.answer_s)
-                if asking.is_alive() and not self._over.is_set():
-                    self.tell(_no_answer_report(self._rank, place, now - since))
-                since = time.monotonic()
+            state, now_s = self._thread_state(), time.monotonic()
+            if (state, self._question) != (last_state, last_question):
+                last_state, last_question, last_change = state, self._question, now_s
+            elif state.waits is not False and now_s - last_change >= self.timeout_s:
+                question_thread = threading.Thread(target=self._ask, args=(state, now_s - last_change), daemon=True)
+                question_thread.start()
+                question_thread.join(2 * self._timing.answer_s)
+                if question_thread.is_alive() and not self._over.is_set():
+                    self.tell(_no_answer_report(self._rank, state, now_s - last_change))
+                last_change = time.monotonic()
 
-    def _ask(self, place: ThreadState, seconds: float) -> None:
+    def _ask(self, state: ThreadState, seconds: float) -> None:
         """Ask all ranks for their state and report the answers. Do nothing if another rank has already asked."""
         question = self._question
         with suppress(RuntimeError):  # the store is gone: the heartbeat reports that
@@ -136,18 +136,20 @@ class StallDetector:
             if store.add(f"stall {question} first", 1) > 1:
                 return
             store.set(_question_key(question), question)
-            until = time.monotonic() + self._timing.answer_s
-            found: dict[int, tuple[str, ThreadState]] = {}
+            deadline = time.monotonic() + self._timing.answer_s
+            answers: dict[int, tuple[str, ThreadState]] = {}
             while (
-                len(found) < self._size and time.monotonic() < until and not self._over.wait(self._timing.answer_poll_s)
+                len(answers) < self._size
+                and time.monotonic() < deadline
+                and not self._over.wait(self._timing.answer_poll_s)
             ):
                 for rank in range(self._size):
-                    if rank not in found and store.has(_answer_key(question, rank)):
+                    if rank not in answers and store.has(_answer_key(question, rank)):
                         with suppress(UntrustedError):
-                            found[rank] = store.read(_answer_key(question, rank), parse_answer)
+                            answers[rank] = store.read(_answer_key(question, rank), parse_answer)
             if not self._over.is_set():
-                self.late = late_ranks(found, self._size)
-                self.tell(stall_report(found, self._size, _first_line(self._rank, place, seconds)))
+                self.late = late_ranks(answers, self._size)
+                self.tell(stall_report(answers, self._size, _first_line(self._rank, state, seconds)))
 
     def _answer(self) -> None:
         """Answer each question with the current state of the main thread."""
@@ -155,10 +157,10 @@ class StallDetector:
             store = self._connect()
             while not self._over.wait(self._pause_s):
                 if store.has(_question_key(self._question)) and self._is_asked(store):
-                    place = self._place()  # first, because writing the record takes a while
-                    said = {"host": self.rendezvous.rank_log.host, **asdict(place), "record": self.record()}
-                    said["stack"] = place.stack[-_SENT_LINES:]
-                    store.set(_answer_key(self._question, self._rank), said)
+                    state = self._thread_state()  # first, because writing the record takes a while
+                    answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
+                    answer["stack"] = state.stack[-_SENT_LINES:]
+                    store.set(_answer_key(self._question, self._rank), answer)
                     self._question += 1
 
     def _is_asked(self, store: JobStore) -> bool:
@@ -176,68 +178,77 @@ class StallDetector:
         assert self.rendezvous.store is not None
         return self.rendezvous.store.clone()
 
-    def _place(self) -> ThreadState:
+    def _thread_state(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
-        files = [_short(each.filename) for each in summary]
-        ours = next((file for file in files if file.startswith(_OURS)), "")
-        stack = tuple(f"{file}:{each.lineno} {each.name}" for file, each in zip(files, summary, strict=True))[::-1]
+        files = [_short(frame_summary.filename) for frame_summary in summary]
+        own_file = next((file for file in files if file.startswith(_OURS)), "")
+        stack = tuple(
+            f"{file}:{frame_summary.lineno} {frame_summary.name}"
+            for file, frame_summary in zip(files, summary, strict=True)
+        )[::-1]
         status = self.rendezvous.status()
-        if ours in _DOORS or files[0].startswith(_TORCH):
+        if own_file in _DOORS or files[0].startswith(_TORCH):
             return ThreadState(status, _to_the_door(stack), True)
         return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
 def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
     """Return the report: which ranks are late and where, where the other ranks wait, and which ranks don't answer."""
-    most = max((place.status.step for _, place in answers.values()), default=0)
-    sharded_as: dict[tuple[_Role, str], list[str]] = {}
-    for rank, (host, place) in sorted(answers.items()):
-        role = _role(place, most)
-        stack = [] if role == "waits" else [f"      {line}" for line in place.stack[-_LINES:]]
+    max_step = max((state.status.step for _, state in answers.values()), default=0)
+    ranks_by_state: dict[tuple[_Role, str], list[str]] = {}
+    for rank, (host, state) in sorted(answers.items()):
+        role = _role(state, max_step)
+        stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
-        sharded_as.setdefault((role, "\n".join([place.words, *stack])), []).append(name)
+        ranks_by_state.setdefault((role, "\n".join([state.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
     lines = [first]
-    lines += [f"  rank {rank} does not answer: it is stopped or hung, its host is gone, or cut off" for rank in silent]
+    lines += [f"  rank {rank} does not answer: stopped, hung or disconnected, or its host is down" for rank in silent]
     for role in _ENDINGS:
-        lines += [f"  rank {', '.join(who)} {role}: {where}" for (its, where), who in sharded_as.items() if its == role]
-    records = [place.record for _, place in answers.values() if place.record]
+        lines += [
+            f"  rank {', '.join(names)} {role}: {description}"
+            for (its_role, description), names in ranks_by_state.items()
+            if its_role == role
+        ]
+    records = [state.record for _, state in answers.values() if state.record]
     if records:
-        lines.append(f"  torch's record of their exchanges: {', '.join(sorted(records))}")
+        lines.append(f"  torch's flight records: {', '.join(sorted(records))}")
     if not silent:
-        found = {role for role, _ in sharded_as}
-        lines += [ending for role, ending in _ENDINGS.items() if role in found][:1]
-        late = [place for _, place in answers.values() if _role(place, most) in _LATE]
-        lines += [_SAVES] if late and all(place.status.phase == "saving" for place in late) else []
+        roles = {role for role, _ in ranks_by_state}
+        lines += [ending for role, ending in _ENDINGS.items() if role in roles][:1]
+        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE]
+        lines += [_SAVES] if late and all(state.status.phase == "saving" for state in late) else []
     return "\n".join(line for line in lines if line)
 
 
 def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
     """Return the ranks that don't answer. If all answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
-    most = max((place.status.step for _, place in answers.values()), default=0)
-    return silent or [rank for rank, (_, place) in sorted(answers.items()) if _role(place, most) in _LATE]
+    max_step = max((state.status.step for _, state in answers.values()), default=0)
+    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE]
 
 
-def _role(place: ThreadState, most: int) -> _Role:
-    """Return the role of a rank in the stall. `most` is the largest number of steps that any rank has done."""
-    if place.waits is None:
-        return "is behind" if place.status.step < most else "computes or waits"
-    return "waits" if place.waits else "is late"
+def _role(state: ThreadState, max_step: int) -> _Role:
+    """Return the role of a rank in the stall. `max_step` is the largest number of steps that any rank has done."""
+    if state.waits is None:
+        return "is behind" if state.status.step < max_step else "computes or waits"
+    return "waits" if state.waits else "is late"
 
 
-def _first_line(rank: int, place: ThreadState, seconds: float) -> str:
-    what = (
-        f"has waited {seconds:.0f} s for other ranks" if place.waits else f"has been at one place for {seconds:.0f} s"
+def _first_line(rank: int, state: ThreadState, seconds: float) -> str:
+    description = (
+        f"has waited {seconds:.0f} s for other ranks"
+        if state.waits
+        else f"has been at the same place for {seconds:.0f} s"
     )
-    return f"stalled: rank {rank} {what}"
+    return f"stalled: rank {rank} {description}"
 
 
-def _no_answer_report(rank: int, place: ThreadState, seconds: float) -> str:
+def _no_answer_report(rank: int, state: ThreadState, seconds: float) -> str:
     return (
-        f"{_first_line(rank, place, seconds)}: {place.words}\n"
-        f"  where the ranks met does not answer: rank 0 or the launcher's agent is stopped, or its host cut off"
+        f"{_first_line(rank, state, seconds)}: {state.words}\n"
+        f"  the rendezvous store does not answer: rank 0 or the launcher's agent is stopped, or its host disconnected"
     )
 
 
@@ -253,20 +264,20 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     """Return the host and thread state that a JSON answer holds. Raise ValueError for any other value."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
-    said = fields(value, kinds)
-    status = RankStatus(**fields(said["status"], {"phase": str, "step": int}))
+    answer = fields(value, kinds)
+    status = RankStatus(**fields(answer["status"], {"phase": str, "step": int}))
     whole(status.step)
-    stack = tuple(printable_line(text(line)) for line in said["stack"])
+    stack = tuple(printable_line(text(line)) for line in answer["stack"])
     if status.phase not in get_args(Phase) or not stack or type(waits) not in (bool, type(None)):
-        raise ValueError("expected the place of a rank")
-    return printable_line(said["host"]), ThreadState(status, stack, waits, printable_line(said["record"]))
+        raise ValueError("expected the state of a rank")
+    return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
 def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
     """Return a stack without the lines inside the wait, since these change while the thread waits."""
-    own = [at for at, line in enumerate(stack) if line.startswith(_OURS)]
-    inside = max((at for at in own if not stack[at].startswith(_DOORS)), default=-1)
-    door = next((at for at in own if at > inside), len(stack))
+    own_lines = [index for index, line in enumerate(stack) if line.startswith(_OURS)]
+    last_outside = max((index for index in own_lines if not stack[index].startswith(_DOORS)), default=-1)
+    door = next((index for index in own_lines if index > last_outside), len(stack))
     return stack[: door + 1]
 
 

@@ -126,7 +126,7 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     """Return the loss of each chunk of a batch, with its sequences split into `chunks` chunks."""
     cooperative = Cooperative([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
-    [*microbatches] = sequences.of(MicroBatch(0, batch, length(batch), 0), 1)
+    [*microbatches] = sequences.units_for(MicroBatch(0, batch, length(batch), 0), 1)
 
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)

@@ -24,11 +24,11 @@ class Strategy:
     bucket_mib: Mib = 8.0
 
     traits: ClassVar[Traits] = Traits(
-        cuts="the positions of each sequence; micro-batches with replicate",
-        needs="recipe.model.sequence_chunks, which the processes of a replica divide; a language model that takes "
-        "position_ids and calls torch's attention without a mask; memory for the whole model in each",
+        cuts="the positions of each sequence; with replicate, also the micro-batches",
+        needs="recipe.model.sequence_chunks, a multiple of the processes per replica; a language model that takes "
+        "position_ids and calls torch's attention without a mask; memory for the whole model on each process",
         communication="queries, keys, values and outputs of each attention, forward and backward, for each "
-        "micro-batch; the sum of the gradients once a step, while backward goes on",
+        "micro-batch; the sum of the gradients once per step, overlapping with backward",
         cuts_sequences=True,
     )
 

@@ -20,7 +20,7 @@ _SENT: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _AS: Final = {
     "fp16": "in fp16",
     "bf16": "in bf16",
-    "powersgd": "as two matrices of few columns: neither exact nor close, since what these leave out comes steps later",
+    "powersgd": "as two low-rank matrices: neither exact nor close, because the rest is only added in later steps",
 }
 _RANK: Final = 2  # as in Vogels et al. 2019 for ResNets
 
@@ -43,8 +43,8 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="the micro-batches of a step",
-            needs="at most as many processes as micro-batches; memory for the whole model in each",
-            communication="the sum of the gradients, once a step, while backward goes on"
+            needs="at most as many processes as micro-batches; memory for the whole model on each process",
+            communication="the sum of the gradients once per step, overlapping with backward"
             + ("" if self.compress == "none" else f", {_AS[self.compress]}"),
             exactness="none" if self.compress == "powersgd" else "bits" if self.compress == "none" else "close",
             sent=self.compress if self.compress in ("fp16", "bf16") else None,
@@ -56,8 +56,8 @@ class Strategy:
         """Raise UsageError if a process would never have a micro-batch, or if options contradict each other."""
         if self.powersgd_rank is not None and self.compress != "powersgd":
             raise UsageError(
-                f"strategy ddp: powersgd_rank goes with compress=powersgd, and compress is {self.compress}; add it, or "
-                f"leave powersgd_rank out"
+                f"strategy ddp: powersgd_rank requires compress=powersgd, got compress={self.compress}; set "
+                f"compress=powersgd, or don't set powersgd_rank"
             )
         check_work(processes, microbatches)
 

@@ -39,11 +39,12 @@ class Strategy:
     bucket_mib: Mib = 32.0
 
     traits: ClassVar[Traits] = Traits(
-        cuts="the micro-batches of a step; the optimizer's state, with stage 2 gradients, with stage 3 parameters",
-        needs="the library deepspeed; an optimizer that works element by element; with stage 3 a model that calls "
-        "the same layers on every rank",
-        communication="stage 1: gradients and new parameters once a step; 2: gradients of each micro-batch; 3: "
-        "parameters twice and gradients once for each micro-batch",
+        cuts="the micro-batches of a step; the optimizer state; from stage 2 also gradients; in stage 3 also "
+        "parameters",
+        needs="the library deepspeed; an element-wise optimizer; with stage 3, a model that calls the same layers on "
+        "every rank",
+        communication="stage 1: gradients and new parameters once per step; stage 2: gradients of each micro-batch; "
+        "stage 3: parameters twice and gradients once for each micro-batch",
         exactness="close",
         by_peers=True,
     )
@@ -56,13 +57,16 @@ class Strategy:
                 "'lockstep-train[deepspeed]'"
             )
         if self.offload == "nvme" and (self.stage != 3 or self.nvme_path is None):
-            found = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is left out"
+            problem = f"stage is {self.stage}" if self.stage != 3 else "nvme_path is not set"
             raise UsageError(
-                f"strategy deepspeed: offload=nvme needs stage 3 and nvme_path, a folder on the disk, and {found}; add "
-                f"it, or use offload=cpu"
+                f"strategy deepspeed: offload=nvme requires stage=3 and nvme_path (a folder on the disk), but "
+                f"{problem}; set it, or use offload=cpu"
             )
         if self.nvme_path is not None and self.offload != "nvme":
-            raise UsageError(f"strategy deepspeed: nvme_path goes with offload=nvme, and offload is {self.offload}")
+            raise UsageError(
+                f"strategy deepspeed: nvme_path requires offload=nvme, got offload={self.offload}; set offload=nvme, "
+                f"or don't set nvme_path"
+            )
         if self.offload == "nvme":
             _check_nvme()
         check_work(processes, microbatches)
@@ -72,27 +76,28 @@ class Strategy:
         precision = numerics.recipe.precision
         if precision not in _PRECISIONS:
             raise UsageError(
-                f"strategy deepspeed: recipe.precision {precision} keeps copies of the weights that DeepSpeed "
-                f"does not know; use {', '.join(_PRECISIONS)}, or another strategy"
+                f"strategy deepspeed: recipe.precision={precision} keeps copies of the weights, which DeepSpeed does "
+                f"not support; use {', '.join(_PRECISIONS)}, or a different strategy"
             )
         if numerics.recipe.compile:
             raise UsageError(
-                "strategy deepspeed: recipe.compile is not offered with it; set it to false, or use zero1, zero2, zero3"
+                "strategy deepspeed: recipe.compile is not supported; set recipe.compile=false, or use strategy zero1, "
+                "zero2 or zero3"
             )
         if numerics.offload_activations:
             raise UsageError(
-                "strategy deepspeed: placement.offload_activations is not offered with it; use placement.recompute, or "
-                "zero1, zero2, zero3"
+                "strategy deepspeed: placement.offload_activations is not supported; use placement.recompute, or "
+                "strategy zero1, zero2 or zero3"
             )
         check_flat(make, "deepspeed")
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """See ExternalEngine. The master weights are in float32, regardless of the dtype of the model."""
-        other = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
-        if other is not None:
+        mismatch = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
+        if mismatch is not None:
             raise UsageError(
-                f"strategy deepspeed: {other} is in {str(dtypes[other]).removeprefix('torch.')}, and DeepSpeed would "
-                f"train it in float32; give the model weights in float32, or use zero1, zero2 or zero3"
+                f"strategy deepspeed: {mismatch} is in {str(dtypes[mismatch]).removeprefix('torch.')}, but DeepSpeed "
+                f"would train it in float32; convert the model to float32, or use strategy zero1, zero2 or zero3"
             )
 
     def preload(self) -> None:
@@ -111,8 +116,8 @@ class Strategy:
             # memory_efficient_linear would stay patched into torch for the rest of the process.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
         if self.offload != "none":
-            place = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
-            zero |= {"offload_optimizer": place} | ({"offload_param": place} if self.stage == 3 else {})
+            device = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
+            zero |= {"offload_optimizer": device} | ({"offload_param": device} if self.stage == 3 else {})
         return {
             "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
             "gradient_accumulation_steps": 1,  # the engine is told when a step ends
@@ -137,6 +142,6 @@ def _check_nvme() -> None:
     builders: Any = import_module("deepspeed.ops.op_builder")
     if not builders.AsyncIOBuilder().is_compatible(verbose=False):
         raise UsageError(
-            "strategy deepspeed: offload=nvme needs DeepSpeed's async_io operation, which cannot be built here: it "
-            "wants a compiler and libaio (on Debian: apt-get install libaio-dev); use offload=cpu"
+            "strategy deepspeed: offload=nvme requires DeepSpeed's async_io operation, which cannot be built here; "
+            "install a compiler and libaio (on Debian: apt-get install libaio-dev), or use offload=cpu"
         )

@@ -26,12 +26,11 @@ class Strategy:
     bucket_mib: Mib = 8.0
 
     traits: ClassVar[Traits] = Traits(
-        cuts="the micro-batches of a step; the experts of mixtures",
-        needs="at most as many processes as micro-batches; recipe.model.chunks, which the processes of a "
-        "replica divide; a model with experts that are known, or recipe.model.plan; an optimizer that works "
-        "element by element",
-        communication="for each mixture and micro-batch the rows and what experts made of them, forward and "
-        "backward; the sum of the other gradients once a step, with replicate of all gradients",
+        cuts="the micro-batches of a step; the experts of mixture-of-experts layers",
+        needs="at most as many processes as micro-batches; recipe.model.chunks, a multiple of the processes per "
+        "replica; a model whose experts are known, or recipe.model.plan; an element-wise optimizer",
+        communication="for each mixture-of-experts layer and micro-batch, the rows and the outputs of the experts, "
+        "forward and backward; the sum of the other gradients once per step, with replicate that of all gradients",
         cuts_rows=True,
         compiles=False,
         by_peers=True,  # the number of rows that it receives

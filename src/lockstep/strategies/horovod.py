@@ -41,9 +41,9 @@ class Strategy:
         """See Strategy."""
         return Traits(
             cuts="the micro-batches of a step",
-            needs="Horovod, by scripts/install-horovod; at most as many processes as micro-batches; memory for the "
-            "whole model in each",
-            communication="Horovod's sum of the gradients, once a step, while backward goes on",
+            needs="Horovod (scripts/install-horovod); at most as many processes as micro-batches; memory for the "
+            "whole model on each process",
+            communication="Horovod's sum of the gradients once per step, overlapping with backward",
             exactness="close",
             sent="fp16" if self.compress == "fp16" else None,
             by_peers=True,
@@ -54,8 +54,8 @@ class Strategy:
         check_work(processes, microbatches)
         if processes > 1 and find_spec("horovod") is None:
             raise UsageError(
-                "strategy horovod: Horovod is not installed; build it for this torch by scripts/install-horovod, or "
-                "use ddp"
+                "strategy horovod: Horovod is not installed; build it for this torch with scripts/install-horovod, or "
+                "use strategy ddp"
             )
 
     def mesh(self, processes: int) -> Mesh:

@@ -26,8 +26,8 @@ class Strategy:
 
     traits: ClassVar[Traits] = Traits(
         cuts="the micro-batches of a step; parameters, gradients and optimizer state, by rows",
-        needs="processes that the replicas divide; an optimizer that updates each tensor by itself",
-        communication="as zero3 within a replica; between replicas a shard of the gradients once a step",
+        needs="a number of processes that replicate divides; an optimizer that updates each tensor by itself",
+        communication="as zero3 within a replica; between replicas, a shard of the gradients once per step",
         cuts_rows=True,
         lends_wholes=True,
         syncs_batchnorm=True,
@@ -39,8 +39,8 @@ class Strategy:
         check_work(processes, microbatches)
         if processes == self.replicate:
             raise UsageError(
-                f"strategy hsdp: {processes} processes in {self.replicate} replicas leave one for each, which shares "
-                f"with nobody; use more processes, fewer replicas, or strategy ddp"
+                f"strategy hsdp: {processes} processes with replicate={self.replicate} leave one process per replica, "
+                f"so nothing is sharded; use more processes, a smaller replicate, or strategy ddp"
             )
 
     def mesh(self, processes: int) -> Mesh:

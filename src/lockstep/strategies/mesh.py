@@ -66,11 +66,11 @@ class Strategy:
     def traits(self) -> Traits:
         """See Strategy."""
         return Traits(
-            cuts="with replicate the micro-batches of a step, with pipe the model into stages, with shard parameters, "
-            "gradients and optimizer state by rows, with expert experts of mixtures, with tensor heads and features, "
-            "with context the positions of sequences",
-            needs="as many processes as the lengths give, multiplied; what pipeline, hsdp, expert, tensor and "
-            "context need of a model; expert goes with replicate alone",
+            cuts="with replicate, the micro-batches of a step; with pipe, the model, into stages; with shard, "
+            "parameters, gradients and optimizer state, by rows; with expert, the experts of mixture-of-experts "
+            "layers; with tensor, heads and features; with context, the positions of sequences",
+            needs="as many processes as the product of the lengths; everything that pipeline, hsdp, expert, tensor and "
+            "context need of a model; expert only supports replicate",
             communication="as pipeline, hsdp, expert, tensor and context, each between the ranks along its axis",
             cuts_rows=self.shard > 1 or self.expert > 1 or self.tensor > 1,
             lends_wholes=self.pipe == self.expert == self.tensor == 1,
@@ -84,31 +84,36 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError if the lengths don't multiply to the processes, or if a process would never have work."""
         lengths = {name: getattr(self, name) for name in _AXES}
-        given = {name: each for name, each in lengths.items() if each and (each > 1 or name == "replicate")}
-        product = prod(given.values())
+        axis_lengths = {
+            name: length for name, length in lengths.items() if length and (length > 1 or name == "replicate")
+        }
+        product = prod(axis_lengths.values())
         if processes % product or (self.replicate is not None and product != processes):
-            asked = " x ".join(f"{name}={length}" for name, length in given.items())
+            lengths_text = " x ".join(f"{name}={length}" for name, length in axis_lengths.items())
             raise UsageError(
-                f"strategy mesh: {asked} is {product} processes, and there are {processes}; change a length, or leave "
-                f"replicate out and use a multiple of {product // (self.replicate or 1)}"
+                f"strategy mesh: {lengths_text} is {product} processes, got {processes}; change a length, or don't set "
+                f"replicate and use a multiple of {product // (self.replicate or 1)} processes"
             )
-        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "tensor", "context") if name in given]
-        if self.expert > 1 and others:
+        conflicts = [
+            f"{name}={axis_lengths[name]}" for name in ("pipe", "shard", "tensor", "context") if name in axis_lengths
+        ]
+        if self.expert > 1 and conflicts:
             raise UsageError(
-                f"strategy mesh: expert={self.expert} goes with replicate alone, not with {' and '.join(others)}; "
-                f"leave expert out: tensor shares the experts too, and shard cuts them by rows"
+                f"strategy mesh: expert={self.expert} is only supported with replicate, not with "
+                f"{' and '.join(conflicts)}; don't set expert, because tensor splits the experts too, and shard splits "
+                f"them by rows"
             )
-        others = [f"{name}={given[name]}" for name in ("pipe", "shard", "expert") if name in given]
-        if self.sequence_parallel and (self.tensor == 1 or others):
-            change = f"leave out {' and '.join(others)}" if others else "make tensor 2 or more"
+        conflicts = [f"{name}={axis_lengths[name]}" for name in ("pipe", "shard", "expert") if name in axis_lengths]
+        if self.sequence_parallel and (self.tensor == 1 or conflicts):
+            change = f"remove {' and '.join(conflicts)}" if conflicts else "set tensor to 2 or more"
             raise UsageError(
-                f"strategy mesh: sequence_parallel is of the processes along tensor, with replicate and context alone; "
-                f"{change}, or leave sequence_parallel out"
+                f"strategy mesh: sequence_parallel requires tensor of 2 or more, and is only supported with replicate "
+                f"and context; {change}, or don't set sequence_parallel"
             )
         if self.pipe == 1 and (self.schedule != "1f1b" or self.stages_per_rank is not None):
             raise UsageError(
-                "strategy mesh: schedule and stages_per_rank are of pipelines, and pipe is 1; make it 2 or more, or "
-                "leave them out"
+                "strategy mesh: schedule and stages_per_rank require pipe of 2 or more, got pipe=1; set pipe to 2 or "
+                "more, or don't set them"
             )
         per_rank = self._per_rank()
         check_stages("mesh", self.schedule, per_rank, self.pipe * per_rank, self.cut)

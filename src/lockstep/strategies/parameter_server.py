@@ -33,11 +33,11 @@ class Strategy:
     def traits(self) -> Traits:
         """See Strategy."""
         return Traits(
-            cuts="the micro-batches of a step; rank 0 alone has the optimizer's state",
-            needs="at most as many processes as micro-batches; memory for the whole model in each; an optimizer that "
-            "works element by element, unless asynchronous; a network on which all may be trusted, since RPC unpickles",
-            communication="each other rank's gradients to rank 0, and the new weights from it, once a step. With "
-            "asynchronous each gradient moves the weights as it comes: neither exact nor close, no two runs are alike",
+            cuts="the micro-batches of a step; only rank 0 has the optimizer state",
+            needs="at most as many processes as micro-batches; memory for the whole model on each process; an "
+            "element-wise optimizer, unless asynchronous; a network in which you trust everyone, because RPC unpickles",
+            communication="gradients to rank 0 and new weights back, once per step. With asynchronous, each gradient "
+            "updates the weights when it arrives: neither exact nor close, and no two runs are the same",
             exactness="none" if self.asynchronous else "bits",
             cuts_rows=not self.asynchronous,
             audits=not self.asynchronous,

@@ -39,11 +39,11 @@ class Strategy:
     def traits(self) -> Traits:
         """See Strategy."""
         return Traits(
-            cuts="the model, into stages; micro-batches with replicate, and with shard the optimizer's state",
-            needs="a model that calls at least as many modules one after the other as there are stages; with shard an "
-            "optimizer that works element by element",
-            communication="what crosses from stage to stage, and its gradient, for each micro-batch; with replicate or "
-            "shard the sum of the gradients once a step, with shard the new parameters too",
+            cuts="the model, into stages; with replicate, also the micro-batches; with shard, also the optimizer state",
+            needs="a model that calls at least as many modules in sequence as there are stages; with shard, an "
+            "element-wise optimizer",
+            communication="activations between stages and their gradients, for each micro-batch; with replicate or "
+            "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
             compiles=self.schedule != "zero_bubble",  # which splits the backward of a block in two
             cuts_sequences=self.schedule != "zero_bubble",  # and the backward of forwards that ran together
@@ -54,13 +54,14 @@ class Strategy:
         """Raise UsageError if the options contradict each other or the number of processes."""
         per_rank = self._per_rank()
         pipelines = self._pipelines
-        asked = " x ".join(
+        options = " x ".join(
             f"{name}={number}" for name, number in (("replicate", self.replicate), ("shard", self.shard)) if number > 1
         )
-        check_divides(f"strategy pipeline: {asked}", pipelines, processes)
+        check_divides(f"strategy pipeline: {options}", pipelines, processes)
         if pipelines > microbatches:
             raise UsageError(
-                f"strategy pipeline: {asked} but only {microbatches} micro-batches; use at most {microbatches}"
+                f"strategy pipeline: {options} requires at least {pipelines} micro-batches, got {microbatches}; use at "
+                f"most {microbatches}, or set recipe.microbatches={pipelines}, which changes the weights"
             )
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
@@ -79,9 +80,9 @@ class Strategy:
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
         """Return the engine of this rank."""
-        each = self._per_rank()
+        per_rank = self._per_rank()
         pipe = PipelineShape(
-            self.schedule, self.replicate, self.shard, stages_per_rank=each, cut=self.cut, recompute=self.recompute
+            self.schedule, self.replicate, self.shard, stages_per_rank=per_rank, cut=self.cut, recompute=self.recompute
         )
         return PipelineEngine(problem, make_optimizer, world, numerics, pipe)
 

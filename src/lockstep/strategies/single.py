@@ -24,7 +24,9 @@ class Strategy:
     def check(self, processes: int, microbatches: int) -> None:
         """Raise UsageError for more than one process."""
         if processes != 1:
-            raise UsageError(f"strategy single: {processes} processes; use 1, or strategy ddp")
+            raise UsageError(
+                f"strategy single: requires 1 process, got {processes}; use placement.processes=1 or strategy ddp"
+            )
 
     def mesh(self, processes: int) -> Mesh:
         """See Strategy."""

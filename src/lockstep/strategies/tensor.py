@@ -33,12 +33,12 @@ class Strategy:
     def traits(self) -> Traits:
         """See Strategy."""
         return Traits(
-            cuts="the heads and features of attention and feed-forward layers; micro-batches with replicate",
-            needs="recipe.model.chunks, which the processes of a replica divide; a model whose layers are known, or "
-            "recipe.model.plan; an optimizer that works element by element",
-            communication="the sum of each cut pair of layers, forward and backward, for each micro-batch; with "
-            "sequence_parallel, in its place, the inputs of its first layers, and the sum to where it belongs; with "
-            "replicate the sum of the gradients once a step",
+            cuts="the heads and features of attention and feed-forward layers; with replicate, also the micro-batches",
+            needs="recipe.model.chunks, a multiple of the processes per replica; a model whose layers are known, or "
+            "recipe.model.plan; an element-wise optimizer",
+            communication="the sum of the outputs of each split pair of layers, forward and backward, for each "
+            "micro-batch; with sequence_parallel, an all-gather of its inputs and a reduce-scatter of its outputs "
+            "instead; with replicate, the sum of the gradients once per step",
             cuts_rows=True,
             compiles=False,
             cuts_sequences=True,

@@ -23,9 +23,9 @@ class Strategy:
     offload: bool = False
 
     traits: ClassVar[Traits] = Traits(
-        cuts="the micro-batches of a step; the optimizer's state, by rows",
+        cuts="the micro-batches of a step; the optimizer state, by rows",
         needs="at most as many processes as micro-batches; an optimizer that updates each tensor by itself",
-        communication="the sum of the gradients and the new parameters, once a step",
+        communication="the sum of the gradients and the new parameters, once per step",
         cuts_rows=True,
         lends_wholes=True,
         syncs_batchnorm=True,

@@ -74,10 +74,10 @@ def _written_out(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "heads", "problem"),
     [
-        (F.scaled_dot_product_attention, (6, 3, 3), "2 chunks cannot share out 6 and 3 heads of queries, keys and"),
+        (F.scaled_dot_product_attention, (6, 3, 3), "2 does not divide the 6 and 3 heads of queries, keys and"),
         (F.scaled_dot_product_attention, (6, 3, 3), "values; use 1, 3"),
-        (_masked, (2, 2, 2), "gives torch's attention a mask, which is one of a chunk alone"),
-        (_to_fewer, (2, 2, 2), "shapes [3, 2, 4, 6], [3, 2, 2, 6], [3, 2, 2, 6]; they have to be of shape"),
+        (_masked, (2, 2, 2), "passes a mask to torch's attention, but the mask only covers one chunk"),
+        (_to_fewer, (2, 2, 2), "of one chunk, got shapes [3, 2, 4, 6], [3, 2, 2, 6], [3, 2, 2, 6]; change"),
         (_by_module, (2, 2, 2), "the model has a torch.nn.MultiheadAttention"),
         (_written_out, (2, 2, 2), "does not call torch.nn.functional.scaled_dot_product_attention"),
     ],

@@ -100,12 +100,12 @@ def test_a_pass_without_gradient_in_bf16_leaves_the_gradients_of_the_next_one_al
 
 REFUSED = [
     (wayward.Transposed, "zero2", r"parameter blocks.1.linear.weight of shape \[6, 6\] has strides \[1, 6\]"),
-    (wayward.ChannelsLast, "zero3", "stem has channels_last weights and an input that is not channels_last"),
+    (wayward.ChannelsLast, "zero3", "stem has channels_last weights, but its input is not channels_last"),
     (wayward.Reentrant, "zero2", "use_reentrant=True"),
     (wayward.Reentrant, "zero3", "use_reentrant=True"),
-    (wayward.Writes, "zero2", "the forward writes the weight blocks.0.linear.weight"),
-    (wayward.Writes, "zero3", "the forward writes the weight blocks.0.linear.weight"),
-    (wayward.Writes, "ddp", "the forward writes the weight blocks.0.linear.weight"),
+    (wayward.Writes, "zero2", "the forward writes to weight blocks.0.linear.weight"),
+    (wayward.Writes, "zero3", "the forward writes to weight blocks.0.linear.weight"),
+    (wayward.Writes, "ddp", "the forward writes to weight blocks.0.linear.weight"),
     (wayward.PenaltyFirst, "zero2", "a weight of blocks.2 is used before blocks.2 is called"),
 ]
 
@@ -126,7 +126,7 @@ def call_a_block_alone(world: World, case: Case) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_block_that_one_rank_calls_by_itself_is_refused(strategy):
-    with pytest.raises(worlds.WorldError, match=r"blocks.0 is called by itself, and its weights are in rows"):
+    with pytest.raises(worlds.WorldError, match=r"blocks.0 is called on its own, but its weights are sharded by rows"):
         worlds.run(2, call_a_block_alone, Case(4, model=wayward.Branches, strategy=strategy))
 
 

@@ -176,7 +176,7 @@ def splitting(model: nn.Module, x: Tensor) -> Tensor:
         ),
         (drawing, "its own forward draws random numbers"),
         (tying, r"its forward calls 4 modules .*not before second, since first.bias is used on both sides"),
-        (splitting, "not before second, since code between modules uses what first gave, behind second too"),
+        (splitting, "not before second, since code between modules also uses an output of first after second"),
     ],
 )
 def test_a_model_that_cannot_be_cut_says_why(between: Callable[[nn.Module, Tensor], Tensor], said: str) -> None:
@@ -206,12 +206,12 @@ def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("stages", "names", "said"),
     [
-        (3, ("mix",), "cut names 1 modules, but there are 3 stages"),
+        (3, ("mix",), "cut: the number of modules must be 2 for 3 stages, got 1"),
         (2, ("mixx",), "the model has no module mixx; did you mean 'mix'"),
-        (2, ("stem",), "stage 0 has no parameter to train"),
-        (3, ("twice", "mix"), "no stage can begin at mix; in order, the model calls: stem, norm, drop"),
+        (2, ("stem",), "stage 0 has no trainable parameter"),
+        (3, ("twice", "mix"), "no stage can begin at mix; name modules in the order of their calls: stem, norm, drop"),
         (2, ("twice.again",), "no stage can begin at twice.again: twice.once.weight is used on both sides"),
-        (3, ("act", "twice"), "stage 1 has no parameter to train"),
+        (3, ("act", "twice"), "stage 1 has no trainable parameter"),
     ],
 )
 def test_a_cut_by_hand_that_cannot_be_says_why(stages: int, names: tuple[str, ...], said: str) -> None:
@@ -220,7 +220,7 @@ def test_a_cut_by_hand_that_cannot_be_says_why(stages: int, names: tuple[str, ..
 
 
 def test_too_many_stages_say_how_many_modules_there_are() -> None:
-    with pytest.raises(UsageError, match=r"cannot be cut into 9 stages .* calls 22 modules one after the other"):
+    with pytest.raises(UsageError, match=r"cannot be split into 9 stages .* calls 22 modules in sequence"):
         find_cut(pipeline_models.mlp(), 9, SAMPLE)
 
 

@@ -141,12 +141,12 @@ def test_a_region_whose_last_layer_is_not_called_says_so() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.first(x)
 
-    with pytest.raises(RuntimeError, match="the model was called and its rowwise layer was not: it cannot be cut"):
+    with pytest.raises(RuntimeError, match="the model was called without its rowwise layer, so it cannot be split"):
         cut(Left(), 2)(torch.ones(2, 6))
 
 
 @pytest.mark.parametrize("layer", ["first", "last"])
 def test_a_layer_that_is_called_from_elsewhere_says_so(layer: str) -> None:
     region = cut(Region(), 2)
-    with pytest.raises(RuntimeError, match="layer of the model was called from elsewhere: it cannot be cut"):
+    with pytest.raises(RuntimeError, match="layer of the model was called outside of it, so it cannot be split"):
         region.get_submodule(layer)(torch.ones(2, 6 if layer == "first" else 4))

@@ -140,7 +140,7 @@ def test_a_rank_holds_its_chunks_alone() -> None:
     ("chunks", "ranks", "problem"),
     [
         (4, 3, "3 processes cannot share the 4 chunks of blocks.0.attention.queries_keys_values; use 1, 2, 4"),
-        (1, 2, "recipe.model.chunks is 1, so there is nothing to share; set it to a number that 2 divides"),
+        (1, 2, "recipe.model.chunks is 1, so there is nothing to share; set it to a multiple of 2"),
     ],
 )
 def test_ranks_that_cannot_share_are_refused(chunks: int, ranks: int, problem: str) -> None:

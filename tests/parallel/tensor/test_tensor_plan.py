@@ -57,33 +57,33 @@ def with_more(name: str, more: nn.Module | nn.Parameter) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "plan", "count", "problem"),
     [
-        (Mlp, {"up": "columnwise"}, 2, "up: there is no kind 'columnwise'; did you mean 'colwise'?"),
+        (Mlp, {"up": "columnwise"}, 2, "up: unknown kind 'columnwise'; did you mean 'colwise'?"),
         (Mlp, {"upp": "colwise"}, 2, "'upp' matches no module; did you mean 'up'?"),
         (
             Mlp,
             MLP,
             2,
-            "the model is cut, and has a parameter norm.weight besides; say of its module whether it is shared",
+            "the model is split, but the plan does not cover its parameter norm.weight; set the module of norm.weight",
         ),
-        (Mlp, WHOLE, 5, "chunks: 5 does not divide up, which has 12 outputs; use 2, 3, 4, 6, 12"),
-        (Mlp, {**WHOLE, "up": "colwise:3"}, 8, "8 does not divide up, which has 3 x 4 outputs; use 2, 4"),
-        (Mlp, {**WHOLE, "down": "colwise", "up": "rowwise"}, 2, "2 does not divide down, which has 5 outputs; use 5"),
-        (Mlp, {"up": "colwise"}, 2, "up is colwise, and no rowwise layer is in the same module"),
-        (Mlp, {"norm": "shared"}, 2, "norm is shared, and no rowwise layer is in the same module"),
+        (Mlp, WHOLE, 5, "chunks: 5 does not divide the 12 outputs of up; use 2, 3, 4, 6, 12"),
+        (Mlp, {**WHOLE, "up": "colwise:3"}, 8, "8 does not divide the 3 x 4 outputs of up; use 2, 4"),
+        (Mlp, {**WHOLE, "down": "colwise", "up": "rowwise"}, 2, "2 does not divide the 5 outputs of down; use 5"),
+        (Mlp, {"up": "colwise"}, 2, "up is colwise, but its module has no rowwise layer"),
+        (Mlp, {"norm": "shared"}, 2, "norm is shared, but its module has no rowwise layer"),
         (
             Mlp,
             {"down": "rowwise"},
             2,
-            "down is rowwise, and no colwise layer comes before it in a module that has both",
+            "down is rowwise, but no module contains both it and a colwise layer",
         ),
-        (Mlp, {**WHOLE, "act": "heads:heads"}, 2, "act has no number 'heads' among its attributes"),
-        (Headed, WHOLE, 2, "2 does not divide up, which has 3 heads; use 3"),
-        (Two, {"*.up": "colwise", "*.down": "rowwise"}, 2, "other.down is a Conv2d; rowwise cuts an nn.Linear"),
+        (Mlp, {**WHOLE, "act": "heads:heads"}, 2, "act has no integer attribute 'heads'"),
+        (Headed, WHOLE, 2, "2 does not divide the 3 heads of up; use 3"),
+        (Two, {"*.up": "colwise", "*.down": "rowwise"}, 2, "other.down is a Conv2d, but rowwise requires an nn.Linear"),
         (
             Two,
             {"one.down": "rowwise", "other.down": "rowwise", "other.up": "colwise", "one.up": "whole"},
             2,
-            "the model has several rowwise layers; put each, with the colwise layers before it, into a module of its",
+            "the model has several rowwise layers; move each one, with the colwise layers before it, to",
         ),
     ],
 )
@@ -101,13 +101,13 @@ def test_heads_that_are_not_divided_are_named() -> None:
     ("model", "count", "problem"),
     [
         (cut_models.Mixture, 3, "3 does not divide experts.count = 8; use 2, 4, 8"),
-        (Mlp, 2, "up is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights [n, k]"),
+        (Mlp, 2, "up is experts, but its forward does not take exactly three arguments; let it take rows [n, d]"),
         (
             partial(with_more, "bias", nn.Parameter(torch.zeros(3))),
             2,
-            "has a parameter bias of shape [3]; dim 0 has to",
+            "its parameter bias has shape [3]; use one row of dim 0",
         ),
-        (partial(with_more, "norm", nn.LayerNorm(3)), 2, "experts is experts, and has modules with parameters"),
+        (partial(with_more, "norm", nn.LayerNorm(3)), 2, "experts is experts, but has submodules with parameters"),
     ],
 )
 def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: int, problem: str) -> None:
@@ -118,7 +118,7 @@ def test_what_are_no_experts_is_refused(model: Callable[[], nn.Module], count: i
 def test_a_layer_that_shares_its_weight_is_not_cut() -> None:
     model = cut_models.made()
     model.blocks[0].up.weight = model.blocks[1].up.weight
-    with pytest.raises(UsageError, match=r"blocks.0.up has a weight in common with blocks.1.up"):
+    with pytest.raises(UsageError, match=r"blocks.0.up shares a weight with blocks.1.up"):
         cut_into_chunks(model, dict(cut_models.PLAN), 2)
 
 
@@ -141,9 +141,9 @@ def test_two_that_are_tied_are_cut_by_rows_together() -> None:
 @pytest.mark.parametrize(
     ("plan", "count", "problem"),
     [
-        ({"table": "vocab"}, 2, "table is vocab, and has a weight in common with head; let both be vocab, or untie"),
-        ({"*": "vocab"}, 7, "chunks: 7 chunks, and table has 6 rows; let it be whole"),
-        ({"conv": "vocab"}, 2, "conv is a Conv1d; vocab cuts an nn.Embedding, or the nn.Linear whose outputs go to"),
+        ({"table": "vocab"}, 2, "table is vocab and shares a weight with head; set both to vocab, or untie"),
+        ({"*": "vocab"}, 7, "chunks: table has 6 rows, fewer than 7 chunks; use fewer chunks, or set table to whole"),
+        ({"conv": "vocab"}, 2, "conv is a Conv1d, but vocab requires an nn.Embedding, or an nn.Linear whose outputs"),
     ],
 )
 def test_what_cannot_be_cut_by_rows_is_refused(plan: dict[str, str], count: int, problem: str) -> None:
@@ -154,7 +154,7 @@ def test_what_cannot_be_cut_by_rows_is_refused(plan: dict[str, str], count: int,
 def test_a_gradient_by_the_number_of_looks_is_refused() -> None:
     model = Scorer()
     model.table.scale_grad_by_freq = True
-    with pytest.raises(UsageError, match="table is vocab, and has scale_grad_by_freq, which looks at"):
+    with pytest.raises(UsageError, match="table is vocab, but sets scale_grad_by_freq, which requires"):
         cut_into_chunks(model, {"*": "vocab"}, 2)
 
 

@@ -95,7 +95,7 @@ def test_forwards_that_come_to_different_regions_are_refused() -> None:
     def forward(number: int) -> None:
         spread.enter(Region(2, f"layer {number}"), partial(torch.relu))
 
-    with pytest.raises(UsageError, match="has come to layer 0, and that of another to something else"):
+    with pytest.raises(UsageError, match="has reached layer 0, but that of another chunk has not"):
         together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
 
 
@@ -137,8 +137,11 @@ WHOLE = {f"blocks.0.attention{name}": "whole" for name in ("", ".queries_keys_va
     ("plan", "problem"),
     [
         ({}, None),
-        ({"embedding.tokens": "vocab", "head": "vocab"}, "embedding.tokens is cut by rows or experts, whose inputs"),
-        (WHOLE, "the model attends outside of what recipe.model.chunks cuts"),
+        (
+            {"embedding.tokens": "vocab", "head": "vocab"},
+            "embedding.tokens is split by rows or experts, and its inputs",
+        ),
+        (WHOLE, "the model attends outside of the layers that recipe.model.chunks splits"),
     ],
     ids=["known", "vocab", "attention"],
 )

@@ -26,17 +26,17 @@ _HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, head
 class SequenceAttention(TorchFunctionMode):
     """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
 
-    def __init__(self, exchange: Exchange, together: Cooperative) -> None:
+    def __init__(self, exchange: Exchange, cooperative: Cooperative) -> None:
         super().__init__()
         self.calls = 0
         self._exchange = exchange
-        self._together = together
+        self._cooperative = cooperative
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
             raise UsageError(
-                f"{KEY}: the model has a torch.nn.MultiheadAttention, which would attend within a chunk; call "
-                f"torch.nn.functional.scaled_dot_product_attention, or leave the key out"
+                f"{KEY}: the model has a torch.nn.MultiheadAttention, which would only attend within a chunk; call "
+                f"torch.nn.functional.scaled_dot_product_attention instead, or remove this key"
             )
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
@@ -46,9 +46,9 @@ class SequenceAttention(TorchFunctionMode):
         """Raise UsageError where the forward attended to nothing, as far as is known here."""
         if not self.calls:
             raise UsageError(
-                f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so its chunks would "
-                f"know nothing of each other; use a model that does (of transformers: attn_implementation: sdpa), or "
-                f"leave the key out"
+                f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so a chunk would "
+                f"not attend to other chunks; use a model that calls it (in transformers, with attn_implementation: "
+                f"sdpa), or remove this key"
             )
 
     def _attend(
@@ -72,36 +72,36 @@ class SequenceAttention(TorchFunctionMode):
 
         by_heads = partial(self._exchange, cut=_HEADS, join=_POSITIONS)
         by_positions = partial(self._exchange, cut=_POSITIONS, join=_HEADS)
-        place = f"attention {self.calls}"
-        given = query, key, value
-        query, key, value = self._together.exchange(f"the inputs of {place}", by_heads, given)
+        label = f"attention {self.calls}"
+        inputs = query, key, value
+        query, key, value = self._cooperative.exchange(f"the inputs of {label}", by_heads, inputs)
         # As many query heads go with each head of keys as before, since both are dealt out in their order.
         outputs = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        [attended] = self._together.exchange(f"the outputs of {place}", by_positions, (outputs,))
-        found: Tensor = attended
-        return found
+        [attended] = self._cooperative.exchange(f"the outputs of {label}", by_positions, (outputs,))
+        output: Tensor = attended
+        return output
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
     if mask is not None:
         raise UsageError(
-            f"{KEY}: the model gives torch's attention a mask, which is one of a chunk alone; use one whose attention "
-            f"is causal, or to all positions, by is_causal (no padding, packed sequences or sliding window), or leave "
-            f"the key out"
+            f"{KEY}: the model passes a mask to torch's attention, but the mask only covers one chunk; use causal or "
+            f"full attention, set with is_causal (without padding, packed sequences or a sliding window), or remove "
+            f"this key"
         )
     if not query.ndim == key.ndim == value.ndim == 4 or not query.shape[2] == key.shape[2] == value.shape[2]:
-        shapes = ", ".join(str(list(each.shape)) for each in (query, key, value))
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in (query, key, value))
         raise UsageError(
-            f"{KEY}: the model attends with queries, keys and values of shapes {shapes}; they have to be of shape "
-            f"[n, heads, positions, channels], with the positions of one chunk"
+            f"{KEY}: expected queries, keys and values of shape [n, heads, positions, channels] with the positions of "
+            f"one chunk, got shapes {shapes}; change the model's calls of attention, or remove this key"
         )
-    counts = {each.shape[1] for each in (query, key, value)}
+    counts = {tensor.shape[1] for tensor in (query, key, value)}
     if any(count % chunks for count in counts):
-        fitting = [str(each) for each in divisors(min(counts)) if not any(count % each for count in counts)]
+        options = [str(divisor) for divisor in divisors(min(counts)) if not any(count % divisor for count in counts)]
         raise UsageError(
-            f"{KEY}: {chunks} chunks cannot share out {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
-            f"queries, keys and values; use {', '.join(fitting)} (where recipe.model.chunks cuts attention, these are "
-            f"the heads of one of its chunks: fewer of them have more heads)"
+            f"{KEY}: {chunks} does not divide the {' and '.join(map(str, sorted(counts, reverse=True)))} heads of "
+            f"queries, keys and values; use {', '.join(options)} (if recipe.model.chunks splits attention, these are "
+            f"the heads of one of its chunks, and fewer of its chunks have more heads each)"
         )

@@ -30,45 +30,54 @@ class Exchange:
         self.chunks = chunks
         self._rank = rank
         self._ranks = ranks
-        self._own = chunks // ranks
+        self._local_count = chunks // ranks
         self._carrier = carrier
 
-    def __call__(self, given: Sequence[Sequence[Tensor]], cut: int, join: int) -> list[tuple[Tensor, ...]]:
-        """Return what each of this rank's chunks gets, where `given` has what each gives: as many tensors."""
-        there, back = partial(self.deal, cut=cut, join=join), partial(self.deal, cut=join, join=cut)
-        parts = linear_map(there, back, [tensor for tensors in given for tensor in tensors])
-        count = len(given[0])
+    def __call__(self, inputs: Sequence[Sequence[Tensor]], cut: int, join: int) -> list[tuple[Tensor, ...]]:
+        """Return what each of this rank's chunks gets, where `inputs` has what each gives: as many tensors."""
+        forward, backward = partial(self.deal, cut=cut, join=join), partial(self.deal, cut=join, join=cut)
+        parts = linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
+        count = len(inputs[0])
         return [parts[first : first + count] for first in range(0, len(parts), count)]
 
-    def deal(self, given: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
-        """Return the tensors that this rank's chunks get, chunk by chunk, as they are `given`."""
-        kinds = len(given) // self._own
-        results = [self._join(given[kind::kinds], cut, join) for kind in range(kinds)]
-        return [result[chunk] for chunk in range(self._own) for result in results]
+    def deal(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
+        """Return the tensors that this rank's chunks get, chunk by chunk, like `tensors`."""
+        kinds = len(tensors) // self._local_count
+        results = [self._join(tensors[kind::kinds], cut, join) for kind in range(kinds)]
+        return [result[chunk] for chunk in range(self._local_count) for result in results]
 
-    def _join(self, given: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
-        """Return what each of this rank's chunks gets of one kind, where `given` has one tensor of each."""
-        parts = [tensor.chunk(self.chunks, cut) for tensor in given]
-        arriving = self._swap(parts)
-        own = [part for each in parts for part in each[self._first(self._rank) : self._first(self._rank + 1)]]
-        by_rank = [own if rank == self._rank else [*arriving[rank]] for rank in range(self._ranks)]
+    def _join(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
+        """Return what each of this rank's chunks gets of one kind, where `tensors` has one tensor of each."""
+        parts = [tensor.chunk(self.chunks, cut) for tensor in tensors]
+        arrived = self._swap(parts)
+        own_parts = [
+            part for chunk_parts in parts for part in chunk_parts[self._first(self._rank) : self._first(self._rank + 1)]
+        ]
+        by_rank = [own_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
         # Each joined tensor has memory of its own, and lies as it does where all chunks are in one process.
         return [
-            torch.cat([part for of_rank in by_rank for part in of_rank[chunk :: self._own]], join).contiguous()
-            for chunk in range(self._own)
+            torch.cat(
+                [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], join
+            ).contiguous()
+            for chunk in range(self._local_count)
         ]
 
     def _swap(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
         """Send each other rank the parts for its chunks, giver by giver, and return what each sends, in that order."""
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sent = [
-            (torch.stack([part for each in parts for part in each[self._first(rank) : self._first(rank + 1)]]), rank)
-            for rank in others
+            (
+                torch.stack(
+                    [part for chunk_parts in parts for part in chunk_parts[self._first(rank) : self._first(rank + 1)]]
+                ),
+                rank,
+            )
+            for rank in peers
         ]
-        arriving = {rank: torch.empty_like(tensor) for tensor, rank in sent}
+        arrived = {rank: torch.empty_like(tensor) for tensor, rank in sent}
         if self._carrier is not None:
-            move(self._carrier, sent, [(tensor, rank) for rank, tensor in arriving.items()])
-        return arriving
+            move(self._carrier, sent, [(tensor, rank) for rank, tensor in arrived.items()])
+        return arrived
 
     def _first(self, rank: int) -> int:
-        return rank * self._own
+        return rank * self._local_count

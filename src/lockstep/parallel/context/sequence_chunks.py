@@ -31,38 +31,43 @@ POSITIONS: Final = "position_ids"  # what models call the argument, as transform
 
 @final
 class SequenceChunks:
-    """The chunks `own` of the sequences of a micro-batch, whose forwards run in `together`.
+    """The chunks `local_chunks` of the sequences of a micro-batch, whose forwards run in `cooperative`.
 
-    `takes` are the names of what the model's forward takes, in order.
+    `arguments` are the names of the arguments of the model's forward, in order.
     """
 
     def __init__(
-        self, task: CutsSequences, takes: Sequence[str], own: range, exchange: Exchange, together: Cooperative
+        self,
+        task: CutsSequences,
+        arguments: Sequence[str],
+        local_chunks: range,
+        exchange: Exchange,
+        cooperative: Cooperative,
     ) -> None:
         self.count = exchange.chunks
         self._task = task
-        self._takes = takes
-        self._own = own
+        self._arguments = arguments
+        self._local_chunks = local_chunks
         self._exchange = exchange
-        self._together = together
+        self._cooperative = cooperative
         self._microbatches = 1
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits. The weight of each chunk is that of the whole micro-batch."""
         self._microbatches = microbatches
         first, batch = microbatch.index, microbatch.batch
         return [
             replace(microbatch, index=chunk * microbatches + first, batch=self._task.chunk(batch, chunk, self.count))
-            for chunk in self._own
+            for chunk in self._local_chunks
         ]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
         """See WorkUnits: a chunk has the positions that it has in the sequence."""
-        return with_positions(self._task.inputs(leaf.batch), self._takes, leaf.index // self._microbatches)
+        return with_positions(self._task.inputs(leaf.batch), self._arguments, leaf.index // self._microbatches)
 
     def around(self) -> SequenceAttention:
         """See WorkUnits."""
-        return SequenceAttention(self._exchange, self._together)
+        return SequenceAttention(self._exchange, self._cooperative)
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
         """See WorkUnits."""
@@ -70,7 +75,7 @@ class SequenceChunks:
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
         """See WorkUnits."""
-        return with_positions(inputs, self._takes)
+        return with_positions(inputs, self._arguments)
 
     def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
         """Return what a whole model gives for a chunk; UsageError where it attends to nothing."""
@@ -80,12 +85,12 @@ class SequenceChunks:
         return outputs
 
 
-def with_positions(inputs: Inputs, takes: Sequence[str], chunk: int = 0) -> Inputs:
+def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
     """Return the inputs of a forward that takes arguments of these names, with the positions of such a chunk."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
-    named = inputs if isinstance(inputs, Mapping) else dict(zip(takes, inputs, strict=False))
+    named = inputs if isinstance(inputs, Mapping) else dict(zip(arguments, inputs, strict=False))
     return {**named, POSITIONS: positions}
 
 
@@ -95,7 +100,7 @@ def argument_names(model: nn.Module) -> Sequence[str]:
 
 
 def leaves_of(
-    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
+    problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
 ) -> WorkUnits:
     """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
     if chunks == 1:
@@ -103,15 +108,15 @@ def leaves_of(
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
     carrier = world.carrier(mesh, "context", side_stream=False) if ranks > 1 else None
     exchange = Exchange(chunks, rank, ranks, carrier)
-    own = part(chunks, ranks, rank)
-    return SequenceChunks(sequence_task(problem.task), argument_names(model), own, exchange, together)
+    local_chunks = part(chunks, ranks, rank)
+    return SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
 
 
 def sequence_task(task: Task) -> CutsSequences:
     """Return the task as one that cuts sequences; UsageError where it is none."""
     if not isinstance(task, CutsSequences):
         raise UsageError(
-            f"{KEY}: the task ({type(task).__name__}) does not cut its batches into chunks of sequences; use the task "
-            f"language, without recipe.metrics, or leave the key out"
+            f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "
+            f"recipe.metrics, or remove this key"
         )
     return task

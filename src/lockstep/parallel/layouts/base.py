@@ -149,7 +149,7 @@ def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable
     no rank waits for a GPU, and because a CPU would add in a different order. Tensors in CPU memory are moved to the
     device piece by piece.
     """
-    own, device = list(parts if trained is None else trained), world.device
+    parameters, device = list(parts if trained is None else trained), world.device
 
     def heights(tensors: Iterable[Tensor]) -> list[int]:
         shapes = [parts[parameter].shape for parameter in tensors]
@@ -158,20 +158,22 @@ def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable
     def of_rows(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         table = torch.zeros(sum(heights(tensors)), dtype=torch.float64, device=device)
         starts = accumulate(heights(tensors), initial=0)
-        places = {parameter: start + parts[parameter].first for parameter, start in zip(tensors, starts, strict=False)}
-        held = [each for each, tensor in tensors.items() if parts[each].primary and tensor.numel()]
-        for piece in pieces((each, tensors[each].nbytes) for each in held):
-            for parameter, norms in zip(piece, row_norms([tensors[each].to(device) for each in piece]), strict=True):
-                table[places[parameter] : places[parameter] + len(norms)] = norms
+        offsets = {parameter: start + parts[parameter].first for parameter, start in zip(tensors, starts, strict=False)}
+        held_here = [parameter for parameter, tensor in tensors.items() if parts[parameter].primary and tensor.numel()]
+        for piece in pieces((parameter, tensors[parameter].nbytes) for parameter in held_here):
+            for parameter, norms in zip(
+                piece, row_norms([tensors[parameter].to(device) for parameter in piece]), strict=True
+            ):
+                table[offsets[parameter] : offsets[parameter] + len(norms)] = norms
         return world.add_(table)
 
     def all_rows(tensors: Sequence[Tensor]) -> Tensor:
-        given = dict(zip(own, tensors, strict=True))
-        return of_rows({each: given.get(each, part.tensor) for each, part in parts.items()})
+        by_parameter = dict(zip(parameters, tensors, strict=True))
+        return of_rows({parameter: by_parameter.get(parameter, part.tensor) for parameter, part in parts.items()})
 
     def of_tensors(tensors: Mapping[Tensor, Tensor]) -> Tensor:
         rows = torch.split(of_rows(tensors), heights(tensors))
-        return torch.stack([norm_of_rows(each) for each in rows])
+        return torch.stack([norm_of_rows(row) for row in rows])
 
     def agree_(flags: Sequence[Tensor]) -> None:
         for flag in flags:
@@ -194,8 +196,8 @@ class Slots:
         """Return this rank's tensor `name` (`<parameter>/<slot>`) as a shard if its parameter is sharded."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
-        lies_alike = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
-        return self._held(owner, tensor) if lies_alike else tensor
+        has_same_shape = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
+        return self._held(owner, tensor) if has_same_shape else tensor
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's part of the whole tensor `name`. If it is sharded like its parameter, it is [r, ...]."""
@@ -203,22 +205,25 @@ class Slots:
         parameter = self._by_name.get(owner)
         if parameter is None:
             return whole
-        held = self._held(owner, parameter)
-        return slice_of(whole, held) if isinstance(held, Shard) and whole.shape == held.shape else whole
+        shard = self._held(owner, parameter)
+        return slice_of(whole, shard) if isinstance(shard, Shard) and whole.shape == shard.shape else whole
 
 
 @torch.no_grad()
-def take_over(given: NamedTensors, own: NamedTensors, names: Iterable[str] | None = None) -> None:
-    """Copy this rank's part of the whole tensors in `given` to the tensors in `own`.
+def take_over(source: NamedTensors, target: NamedTensors, names: Iterable[str] | None = None) -> None:
+    """Copy this rank's part of the whole tensors in `source` to the tensors in `target`.
 
-    Raises UsageError if the names in `given` aren't the names of the model: the names in `own`, or `names` if `own` has
-    only some of the model's tensors.
+    Raises UsageError if the names in `source` aren't the names of the model: the names in `target`, or `names` if
+    `target` has only some of the model's tensors.
     """
-    differing = sorted({*given}.symmetric_difference(own if names is None else names))
+    differing = sorted({*source}.symmetric_difference(target if names is None else names))
     if differing:
-        raise UsageError(f"the state is that of another model; differing: {', '.join(differing[:5])}")
-    for name, held in own.items():
-        local_tensor(held).copy_(slice_of(local_tensor(given[name]), held))
+        raise UsageError(
+            f"the state does not match the model, these tensors differ: {', '.join(differing[:5])}; load the state of "
+            f"this model"
+        )
+    for name, tensor in target.items():
+        local_tensor(tensor).copy_(slice_of(local_tensor(source[name]), tensor))
 
 
 def trainable_parameters(model: nn.Module) -> list[Named]:
@@ -232,7 +237,7 @@ def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
     All ranks must call this in the same way. The tensors must fit into memory. Checkpoints are written without this
     function (training/checkpoint/shards.py).
     """
-    shards = {name: held for name, held in tensors.items() if isinstance(held, Shard)}
+    shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Shard)}
     # Add up one table of bytes for all tensors. Each byte is nonzero on at most one rank. A sum of floats would turn
     # -0.0 into 0.0.
     ends = list(accumulate((_bytes(shard) for shard in shards.values()), initial=0))
@@ -240,33 +245,33 @@ def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
     for start, shard in zip(ends, shards.values(), strict=False):
         if shard.primary and shard.tensor.numel():
             size = shard.tensor.element_size()
-            own = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            data = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             for run in shard.runs():
                 begin = start + run.at * size
-                table[begin : begin + run.length * size] = own[run.own * size : (run.own + run.length) * size]
+                table[begin : begin + run.length * size] = data[run.own * size : (run.own + run.length) * size]
     if shards:
         world.add_(table)
     starts = dict(zip(shards, ends, strict=False))
     return {
-        name: _whole(table, starts[name], held) if isinstance(held, Shard) else held.detach()
-        for name, held in tensors.items()
+        name: _whole(table, starts[name], tensor) if isinstance(tensor, Shard) else tensor.detach()
+        for name, tensor in tensors.items()
     }
 
 
 def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     """Yield whole tensors of this rank, then on rank 0 the gathered sharded tensors. All ranks must exhaust it."""
-    yield from ((name, held) for name, held in tensors.items() if not isinstance(held, Shard))
-    cut = [(name, held) for name, held in tensors.items() if isinstance(held, Shard)]
+    yield from ((name, tensor) for name, tensor in tensors.items() if not isinstance(tensor, Shard))
+    shards = [(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Shard)]
     # Gather groups of tensors, because one collective per tensor would dominate the time.
-    for group in pieces(((each, _bytes(each[1])) for each in cut), _GATHERED_BYTES):
+    for group in pieces(((item, _bytes(item[1])) for item in shards), _GATHERED_BYTES):
         whole = gather_whole(world, dict(group))
         if world.rank == 0:
             yield from whole.items()
 
 
 def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:
-    own = table[start : start + shard.shape.numel() * shard.tensor.element_size()]
-    return own.view(shard.tensor.dtype).reshape(shard.shape)
+    data = table[start : start + shard.shape.numel() * shard.tensor.element_size()]
+    return data.view(shard.tensor.dtype).reshape(shard.shape)
 
 
 def _bytes(shard: Shard) -> int:

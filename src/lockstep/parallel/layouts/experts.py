@@ -48,8 +48,8 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
         raise UsageError(
-            f"strategy {strategy}: the model has no experts that are known; say in recipe.model.plan which they are "
-            f"(docs/model-parallel.md#experts), or use strategy tensor, which shares the other layers"
+            f"strategy {strategy}: found no known experts in the model; name them in recipe.model.plan "
+            f"(docs/model-parallel.md#experts), or use strategy tensor, which splits the other layers"
         )
     check_shared(experts, ranks, strategy)
     return experts
@@ -73,15 +73,17 @@ def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
         rank = mesh.coordinate(world.rank).expert
-        cut = places(model, layers, rank, mesh.expert)
-        shared = [(name, parameter) for name, parameter in trainable_parameters(model) if name not in cut]
-        sums = Gradients(shared, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
-        [in_step] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
-        data_ranks = [mesh.data_rank(each) for each in in_step]
-        place = Slice(cut, rank, primary=not mesh.coordinate(world.rank).replicate)
+        row_places = places(model, layers, rank, mesh.expert)
+        other_parameters = [
+            (name, parameter) for name, parameter in trainable_parameters(model) if name not in row_places
+        ]
+        sums = Gradients(other_parameters, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
+        [step_ranks] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
+        data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
+        expert_slice = Slice(row_places, rank, primary=not mesh.coordinate(world.rank).replicate)
         across = world.canonical(mesh, "replicate", side_stream=False)
         experts = [_sums_of(layer, across) for layer in layers.values()]
-        return SlicedLayout(world, place, weights), _ExpertGradients(sums, experts, data_ranks)
+        return SlicedLayout(world, expert_slice, weights), _ExpertGradients(sums, experts, data_ranks)
 
     return make
 
@@ -104,16 +106,20 @@ class _Sums:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        return {name: each for name, each in self.module.named_parameters(recurse=False) if each.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters(recurse=False)
+            if parameter.requires_grad
+        }
 
     def push(self, indices: Sequence[int | None]) -> None:
         """Push the gradients of a round. `indices` has the micro-batch of each rank, or None for a dummy."""
-        taken = self.dispatch.take()
+        received = self.dispatch.take()
         for rank, index in enumerate(indices):
             if index is None:
                 continue
             for name, parameter in self.trained.items():
-                gradient = taken.get(rank, {}).get(name)
+                gradient = received.get(rank, {}).get(name)
                 if gradient is None:
                     gradient = torch.zeros_like(parameter)
                 counter = self.counters.setdefault((name, rank), Counter(add_))
@@ -123,13 +129,13 @@ class _Sums:
         """Put the sums into `grad`. All ranks must call it."""
         for name, parameter in self.trained.items():
             # The ranks of a round have consecutive micro-batches, so merge their blocks before they are sent.
-            joined: Counter[Tensor] = Counter(add_)
+            counter: Counter[Tensor] = Counter(add_)
             for rank in range(self.dispatch.ranks):
-                own = self.counters.get((name, rank))
-                for block, part in own.pieces().items() if own is not None else ():
-                    joined.take(block, part.reshape(-1))
+                rank_counter = self.counters.get((name, rank))
+                for block, part in rank_counter.pieces().items() if rank_counter is not None else ():
+                    counter.take(block, part.reshape(-1))
             like = parameter.new_empty(parameter.numel(), dtype=sum_dtype(parameter))
-            parameter.grad = self.across(joined.pieces(), leaves, like).view(parameter.shape)
+            parameter.grad = self.across(counter.pieces(), leaves, like).view(parameter.shape)
 
 
 @final
@@ -148,8 +154,10 @@ class _ExpertGradients:
         """See GradientSum."""
         self._shared.begin(leaves, microbatches)
         self._leaves = leaves
-        dealt = [[None if dummy else index for index, dummy in each.indices(leaves)] for each in self._data_ranks]
-        self._rounds = list(zip(*dealt, strict=True))[::-1]
+        indices_by_rank = [
+            [None if dummy else index for index, dummy in data_rank.indices(leaves)] for data_rank in self._data_ranks
+        ]
+        self._rounds = list(zip(*indices_by_rank, strict=True))[::-1]
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""

@@ -42,8 +42,10 @@ def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_b
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, calls, dtype)
-        pushed = PushedSum(world.rank == 0, server, calls)
-        return layout, Gradients(trainable_parameters(model), pushed, stream, alone=False, bucket_bytes=bucket_bytes)
+        pushed_sum = PushedSum(world.rank == 0, server, calls)
+        return layout, Gradients(
+            trainable_parameters(model), pushed_sum, stream, alone=False, bucket_bytes=bucket_bytes
+        )
 
     return make
 
@@ -75,7 +77,9 @@ class Server:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
                 missing = self._workers - len(self._pushed[number])
-                raise PeerLostError(f"{missing} of {self._workers} workers pushed no gradient in {self._timeout_s:g} s")
+                raise PeerLostError(
+                    f"got no gradient from {missing} of {self._workers} workers within {self._timeout_s:g} s"
+                )
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
@@ -83,9 +87,9 @@ class Server:
         with self._changed:
             self._weights = weights
             self._updates += 1
-            waiting, self._waiting = self._waiting, []
-        for each in waiting:
-            each.set_result(weights)
+            futures, self._waiting = self._waiting, []
+        for future in futures:
+            future.set_result(weights)
 
     def pull(self, update: int) -> Future[list[Tensor]]:
         """Return a future for the weights of update number `update`."""
@@ -114,10 +118,10 @@ class PushedSum:
         if not self._serves:
             self._calls.ask("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
-        found = dict(pieces)
+        all_pieces = dict(pieces)
         for pushed in self._server.collect(self._number):
-            found |= {block: piece.to(like.device) for block, piece in pushed.items()}
-        return total(found, leaves, add_)
+            all_pieces |= {block: piece.to(like.device) for block, piece in pushed.items()}
+        return total(all_pieces, leaves, add_)
 
 
 @final
@@ -134,30 +138,33 @@ class ServedLayout:
         scalars = [name for name, weight in self._whole if not weight.ndim]
         if scalars:
             raise UsageError(
-                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; give it shape (1,), or use ddp"
+                f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; use shape (1,), or use "
+                f"strategy ddp"
             )
         rows = slice(None) if self._serves else slice(0)
-        self._cuts = {
+        self._shards = {
             name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._serves) for name, weight in self._whole
         }
         self.trained = (
-            self._whole if self._serves else [(name, nn.Parameter(self._cuts[name].tensor)) for name, _ in self._whole]
+            self._whole
+            if self._serves
+            else [(name, nn.Parameter(self._shards[name].tensor)) for name, _ in self._whole]
         )
         self._updates = 0
-        parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
+        parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name])
+        return shard_like(tensor, self._shards[name])
 
     def collect(self) -> None:
         """See Layout."""
         self._weights.collect()
         if not self._serves:
-            for (_, weight), (_, own) in zip(self._whole, self.trained, strict=True):
+            for (_, weight), (_, parameter) in zip(self._whole, self.trained, strict=True):
                 weight.grad = None
-                own.grad = torch.zeros_like(own)
+                parameter.grad = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def publish(self) -> None:

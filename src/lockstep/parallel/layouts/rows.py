@@ -53,15 +53,15 @@ class RowLayout:
         self._world = world
         self._whole = trainable_parameters(model)
         self._weights = Weights(model, dtype)
-        self._cuts = {name: self._cut(parameter) for name, parameter in self._whole}
+        self._shards = {name: self._cut(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
         self._offload = offload
-        self._apart = offload or self._copies  # whether the rows have separate memory from the model
-        self.trained = [(name, nn.Parameter(self._own(parameter))) for name, parameter in self._whole]
+        self._has_separate_memory = offload or self._copies  # whether the rows have separate memory from the model
+        self.trained = [(name, nn.Parameter(self._rows_here(parameter))) for name, parameter in self._whole]
         self._weights.let_go()
-        parts: dict[Tensor, Shard] = {own: self._cuts[name] for name, own in self.trained}
+        parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
-        self._moved = self._sort()
+        self._packs = self._sort()
         self._keeps_whole = False
         self._sums: list[Tensor] = []  # whole sums of a step, in the order of `trained`, if they are kept
 
@@ -70,13 +70,13 @@ class RowLayout:
         if not self._copies:
             return {**self._model.state_dict()}
         pairs = zip(self._whole, self.trained, strict=True)
-        rows = {parameter: self.as_shard(name, own.detach()) for (name, parameter), (_, own) in pairs}
-        others = self._weights.state()
-        return {name: rows.get(each, others[name]) for name, each in self._model.state_dict(keep_vars=True).items()}
+        rows = {parameter: self.as_shard(name, rows_here.detach()) for (name, parameter), (_, rows_here) in pairs}
+        states = self._weights.state()
+        return {name: rows.get(value, states[name]) for name, value in self._model.state_dict(keep_vars=True).items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name]) if self._cuts[name].shape else tensor
+        return shard_like(tensor, self._shards[name]) if self._shards[name].shape else tensor
 
     @torch.no_grad()
     def reload(self) -> None:
@@ -84,18 +84,18 @@ class RowLayout:
         if self._copies:
             self._weights.publish()
             self.publish()
-        elif self._apart:
+        elif self._has_separate_memory:
             for name, trained in self.trained:
-                trained.copy_(self._cuts[name].tensor)
+                trained.copy_(self._shards[name].tensor)
 
     def collect(self) -> None:
         """See Layout. Keeps this rank's rows of the gradients, and frees all other rows during the update."""
         self._sums.clear()
-        for (name, parameter), (_, own) in zip(self._whole, self.trained, strict=True):
+        for (name, parameter), (_, row) in zip(self._whole, self.trained, strict=True):
             assert parameter.grad is not None
-            cut = self._cuts[name]
-            gradient = parameter.grad[cut.first : cut.first + len(own)] if cut.shape else parameter.grad
-            own.grad = self._copied(gradient)
+            shard = self._shards[name]
+            gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
+            row.grad = self._copied(gradient)
             if self._keeps_whole:
                 self._sums.append(parameter.grad)
             parameter.grad = None
@@ -112,18 +112,20 @@ class RowLayout:
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
         """See CutsGradients."""
-        named = [(name, each) for (name, _), each in zip(self.trained, self._sums, strict=True) if each.ndim]
+        named_sums = [
+            (name, gradient) for (name, _), gradient in zip(self.trained, self._sums, strict=True) if gradient.ndim
+        ]
         ranks = (self._world.rank, (self._world.rank + 1) % self._world.size)
-        return [{name: self._rows_of(each, rank) for name, each in named} for rank in ranks]
+        return [{name: self._rows_of(gradient, rank) for name, gradient in named_sums} for rank in ranks]
 
     @torch.no_grad()
     def publish(self) -> None:
         """See Layout. Sends the updated rows of this rank to all ranks, and receives theirs."""
         self._sums.clear()
-        if self._apart:
+        if self._has_separate_memory:
             for name, trained in self.trained:
-                self._cuts[name].tensor.copy_(trained)
-        for rows in self._moved:
+                self._shards[name].tensor.copy_(trained)
+        for rows in self._packs:
             rows.exchange()
 
     def _cut(self, parameter: Tensor) -> Shard:
@@ -131,13 +133,13 @@ class RowLayout:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
         return self._rows_of(parameter.detach(), self._world.rank)
 
-    def _rows_of(self, whole: Tensor, rank: int) -> Shard:
-        own = part(len(whole), self._world.size, rank)
-        return Shard(whole[own.start : own.stop], own.start, whole.shape)
+    def _rows_of(self, tensor: Tensor, rank: int) -> Shard:
+        rows = part(len(tensor), self._world.size, rank)
+        return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
-    def _own(self, parameter: nn.Parameter) -> Tensor:
-        rows = self._cut(self._weights.of(parameter)).tensor
-        return self._copied(rows) if self._apart else rows
+    def _rows_here(self, parameter: nn.Parameter) -> Tensor:
+        rows = self._cut(self._weights.weight_of(parameter)).tensor
+        return self._copied(rows) if self._has_separate_memory else rows
 
     def _copied(self, rows: Tensor) -> Tensor:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
@@ -147,13 +149,13 @@ class RowLayout:
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
             # A view whose dims are in memory order, except for dim 0, which stays first.
-            inner = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
-            as_it_lies = inner.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
-            kinds.setdefault(None if as_it_lies else parameter.dtype, []).append(inner if as_it_lies else parameter)
+            dense = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
+            is_dense = dense.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
+            kinds.setdefault(None if is_dense else parameter.dtype, []).append(dense if is_dense else parameter)
         ranks = range(self._world.size)
         return [
-            _Packed(self._world, [[self._rows_of(p, rank).tensor for p in each] for rank in ranks], bool(dtype))
-            for dtype, each in kinds.items()
+            _Packed(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
+            for dtype, tensors in kinds.items()
         ]
 
 
@@ -163,18 +165,18 @@ class _Packed:
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world
-        self._own = by_rank[world.rank]
-        self._others = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
+        self._own_rows = by_rank[world.rank]
+        self._peer_rows = {rank: rows for rank, rows in enumerate(by_rank) if rank != world.rank}
         self._packed = packed
 
     def exchange(self) -> None:
-        if not self._packed or not self._others:
-            self._world.spread(self._own, self._others)
+        if not self._packed or not self._peer_rows:
+            self._world.spread(self._own_rows, self._peer_rows)
             return
-        sizes = {rank: [rows.numel() for rows in each] for rank, each in self._others.items()}
-        arrived = {rank: self._own[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
-        own = torch.cat([rows.reshape(-1) for rows in self._own])
-        self._world.spread([own], {rank: [tensor] for rank, tensor in arrived.items()})
-        for rank, rows in self._others.items():
-            pieces = torch.split(arrived[rank], sizes[rank])
+        sizes = {rank: [rows.numel() for rows in tensors] for rank, tensors in self._peer_rows.items()}
+        received = {rank: self._own_rows[0].new_empty(sum(numbers)) for rank, numbers in sizes.items()}
+        packed = torch.cat([rows.reshape(-1) for rows in self._own_rows])
+        self._world.spread([packed], {rank: [tensor] for rank, tensor in received.items()})
+        for rank, rows in self._peer_rows.items():
+            pieces = torch.split(received[rank], sizes[rank])
             torch._foreach_copy_(list(rows), [piece.view(row.shape) for piece, row in zip(pieces, rows, strict=True)])

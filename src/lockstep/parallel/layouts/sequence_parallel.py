@@ -25,12 +25,18 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights = Weights(model, dtype)
-        cut = {getattr(each.module, key) for each in cut_layers(model).values() for key in each.parameters}
+        split_parameters = {
+            getattr(layer.module, key) for layer in cut_layers(model).values() for key in layer.parameters
+        }
 
-        def adding(over: Mesh, is_cut: bool) -> Gradients:
-            own = [(name, each) for name, each in trainable_parameters(model) if (each in cut) == is_cut]
-            among = world.canonical(over, "replicate", "context", chunks=chunks)
-            return Gradients(own, among, stream, False, bucket_bytes)
+        def adding(sum_mesh: Mesh, is_cut: bool) -> Gradients:
+            selected = [
+                (name, parameter)
+                for name, parameter in trainable_parameters(model)
+                if (parameter in split_parameters) == is_cut
+            ]
+            canonical = world.canonical(sum_mesh, "replicate", "context", chunks=chunks)
+            return Gradients(selected, canonical, stream, False, bucket_bytes)
 
         return weights, SequenceParallelGradients(adding(mesh.spread, is_cut=False), adding(mesh, is_cut=True))
 
@@ -48,7 +54,7 @@ class SequenceParallelGradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._whole.begin(leaves, microbatches)
-        self._cut.begin(leaves, [_count(each) for each in microbatches])
+        self._cut.begin(leaves, [_count(microbatch) for microbatch in microbatches])
 
     def before_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""

@@ -88,7 +88,7 @@ class ShardedLayout:
         units = find_units(model)
         _check_dtypes(model, units)
         paths = {module: path for path, module in model.named_modules()}
-        names = [*(paths[unit] for unit in units), "what is in no block"]
+        names = [*(paths[unit] for unit in units), "the rest of the model"]
         exchange = partial(all_to_all_rows, world.carrier(mesh, "shard"), rank.member, rank.members)
         across = world.canonical(mesh, "replicate", "context", chunks=chunks)
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
@@ -102,10 +102,10 @@ class ShardedLayout:
         sums.model = self._sharded
         self.reload, self.gathered_shards = self._sharded.scatter, self._sharded.gathered_tensors
         parts = self._sharded.trained_shards(self._primary)
-        self._cuts = {name: cut for name, (cut, _) in parts.items()}
-        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._cuts.items()]
-        self.norms = norms_of_rows(world, {own: self._cuts[name] for name, own in self.trained})
-        self._gradients = [(own, partial(own_gradient, parts[name][1])) for name, own in self.trained]
+        self._shards = {name: cut for name, (cut, _) in parts.items()}
+        self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._shards.items()]
+        self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
+        self._gradients = [(parameter, partial(own_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -113,7 +113,7 @@ class ShardedLayout:
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return shard_like(tensor, self._cuts[name])
+        return shard_like(tensor, self._shards[name])
 
     def spans(self, shape: torch.Size) -> Sequence[Span]:
         """See SpansRows."""
@@ -129,8 +129,8 @@ class ShardedLayout:
     def collect(self) -> None:
         """See Layout."""
         self._sharded.copy_sums()
-        for own, gradient in self._gradients:
-            own.grad = gradient()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient()
         self._sharded.end_round()
 
     def publish(self) -> None:
@@ -181,8 +181,8 @@ class _ShardSums:
         """See GradientSum."""
         self.model.begin_step()
         self._last = microbatches[-1]
-        of_all = leaves // self.chunks
-        rounds, self._first = self.rank.rounds(of_all), self.rank.seat * of_all
+        microbatches_over_all = leaves // self.chunks
+        rounds, self._first = self.rank.rounds(microbatches_over_all), self.rank.seat * microbatches_over_all
         self._leaves, self._remaining = leaves, len(rounds)
         self._incomplete = deque(self._order)
         self._rounds = iter(rounds)
@@ -243,36 +243,37 @@ class _ShardSums:
 def _check(model: nn.Module) -> None:
     if isinstance(model, nn.ModuleDict | nn.ModuleList):
         raise UsageError(
-            f"a {type(model).__name__} has no forward, around which its parameters would be gathered; train a module "
-            f"of your own that calls what is in it, or use strategy ddp or zero1"
+            f"a {type(model).__name__} has no forward, so its parameters cannot be gathered around it; train a module "
+            f"whose forward calls its submodules, or use strategy ddp or zero1"
         )
     for name, parameter in model.named_parameters():
         if not (parameter.is_contiguous() or _channels_last(parameter)):
             raise UsageError(
-                f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}; rows of "
-                f"weights are contiguous, and torch may take another kernel for them; make it contiguous in the model, "
-                f"as with nn.Parameter(tensor.contiguous()), or use strategy ddp or zero1"
+                f"parameter {name} of shape {list(parameter.shape)} has strides {list(parameter.stride())}, but "
+                f"gathered weights are contiguous, and torch may select a different kernel for them; make it "
+                f"contiguous in the model with nn.Parameter(tensor.contiguous()), or use strategy ddp or zero1"
             )
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     if scalars:
         raise UsageError(
-            f"parameter {scalars[0]} has no dim to cut; give it shape (1,) in the model, or use strategy ddp or zero1"
+            f"parameter {scalars[0]} has no dims, so it cannot be sharded; use shape (1,) in the model, or use "
+            f"strategy ddp or zero1"
         )
 
 
 def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """Raise UsageError if trained parameters that are gathered together have several dtypes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    left = dict(names)
+    remaining = dict(names)
     for unit in (*units, model):
-        gathered = [parameter for parameter in unit.parameters() if left.pop(parameter, None)]
+        gathered = [parameter for parameter in unit.parameters() if remaining.pop(parameter, None)]
         trained = [parameter for parameter in gathered if parameter.requires_grad]
         for parameter in trained[1:]:
             if parameter.dtype is not trained[0].dtype:
                 raise UsageError(
                     f"parameter {names[parameter]} is {_dtype_name(parameter)} and {names[trained[0]]} is "
-                    f"{_dtype_name(trained[0])}; this strategy gathers the weights of a block together: give them one "
-                    f"dtype, move one into a block of its own, or use strategy ddp or zero1"
+                    f"{_dtype_name(trained[0])}, but the weights of a block are gathered together; use the same dtype, "
+                    f"move one of them to a separate block, or use strategy ddp or zero1"
                 )
 
 
@@ -295,9 +296,9 @@ def _watch_memory_formats(model: nn.Module) -> None:
         [tensor, *_] = inputs
         if isinstance(tensor, Tensor) and tensor.ndim == 4 and tensor.stride(1) != min(tensor.stride()):
             raise refusal(
-                f"{name} has channels_last weights and an input that is not channels_last",
-                "convert both, the input by tensor.to(memory_format=torch.channels_last), or neither; or use strategy "
-                "ddp or zero1",
+                f"{name} has channels_last weights, but its input is not channels_last",
+                "convert the input with tensor.to(memory_format=torch.channels_last), keep the weights contiguous, or "
+                "use strategy ddp or zero1",
             )
 
     for name, module in model.named_modules():

@@ -35,7 +35,7 @@ class _TracedCall:
 
     name: str
     arguments: dict[str, int] = field(default_factory=dict)  # the identity of each argument without values, by path
-    made: set[int] = field(default_factory=set)  # identities of tensors without values
+    produced: set[int] = field(default_factory=set)  # identities of tensors without values
     read_behind: set[int] = field(default_factory=set)  # by code outside of these modules
     operations: int = 0
 
@@ -54,12 +54,12 @@ class CallTrace:
         self._meta = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
-        self._own = dict(tensors_of(model))
+        self._tensors = dict(tensors_of(model))
         self._alive: list[Any] = []  # keeps tensors alive, so that no id is reused
         self._calls: list[_TracedCall] = []
         self._inside = False
         # Ones are valid row indices for every table, and masks that mask nothing.
-        ones = batches.map_tensors(lambda each: torch.ones(each.shape, dtype=each.dtype), cut.example)
+        ones = batches.map_tensors(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype), cut.example)
         self.outputs: Any = self._run(ones)
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
@@ -68,15 +68,15 @@ class CallTrace:
 
     def obstacle(self, place: int) -> str | None:
         """See GraphTrace."""
-        before = {key: call.name for call in self._calls[:place] for key in call.made}
+        producers = {key: call.name for call in self._calls[:place] for key in call.produced}
         entering = {*self._calls[place].arguments.values()}
         for call in self._calls[place:]:
             for key in call.read_behind:
-                if key in before:
-                    return f"code between modules uses what {before[key]} gave, behind {call.name} too"
+                if key in producers:
+                    return f"code between modules also uses an output of {producers[key]} after {call.name}"
             for key in call.arguments.values():
-                if key in before and key not in entering:
-                    return f"{call.name} takes what {before[key]} gave"
+                if key in producers and key not in entering:
+                    return f"{call.name} uses an output of {producers[key]}"
         return None
 
     def crossing(self, place: int) -> tuple[str, ...]:
@@ -88,27 +88,27 @@ class CallTrace:
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
-        direct = [self._own[self._names[key]] for key in call.read_behind if key in self._names]
+        direct_tensors = [self._tensors[self._names[key]] for key in call.read_behind if key in self._names]
         of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
-        return {id(tensor): tensor for tensor in (*direct, *of_module)}
+        return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 
     def _run(self, inputs: Inputs) -> Any:
         for name, leaf in self._leaves.items():
             intercept(leaf, partial(self._note_call, name))
-        before = generators()
+        states = generators()
         try:
             with torch.no_grad(), _Reading(self):
                 outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
         except Exception as error:  # user code can raise any exception if there are no values
-            found = describe_error(error, UntraceableError.advice)
-            why = f"its code between modules depends on values that modules compute: {found}"
-            raise UntraceableError(why) from error
-        if generators() != before:
+            description = describe_error(error, UntraceableError.advice)
+            reason = f"its code between modules depends on values that modules compute: {description}"
+            raise UntraceableError(reason) from error
+        if generators() != states:
             raise UntraceableError(f"its own forward draws random numbers; {UntraceableError.advice}")
         if not self._calls:
-            raise UntraceableError("its forward calls no modules")
+            raise UntraceableError(f"its forward calls no modules; {UntraceableError.advice}")
         self._read(outputs)
         return outputs
 
@@ -126,22 +126,22 @@ class CallTrace:
         finally:
             self._inside = False
         self._calls[-1].operations = counter.get_total_flops()
-        self._record_made(outputs)
+        self._record_produced(outputs)
         return outputs
 
     def _read(self, values: Any) -> None:
         """Record the tensors that code between modules, or the end of the forward, uses."""
         if self._calls:
             self._calls[-1].read_behind |= {
-                id(each) for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)
+                id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
             }
 
-    def _record_made(self, values: Any) -> None:
-        found = [each for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)]
-        self._alive += found
+    def _record_produced(self, values: Any) -> None:
+        fakes = [value for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)]
+        self._alive += fakes
         if self._calls:
-            known = set().union(*(call.made for call in self._calls))
-            self._calls[-1].made |= {id(each) for each in found} - known
+            known_ids = set().union(*(call.produced for call in self._calls))
+            self._calls[-1].produced |= {id(value) for value in fakes} - known_ids
 
 
 @final
@@ -156,7 +156,7 @@ class _Reading(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self._line._inside and (result is None or batches.tensors_of(result)):
             self._line._read((args, kwargs))
-            self._line._record_made(result)
+            self._line._record_produced(result)
         return result
 
 
@@ -209,14 +209,14 @@ class MetaModel:
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
-def intercept(module: nn.Module, instead: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Redirect each call of a module to `instead`, with the original forward and the arguments."""
+def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Redirect each call of a module to `replacement`, with the original forward and the arguments."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
-    module.forward = partial(_unpack, instead, module.forward)
+    module.forward = partial(_unpack, replacement, module.forward)
 
 
-def _unpack(instead: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    return instead(forward, *arguments)
+def _unpack(replacement: Any, forward: Forward, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    return replacement(forward, *arguments)
 
 
 def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

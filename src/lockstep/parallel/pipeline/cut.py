@@ -57,8 +57,8 @@ def _find_cut(
     regions = region_names(blank)
     if "" in regions:
         raise UsageError(
-            "strategy pipeline: recipe.model.chunks cuts layers of the model itself, which is then computed as one; "
-            "put them into a module of their own, or use another strategy"
+            "strategy pipeline: recipe.model.chunks splits layers of the model itself, which then cannot be split into "
+            "stages; move these layers to a separate module, or use a different strategy"
         )
     start = PipelineCut(kept=blocks | regions, example=example)
 
@@ -66,7 +66,7 @@ def _find_cut(
         return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
 
     try:
-        found = find(start, runs)
+        traced = find(start, runs)
     except UsageError as error:
         if example is None:
             raise
@@ -74,13 +74,13 @@ def _find_cut(
             return find(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
-    if names or not found.shut or found.dearest <= EVEN_ENOUGH / stages:
-        return found.cut
+    if names or not traced.shut or traced.dearest <= EVEN_ENOUGH / stages:
+        return traced.cut
     try:  # try whether running the code allows a better cut
         replayed = find(replace(start, replayed=True), True)
     except UsageError:
-        return found.cut
-    return replayed.cut if replayed.dearest < found.dearest else found.cut
+        return traced.cut
+    return replayed.cut if replayed.dearest < traced.dearest else traced.cut
 
 
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
@@ -114,12 +114,13 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
                     stages.append(number)
                 if len(stages) > 1 and (key not in lendable or len(stages) > 2):
                     raise UsageError(
-                        f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; cut elsewhere, "
-                        f"so that one stage has all its uses"
+                        f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; set cut so that "
+                        f"only one stage uses it"
                     )
-    named = [(name, sorted(users.get(id(tensor), [len(cut.begins)]))) for name, tensor in tensors_of(model)]
+    stages_by_name = [(name, sorted(users.get(id(tensor), [len(cut.begins)]))) for name, tensor in tensors_of(model)]
     return Ownership(
-        {name: stages[0] for name, stages in named}, {name: stages[1] for name, stages in named if len(stages) > 1}
+        {name: stages[0] for name, stages in stages_by_name},
+        {name: stages[1] for name, stages in stages_by_name if len(stages) > 1},
     )
 
 
@@ -136,22 +137,22 @@ def _lendable(model: nn.Module, line: Line) -> set[int]:
             if isinstance(tensor, nn.Parameter):
                 places.setdefault(key, []).append(place)
     names, modules = {place: name for name, place in line.calls.items()}, dict(model.named_modules())
-    found = set()
-    for key, at in places.items():
-        if len(at) == 2 and at[0] in names:
-            tables = [each for each in modules[names[at[0]]].modules() if isinstance(each, nn.Embedding)]
+    lendable = set()
+    for key, used_at in places.items():
+        if len(used_at) == 2 and used_at[0] in names:
+            tables = [module for module in modules[names[used_at[0]]].modules() if isinstance(module, nn.Embedding)]
             if [id(table.weight) for table in tables].count(key) == 1:
-                found.add(key)
-    return found
+                lendable.add(key)
+    return lendable
 
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
     """Return the reason why the forward can't be split before `place`, or None if it can."""
-    before = {key for used in line.used[:place] for key in used}
-    behind = {key for used in line.used[place:] for key in used}
-    both = (before & behind) - _lendable(model, line)
-    if both:
-        return f"{next(name for name, each in tensors_of(model) if id(each) in both)} is used on both sides"
+    keys_before = {key for used in line.used[:place] for key in used}
+    keys_behind = {key for used in line.used[place:] for key in used}
+    shared = (keys_before & keys_behind) - _lendable(model, line)
+    if shared:
+        return f"{next(name for name, tensor in tensors_of(model) if id(tensor) in shared)} is used on both sides"
     return line.obstacle(place)
 
 
@@ -171,9 +172,9 @@ def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[Sta
     line = CallTrace(model, cut, training)
     names = {place: name for name, place in line.calls.items()}
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
-    nothing: tuple[str, ...] = ()
-    begins = [(None, nothing), *ends]
-    return [StagePart(*begin, *end) for begin, end in zip(begins, [*ends, (None, nothing)], strict=True)]
+    no_values: tuple[str, ...] = ()
+    begins = [(None, no_values), *ends]
+    return [StagePart(*begin, *end) for begin, end in zip(begins, [*ends, (None, no_values)], strict=True)]
 
 
 def _parts(line: Line, cut: PipelineCut) -> list[range]:
@@ -183,8 +184,11 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
         inside = (place for called, place in line.calls.items() if called == name or called.startswith(f"{name}."))
         place = next(inside, None)
         if place is None or place <= places[-1]:
-            met = ", ".join(line.calls)
-            raise UsageError(f"strategy pipeline: cut: no stage can begin at {name}; in order, the model calls: {met}")
+            names = ", ".join(line.calls)
+            raise UsageError(
+                f"strategy pipeline: cut: no stage can begin at {name}; name modules in the order of their calls: "
+                f"{names}"
+            )
         places.append(place)
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
@@ -192,29 +196,33 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
 def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_Found":
     if len(names) != stages - 1:
         raise UsageError(
-            f"strategy pipeline: cut names {len(names)} modules, but there are {stages} stages; name the one that "
-            f"begins each stage but the first"
+            f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
+            f"{len(names)}; name the first module of each stage except the first stage"
         )
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggestion(name, modules)}")
-    above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
-    for block in sorted(above & start.kept):
+    parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
+    for block in sorted(parents & start.kept):
         raise UsageError(
             f"strategy pipeline: cut: no stage can begin within {block}, which recipe.compile or recipe.model.chunks "
-            f"takes as one; cut before it, or leave that key out"
+            f"keeps whole; split before it, or remove that key"
         )
-    cut = replace(start, begins=tuple(names), entered=frozenset(above))
+    cut = replace(start, begins=tuple(names), entered=frozenset(parents))
     line = line_of(model, cut, training=True)
     if runs and cut.example is not None:
         line.measure(cut.example)
     for number, part in enumerate(_parts(line, cut)):
         reason = _obstacle(model, line, part.start) if number else None
         if reason:
-            raise UsageError(f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}")
+            raise UsageError(
+                f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; name a different module"
+            )
         if not any(map(_trains, line.used[part.start : part.stop])):
-            raise UsageError(f"strategy pipeline: cut: stage {number} has no parameter to train; cut elsewhere")
+            raise UsageError(
+                f"strategy pipeline: cut: stage {number} has no trainable parameter; name different modules"
+            )
     ownership(model, cut)
     return _Found(cut)
 
@@ -229,33 +237,33 @@ class _Found(NamedTuple):
 
 def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _Found:
     # Modules that can't be entered. If the code is run, code in a block would read the values that cross a cut there.
-    shut = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
-    given = len(shut)
-    best, lowest, vain = None, float("inf"), 0
-    while vain < PATIENCE:
+    closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
+    initially_closed = len(closed)
+    best, lowest_cost, failures = None, float("inf"), 0
+    while failures < PATIENCE:
         line = line_of(model, start, training=True)
         costs = _costs(line, start.example if runs else None)
         allowed = {place: name for name, place in line.calls.items() if place and _obstacle(model, line, place) is None}
         places = balance(costs, stages, allowed, [*map(_trains, line.used)])
         if places is not None:
             cut = replace(start, begins=tuple(allowed[place] for place in places))
-            dearest = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
-            if dearest < lowest:
-                best, lowest, vain = cut, dearest, 0
-        vain += best is not None
-        if lowest <= EVEN_ENOUGH / stages:
+            cost = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
+            if cost < lowest_cost:
+                best, lowest_cost, failures = cut, cost, 0
+        failures += best is not None
+        if lowest_cost <= EVEN_ENOUGH / stages:
             break
-        name = _dearest(model, line, costs, shut)
+        name = _dearest(model, line, costs, closed)
         while name is not None and not _can_be_entered(model, _entering(start, name)):
-            shut.add(name)
-            name = _dearest(model, line, costs, shut)
+            closed.add(name)
+            name = _dearest(model, line, costs, closed)
         if name is None:
             break
         start = _entering(start, name)
     if best is None:
         raise UsageError(_refusal(model, line, stages))
     ownership(model, best)
-    return _Found(best, lowest, len(shut) > given)
+    return _Found(best, lowest_cost, len(closed) > initially_closed)
 
 
 def _entering(cut: PipelineCut, name: str) -> PipelineCut:
@@ -266,17 +274,17 @@ def _costs(line: Line, example: Inputs | None) -> list[float]:
     shares = [_shares(_elements(line))]
     if example is not None:
         shares.append(_shares(line.measure(example)))
-    return [sum(each) / len(shares) for each in zip(*shares, strict=True)]
+    return [sum(costs) / len(shares) for costs in zip(*shares, strict=True)]
 
 
 def _elements(line: Line) -> list[int]:
     """Return the number of parameter elements at each place. Each parameter counts where it is used first."""
     counted: set[int] = set()
-    found = []
+    counts = []
     for used in line.used:
-        found.append(sum(used[key].numel() for key in used.keys() - counted if isinstance(used[key], nn.Parameter)))
+        counts.append(sum(used[key].numel() for key in used.keys() - counted if isinstance(used[key], nn.Parameter)))
         counted |= used.keys()
-    return found
+    return counts
 
 
 def _shares(amounts: list[int]) -> list[float]:
@@ -287,14 +295,14 @@ def _shares(amounts: list[int]) -> list[float]:
 def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
     """Return the most expensive module with children, except modules of torch, such as attention, which stay whole."""
     modules = dict(model.named_modules())
-    open_ones = [
+    candidates = [
         (costs[place], name)
         for name, place in line.calls.items()
         if name not in shut
         and any(True for _ in modules[name].children())
         and not type(modules[name]).__module__.startswith("torch.nn.")
     ]
-    return max(open_ones)[1] if open_ones else None
+    return max(candidates)[1] if candidates else None
 
 
 def _can_be_entered(model: nn.Module, cut: PipelineCut) -> bool:
@@ -307,12 +315,12 @@ def _can_be_entered(model: nn.Module, cut: PipelineCut) -> bool:
 
 
 def _refusal(model: nn.Module, line: Line, stages: int) -> str:
-    found = [(_obstacle(model, line, place), name) for name, place in line.calls.items() if place]
-    reasons = [f"not before {name}, since {reason}" for reason, name in found if reason]
-    told = f" ({'; '.join(reasons[:3])})" if reasons else ""
+    obstacles = [(_obstacle(model, line, place), name) for name, place in line.calls.items() if place]
+    reasons = [f"not before {name}, since {reason}" for reason, name in obstacles if reason]
+    explanation = f" ({', '.join(reasons[:3])})" if reasons else ""
     return (
-        f"strategy pipeline: the model cannot be cut into {stages} stages with parameters to train: its forward calls "
-        f"{len(found) + 1} modules one after the other{told}; use fewer stages, or another strategy"
+        f"strategy pipeline: the model cannot be split into {stages} stages with trainable parameters: its forward "
+        f"calls {len(obstacles) + 1} modules in sequence{explanation}; use fewer stages, or a different strategy"
     )
 
 
@@ -322,13 +330,13 @@ def _names_of(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
 
 
 def _names_to_compile(model: nn.Module) -> frozenset[str]:
-    found = _names_of(model, units_to_compile(model))
-    if "" in found:
+    names = _names_of(model, units_to_compile(model))
+    if "" in names:
         raise UsageError(
-            "strategy pipeline: recipe.compile compiles by block, and this model has none, so that it is compiled as "
-            "one; use another strategy, or set recipe.compile to false"
+            "strategy pipeline: recipe.compile compiles this model as a whole, because it has no blocks; use a "
+            "different strategy, or set recipe.compile to false"
         )
-    return found
+    return names
 
 
 def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
@@ -358,22 +366,22 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     even, too.
     """
     length = len(costs)
-    sums, wanted = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
+    sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
     places = [place for place in sorted(set(allowed)) if 0 < place < length]
     ends = [*places, length]
 
-    def cheapest(most: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Return the smallest sum by `add`, and its positions, among splits without a part above `most`."""
+    def cheapest(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
+        """Return the smallest sum by `add`, and its positions, among splits without a part above `max_cost`."""
         # best[end]: the best split of the items before `end` into as many parts as rounds so far.
         best: dict[int, tuple[float, tuple[int, ...]]]
-        best = {end: (add(0.0, sums[end]), ()) for end in ends if wanted[end] and sums[end] <= most}
+        best = {end: (add(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
         for _ in range(parts - 1):
             rows = {
                 end: [
                     (add(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
                     for start in places
-                    if start < end and start in best and wanted[end] > wanted[start]
-                    if sums[end] - sums[start] <= most
+                    if start < end and start in best and needed_before[end] > needed_before[start]
+                    if sums[end] - sums[start] <= max_cost
                 ]
                 for end in ends
             }
@@ -381,6 +389,6 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
         return best.get(length)
 
     # In two passes, because the beginning of the best split isn't always the best split of these items.
-    dearest = cheapest(math.inf, max)
-    found = dearest and cheapest(dearest[0], lambda total, cost: total + cost * cost)
-    return None if found is None else list(found[1])
+    minimal = cheapest(math.inf, max)
+    split = minimal and cheapest(minimal[0], lambda total, cost: total + cost * cost)
+    return None if split is None else list(split[1])

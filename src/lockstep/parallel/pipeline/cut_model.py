@@ -37,7 +37,8 @@ class CutModel:
         self.owner, self.borrower = ownership(model, cut)
         # The names of the tensors that the stages of this rank own, and of those that they borrow.
         self.own, self.borrowed = (
-            {name for name, stage in of.items() if stage in place.own} for of in (self.owner, self.borrower)
+            {name for name, stage in stage_by_name.items() if stage in place.stages}
+            for stage_by_name in (self.owner, self.borrower)
         )
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
@@ -48,20 +49,20 @@ class CutModel:
         """Return the names of the tensors that a stage owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
-    def code(self, held: Collection[str]) -> dict[int, StageCode]:
-        """Return the code of this rank's stages. The tensors `held` must have values. Call this method once."""
+    def code(self, names: Collection[str]) -> dict[int, StageCode]:
+        """Return the code of this rank's stages. The tensors `names` must have values. Call this method once."""
         model, cut = self._model, self._cut
         if self._meta is None:
-            found = {}
-            for number in self._place.own:
+            code_by_stage = {}
+            for number in self._place.stages:
                 evaluating, training = (stage_module(model.train(mode), cut, number) for mode in (False, True))
-                found[number] = StageCode(_with_inputs(training), _with_inputs(evaluating), training)
-            return found
-        replay = Replay(model, self._meta, cut, held)
-        of_training, of_evaluation = self._parts
+                code_by_stage[number] = StageCode(_with_inputs(training), _with_inputs(evaluating), training)
+            return code_by_stage
+        replay = Replay(model, self._meta, cut, names)
+        training_parts, evaluation_parts = self._parts
         return {
-            number: StageCode(replay.stage(of_training[number]), replay.stage(of_evaluation[number]), model)
-            for number in self._place.own
+            number: StageCode(replay.stage(training_parts[number]), replay.stage(evaluation_parts[number]), model)
+            for number in self._place.stages
         }
 
 

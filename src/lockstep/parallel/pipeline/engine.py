@@ -86,9 +86,9 @@ class PipelineEngine:
         self._model = problem.build_model()
         self._model.train()  # not chained, because `train` of a user model may return None
         self._generators = world.generators()
-        self._together = Cooperative(self._generators)
+        self._cooperative = Cooperative(self._generators)
         self._leaves = leaves_of(
-            problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._together
+            problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._cooperative
         )
         # The model is still whole here. This part needs all of its tensors, or runs its code without other ranks.
         cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
@@ -98,7 +98,7 @@ class PipelineEngine:
         # From here on, the tensors of other ranks have no memory.
         own_slice = self._keep_own(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
-        self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.own}
+        self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.stages}
         numerics.prepare(self._model, world.device)
         self._code = cut_model.code(cut_model.own | cut_model.borrowed)
         self._model.train()
@@ -131,7 +131,7 @@ class PipelineEngine:
         """Keep only the tensors that the stages of this rank own or borrow. Returns the slice that this rank has."""
         if self._pipe.tensor > 1:
             keep_own_chunks(self._model, self._world, self._place.mesh)
-        own_slice = Slice.of(self._model, self._world, self._place.mesh)
+        own_slice = Slice.for_rank(self._model, self._world, self._place.mesh)
         memory_format = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         keep_only(self._model, cut_model.own | cut_model.borrowed, self._world.device, memory_format)
         return own_slice
@@ -140,17 +140,22 @@ class PipelineEngine:
         borrowed = [tie.tensor for tie in self._ties.of_borrower(number)]
         part = part_of(self._model, names)
         numerics = self._numerics
-        return Stage(part, self._together, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
+        return Stage(part, self._cooperative, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
         self._own_losses = []
         self._observed = NamedSums(observe)
         count = min(self._numerics.microbatches, step.samples)
-        cuts, leaves = [self._leaves.of(each, count) for each in microbatches], count * self._leaves.count
+        cuts, leaves = (
+            [self._leaves.units_for(microbatch, count) for microbatch in microbatches],
+            count * self._leaves.count,
+        )
         pipe = self._pipe
         place = self._place
-        for action in actions(pipe.schedule, place.at.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)):
+        for action in actions(
+            pipe.schedule, place.coordinate.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)
+        ):
             self._act(action, cuts[action.microbatch], step)
         self._links.finish()
         for stage in self._stages.values():
@@ -184,7 +189,7 @@ class PipelineEngine:
 
     def state(self) -> State:
         """See Engine. All ranks must call this method."""
-        primary = self._place.rows_primary and self._place.at.tensor == 0
+        primary = self._place.rows_primary and self._place.coordinate.tensor == 0
         tensors, scalars = self._names.state(self._world, self._slots, self._updates.optimizer, primary)
         return State(
             model=self._layout.state(),
@@ -232,36 +237,36 @@ class PipelineEngine:
                     for leaf in leaves
                 ]
                 with self._model_code:
-                    found = backward(microbatch, arrived)
-                for leaf, back in zip(leaves, found, strict=True):
-                    for tie, gradient in zip(self._ties.of_borrower(number), back.borrowed, strict=True):
+                    results = backward(microbatch, arrived)
+                for leaf, result in zip(leaves, results, strict=True):
+                    for tie, gradient in zip(self._ties.of_borrower(number), result.borrowed, strict=True):
                         self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
                     if number:
-                        before = number - 1
-                        self._links.send([*back.inputs], self._links.gradients_of(before), before, leaf.index)
+                        previous = number - 1
+                        self._links.send([*result.inputs], self._links.gradients_of(previous), previous, leaf.index)
 
     def _forward(self, number: int, leaves: MicroBatches, step: Step) -> None:
-        passing, forwards = [], []
+        passings, forwards = [], []
         for leaf in leaves:
             model_inputs = self._numerics.prepare_inputs(self._leaves.inputs(leaf))
-            given: Values = [None, *tensors_of(model_inputs)]
-            states, *inputs = given if number == 0 else self._links.receive(number, number - 1, leaf.index)
-            passing.append(_Passing(leaf, model_inputs, states))
-            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passing[-1], step)))
-        found = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
-        for each, outputs in zip(passing, found, strict=True):
-            index = each.leaf.index
+            values: Values = [None, *tensors_of(model_inputs)]
+            states, *inputs = values if number == 0 else self._links.receive(number, number - 1, leaf.index)
+            passings.append(_Passing(leaf, model_inputs, states))
+            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passings[-1], step)))
+        stage_outputs = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
+        for passing, outputs in zip(passings, stage_outputs, strict=True):
+            index = passing.leaf.index
             if number == self._place.last:
                 loss = _tensor(outputs[0]).detach()
                 self._own_losses.append(loss)
                 self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
             else:
-                self._links.send([each.drawn, *outputs], number + 1, number + 1, index)
+                self._links.send([passing.drawn, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
         """Return the values that leave the stage for a leaf. For the last stage, this is the loss."""
         leaf = passing.leaf
-        before = self._seed(step, leaf.index, passing.arrived)
+        initial_states = self._seed(step, leaf.index, passing.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
             self._ties.begin_forward()
             with self._model_code, self._leaves.around():
@@ -270,17 +275,17 @@ class PipelineEngine:
             if number == self._place.last:
                 outputs = [self._loss_of(leaf, outputs)]
             else:
-                passing.drawn = self._generator_states(before, passing.arrived)
+                passing.drawn = self._generator_states(initial_states, passing.arrived)
             # No leaf exits autocast before all leaves are here, because this clears the autocast cache of all leaves.
-            self._together.exchange("its end", list, None)
+            self._cooperative.exchange("its end", list, None)
         return outputs
 
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
-        given = self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in outputs]))
-        loss = self._task.loss(given, leaf.batch)
-        if self._observed.wanted and not self._place.at.tensor and not leaf.dummy:
+        prepared = self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in outputs]))
+        loss = self._task.loss(prepared, leaf.batch)
+        if self._observed.enabled and not self._place.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
-                self._observed.add(leaf.index, self._task.sums(given, leaf.batch))
+                self._observed.add(leaf.index, self._task.sums(prepared, leaf.batch))
         return loss
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
@@ -313,9 +318,9 @@ class PipelineEngine:
 
     def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
         """Return the states for the next stage, or None if no random number was drawn for the leaf so far."""
-        now = [generator.get_state() for generator in self._generators]
-        unchanged = all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
-        return None if states is None and unchanged else torch.cat(now)
+        current = [generator.get_state() for generator in self._generators]
+        unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
+        return None if states is None and unchanged else torch.cat(current)
 
     def _total_loss(self, leaves: int) -> Tensor:
         """Return the sum of all losses on every rank. The last stages have the losses."""
@@ -323,7 +328,7 @@ class PipelineEngine:
         if self._place.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
-            if self._place.whole_primary and not self._place.at.tensor:
+            if self._place.whole_primary and not self._place.coordinate.tensor:
                 loss = added
         # As integers, because all other ranks have zero, and a float sum would turn -0.0 into 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
@@ -337,23 +342,28 @@ class PipelineEngine:
                 outputs = [*_check(code.evaluating(values, prepared))]
             if number != self._place.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
-        shared = self._links.share_outputs(outputs)
-        return self._numerics.prepare_outputs(like(self._outputs, [_tensor(each) for each in shared]))
+        shared_outputs = self._links.share_outputs(outputs)
+        return self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in shared_outputs]))
 
     def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
-        own, model = self._ema.state(), self._layout.state()
+        averages, model = self._ema.state(), self._layout.state()
         ordered = sorted(model, key=lambda name: not local_tensor(model[name]).is_floating_point())
-        return {name: shard_like(own.get(name, _widen(local_tensor(model[name]))), model[name]) for name in ordered}
+        return {
+            name: shard_like(averages.get(name, _widen(local_tensor(model[name]))), model[name]) for name in ordered
+        }
 
 
 def _check(values: Sequence[object]) -> list[Tensor | int]:
     """Return the values that leave a stage. Raises TrainingError unless all of them are tensors or integers."""
-    fit = [value for value in values if isinstance(value, Tensor | int)]
-    if len(fit) < len(values):
+    fitting = [value for value in values if isinstance(value, Tensor | int)]
+    if len(fitting) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))
-        raise TrainingError(f"pipeline: what crosses between two stages is no tensor but {kinds}; cut elsewhere")
-    return fit
+        raise TrainingError(
+            f"strategy pipeline: expected tensors or integers between two stages, got {kinds}; set cut to split the "
+            f"model elsewhere"
+        )
+    return fitting
 
 
 def _tensor(value: Value) -> Tensor:

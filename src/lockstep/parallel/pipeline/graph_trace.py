@@ -29,10 +29,10 @@ _ROOT: Final = "model"
 class UntraceableError(UsageError):
     """Raised if the code of a model can't be traced. It may still run without values (call_trace.py)."""
 
-    advice: ClassVar = "move that code into a module of its own, or use another strategy"
+    advice: ClassVar = "move this code to a separate module, or use a different strategy"
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"strategy pipeline: the model cannot be cut: {why}")
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"strategy pipeline: the model cannot be split: {reason}")
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,20 @@ class GraphTrace:
         self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(node.target is getattr for node in self._given):  # these can be None, which a trace doesn't show
             raise UntraceableError(
-                "its outputs are attributes of what a module gives; let its forward return tensors, or use another "
+                "its outputs are attributes of a module's output; return tensors from its forward, or use a different "
                 "strategy"
             )
 
     @property
     def outputs(self) -> Any:
         """The outputs of the model, with meaningless tensors."""
-        nothing = torch.empty(0, device="meta")
-        return pytree.tree_map_only(fx.Node, lambda _: nothing, self._output.args[0])
+        empty = torch.empty(0, device="meta")
+        return pytree.tree_map_only(fx.Node, lambda _: empty, self._output.args[0])
 
     def obstacle(self, place: int) -> str | None:
         """Return the reason why the values that cross before `place` prevent a cut there, or None."""
-        others = [node.name for node in self._crossing(place) if node.name in self._unfit]
-        return f"'{others[0]}', which crosses it, is no tensor and no whole number" if others else None
+        misfits = [node.name for node in self._crossing(place) if node.name in self._unfit]
+        return f"'{misfits[0]}', which would cross the split, is neither a tensor nor an integer" if misfits else None
 
     def measure(self, example: Inputs) -> list[int]:
         """Return the operations of the forward at each place for these inputs. The model must be on the meta device.
@@ -116,7 +116,7 @@ class GraphTrace:
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in copied:
                     copied[weight] = graph.node_copy(weight)
-            copied[node] = graph.node_copy(node, lambda each: copied[each])
+            copied[node] = graph.node_copy(node, lambda argument: copied[argument])
         last = stop == len(self.body)
         results = self._given if last else self._crossing(stop)
         graph.output([copied[node] for node in results])
@@ -125,11 +125,13 @@ class GraphTrace:
     def _crossing(self, place: int) -> list[fx.Node]:
         if place == 0:
             return self._inputs
-        late = {*self.body[place:], self._output}
-        return [node for node in [*self._inputs, *self.body[:place]] if any(user in late for user in node.users)]
+        later_nodes = {*self.body[place:], self._output}
+        return [node for node in [*self._inputs, *self.body[:place]] if any(user in later_nodes for user in node.users)]
 
     def _tensors_of_node(self, node: fx.Node) -> dict[int, Tensor]:
-        weights = [self._named[str(each.target)] for each in node.all_input_nodes if each.op == "get_attr"]
+        weights = [
+            self._named[str(input_node.target)] for input_node in node.all_input_nodes if input_node.op == "get_attr"
+        ]
         if node.op == "call_module":
             weights += [tensor for _, tensor in tensors_of(self._modules[_name(node)])]
         return {id(tensor): tensor for tensor in weights}
@@ -145,8 +147,8 @@ class _FlatInputs(nn.Module):
     def __init__(self, model: nn.Module, example: Inputs | None) -> None:
         super().__init__()
         self.model = model
-        given: Inputs = (torch.empty(0, device="meta"),) if example is None else example
-        self._leaves, self._form = pytree.tree_flatten(given)
+        inputs: Inputs = (torch.empty(0, device="meta"),) if example is None else example
+        self._leaves, self._form = pytree.tree_flatten(inputs)
 
     def forward(self, tensors: Any) -> Any:
         numbers = count()
@@ -157,14 +159,14 @@ class _FlatInputs(nn.Module):
 
 def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
     """Create a separate placeholder for each tensor in the traced list of inputs, and return the placeholders."""
-    whole = next(iter(graph.nodes))
-    with graph.inserting_before(whole):
-        separate = [graph.placeholder(f"input_{number}") for number in range(inputs)]
-    for node in [*whole.users]:
-        node.replace_all_uses_with(separate[node.args[1]])
+    placeholder = next(iter(graph.nodes))
+    with graph.inserting_before(placeholder):
+        placeholders = [graph.placeholder(f"input_{number}") for number in range(inputs)]
+    for node in [*placeholder.users]:
+        node.replace_all_uses_with(placeholders[node.args[1]])
         graph.erase_node(node)
-    graph.erase_node(whole)
-    return separate
+    graph.erase_node(placeholder)
+    return placeholders
 
 
 @final
@@ -193,7 +195,7 @@ class _Measuring(fx.Interpreter):
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copy list arguments for a module, as in a normal call, because the lists of the graph are immutable."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        return tuple(list(each) if isinstance(each, list) else each for each in args), kwargs
+        return tuple(list(argument) if isinstance(argument, list) else argument for argument in args), kwargs
 
     def run_node(self, n: fx.Node) -> Any:
         """Run a node and count its operations. Without autograd, the counter fails on views of weights."""
@@ -207,7 +209,7 @@ class _Measuring(fx.Interpreter):
 
 def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
     """Trace, and reject code that a trace would silently fix: temporary tensors and random numbers."""
-    before = generators()
+    states = generators()
     try:
         graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
@@ -219,10 +221,10 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
             f"{UntraceableError.advice}"
         ) from error
     problem = None
-    if generators() != before:
+    if generators() != states:
         problem = "draws random numbers"
     elif any("_tensor_constant" in str(node.target) for node in graph.nodes if node.op == "get_attr"):
-        problem = "makes tensors that come neither from its input nor from its weights"
+        problem = "creates tensors that depend neither on its inputs nor on its weights"
     if problem:
         raise UntraceableError(f"its own forward {problem}; {UntraceableError.advice}")
     return graph
@@ -236,9 +238,15 @@ def generators() -> list[object]:
 
 def _blame(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [Path(torch.__file__).parent, Path(__file__).parent]
-    theirs = [each for each in frames if not any(Path(each.filename).is_relative_to(place) for place in ours)]
-    return f"at {theirs[-1].filename}:{theirs[-1].lineno}, `{theirs[-1].line}`," if theirs else "somewhere"
+    library_folders = [Path(torch.__file__).parent, Path(__file__).parent]
+    user_frames = [
+        frame for frame in frames if not any(Path(frame.filename).is_relative_to(folder) for folder in library_folders)
+    ]
+    return (
+        f"at {user_frames[-1].filename}:{user_frames[-1].lineno}, `{user_frames[-1].line}`,"
+        if user_frames
+        else "somewhere"
+    )
 
 
 def _name(node: fx.Node) -> str:

@@ -25,57 +25,71 @@ from lockstep.parallel.weights import Weights
 class StageLayout:
     """The part of `model` on this rank, which is `part`. The other tensors have no memory here.
 
-    `at` has the stages of this rank, and `place` its slice of them. All ranks must create a layout.
+    `stage_place` has the stages of this rank, and `own_slice` its slice of them. All ranks must create a layout.
     """
 
     def __init__(
-        self, world: World, model: nn.Module, part: nn.Module, at: StagePlace, dtype: torch.dtype | None, place: Slice
+        self,
+        world: World,
+        model: nn.Module,
+        part: nn.Module,
+        stage_place: StagePlace,
+        dtype: torch.dtype | None,
+        own_slice: Slice,
     ) -> None:
-        self._at = at
-        self._place = place
+        self._stage_place = stage_place
+        self._slice = own_slice
         self._all = trainable_parameters(model)
         # In the dtypes of the weights, because borrowed weights are later converted to the compute dtype.
-        self._absent = {name: place.part(name, absent(each)) for name, each in model.state_dict().items()}
-        sharers = world.among(at.sharers)
-        alone = sharers.size == 1
-        self._own: Layout = Weights(part, dtype) if alone else RowLayout(part, sharers, offload=False, dtype=dtype)
-        self.trained = self._own.trained
-        self.collect, self.publish, self.reload = self._own.collect, self._own.publish, self._own.reload
-        own = dict(self.trained)
-        self._parts = [self.as_shard(name, own[name]) if name in own else self._absent[name] for name, _ in self._all]
-        keys: list[Tensor] = [own.get(name, parameter) for name, parameter in self._all]
-        every = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), own.values())
-        of_stages: dict[Tensor, Shard] = {each: self.as_shard(name, each) for name, each in self.trained}
-        of_tensors = self._own.norms.of_tensors
-        if at.mesh.tensor > 1:  # other ranks have different slices of the same stages
-            beside = world.among(at.mesh.groups("replicate", "tensor", "context"))
-            of_tensors = norms_of_rows(beside, of_stages).of_tensors
-        self.norms = Norms(every.all_rows, of_tensors, every.agree_)
+        self._absent = {name: own_slice.part(name, absent(tensor)) for name, tensor in model.state_dict().items()}
+        sharers = world.among(stage_place.sharers)
+        is_alone = sharers.size == 1
+        self._rank_layout: Layout = (
+            Weights(part, dtype) if is_alone else RowLayout(part, sharers, offload=False, dtype=dtype)
+        )
+        self.trained = self._rank_layout.trained
+        self.collect, self.publish, self.reload = (
+            self._rank_layout.collect,
+            self._rank_layout.publish,
+            self._rank_layout.reload,
+        )
+        trained = dict(self.trained)
+        self._parts = [
+            self.as_shard(name, trained[name]) if name in trained else self._absent[name] for name, _ in self._all
+        ]
+        keys: list[Tensor] = [trained.get(name, parameter) for name, parameter in self._all]
+        all_norms = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), trained.values())
+        stage_shards: dict[Tensor, Shard] = {tensor: self.as_shard(name, tensor) for name, tensor in self.trained}
+        stage_norms = self._rank_layout.norms.of_tensors
+        if stage_place.mesh.tensor > 1:  # other ranks have different slices of the same stages
+            slice_world = world.among(stage_place.mesh.groups("replicate", "tensor", "context"))
+            stage_norms = norms_of_rows(slice_world, stage_shards).of_tensors
+        self.norms = Norms(all_norms.all_rows, stage_norms, all_norms.agree_)
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        own = self._own.state()
+        held = self._rank_layout.state()
         return {
-            name: self._as_part(name, own[name]) if name in own else elsewhere
-            for name, elsewhere in self._absent.items()
+            name: self._as_part(name, held[name]) if name in held else absent_shard
+            for name, absent_shard in self._absent.items()
         }
 
     def own_state(self) -> dict[str, MaybeSharded]:
         """Return the part of the state that is on this rank."""
-        return {name: self._place.as_part(name, held) for name, held in self._own.state().items()}
+        return {name: self._slice.as_part(name, value) for name, value in self._rank_layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
         """See Layout."""
-        return self._as_part(name, self._own.as_shard(name, tensor.detach()))
+        return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
         """Return the gradients of all parameters of the model, between a backward and an update, as shards."""
-        own = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
-        return {name: own.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
+        gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
+        return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 
-    def _as_part(self, name: str, held: MaybeSharded) -> Shard:
-        if isinstance(held, Shard):
-            part = replace(held, primary=held.primary and self._at.rows_primary)
+    def _as_part(self, name: str, value: MaybeSharded) -> Shard:
+        if isinstance(value, Shard):
+            part = replace(value, primary=value.primary and self._stage_place.rows_primary)
         else:
-            part = Shard(held, 0, held.shape, self._at.whole_primary)
-        return self._place.part(name, part)
+            part = Shard(value, 0, value.shape, self._stage_place.whole_primary)
+        return self._slice.part(name, part)

@@ -28,10 +28,10 @@ class Links:
     def __init__(self, world: World, place: StagePlace, ties: TiedWeights) -> None:
         self._place = place
         self._ties = ties
-        linked = {number + step for number in place.own for step in (-1, 1)}
-        linked |= {tie.owner for tie in ties.all if tie.borrower in place.own}
-        linked |= {tie.borrower for tie in ties.all if tie.owner in place.own}
-        self._post = PointToPoint(world, place.ranks_of(linked))
+        neighbours = {number + step for number in place.stages for step in (-1, 1)}
+        neighbours |= {tie.owner for tie in ties.all if tie.borrower in place.stages}
+        neighbours |= {tie.borrower for tie in ties.all if tie.owner in place.stages}
+        self._post = PointToPoint(world, place.ranks_of(neighbours))
         self.finish = self._post.finish  # waits until sent tensors can be overwritten
         self._inbox: dict[tuple[int, int], Values] = {}  # values that stay on this rank, by line and micro-batch
 
@@ -45,24 +45,28 @@ class Links:
 
     def send(self, values: Values, line: int, stage: int, index: int) -> None:
         """Send values for a micro-batch to `stage`."""
-        if stage in self._place.own:
+        if stage in self._place.stages:
             self._inbox[line, index] = values
         else:
             self._post.send(values, self._place.rank_of(stage), line)
 
     def receive(self, line: int, stage: int, index: int) -> Values:
         """Receive the values that `stage` sent for a micro-batch."""
-        if stage in self._place.own:
+        if stage in self._place.stages:
             return self._inbox.pop((line, index))
         return self._post.receive(self._place.rank_of(stage), line)
 
     def share_outputs(self, outputs: Values) -> Values:
         """Return the outputs of the last stage on all ranks of a pipeline. Ranks pass them on in reverse order."""
-        line, own, before = self.gradients_of(self._place.last), self._place.own, self._place.at.pipe - 1
-        if self._place.last not in own:
-            outputs = self._post.receive(self._place.rank_of(before + 2), line)
-        if before >= 0:
-            self._post.send(outputs, self._place.rank_of(before), line)
+        line, stages, previous = (
+            self.gradients_of(self._place.last),
+            self._place.stages,
+            self._place.coordinate.pipe - 1,
+        )
+        if self._place.last not in stages:
+            outputs = self._post.receive(self._place.rank_of(previous + 2), line)
+        if previous >= 0:
+            self._post.send(outputs, self._place.rank_of(previous), line)
         self._post.finish()
         return outputs
 
@@ -70,12 +74,12 @@ class Links:
     def send_tied_weights(self) -> None:
         """Send tied weights to the ranks that borrow them. All ranks must call this after the weights change."""
         place = self._place
-        between = [tie for tie in self._ties.all if place.rank_of(tie.owner) != place.rank_of(tie.borrower)]
-        for tie in between:
-            if tie.owner in place.own:
+        crossing_ties = [tie for tie in self._ties.all if place.rank_of(tie.owner) != place.rank_of(tie.borrower)]
+        for tie in crossing_ties:
+            if tie.owner in place.stages:
                 self._post.send([tie.tensor.detach()], place.rank_of(tie.borrower), self.of_tie(tie))
-        for tie in between:
-            if tie.borrower in place.own:
+        for tie in crossing_ties:
+            if tie.borrower in place.stages:
                 [value] = self._post.receive(place.rank_of(tie.owner), self.of_tie(tie))
                 assert isinstance(value, Tensor)
                 tie.tensor.copy_(value)

@@ -20,18 +20,20 @@ def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
     """Move the tensors `names` to `device` like Module.to, and all other tensors to the meta device."""
-    gone = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
+    replacements = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) in gone:
-                module._parameters[name] = gone[id(parameter)]  # type: ignore[assignment]
+            if id(parameter) in replacements:
+                module._parameters[name] = replacements[id(parameter)]  # type: ignore[assignment]
             else:
                 parameter.data = _move(parameter.data, device, layout)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = gone[id(buffer)] if id(buffer) in gone else _move(buffer, device, layout)
+                module._buffers[name] = (
+                    replacements[id(buffer)] if id(buffer) in replacements else _move(buffer, device, layout)
+                )
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -41,8 +43,8 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
     """Return non-leaf tensors in module attributes, as kept by the old weight_norm. They can't be deep-copied."""
-    kept = (value for each in module.modules() for value in vars(each).values())
-    return [value for value in kept if isinstance(value, Tensor) and not value.is_leaf]
+    values = (value for submodule in module.modules() for value in vars(submodule).values())
+    return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def absent(tensor: Tensor) -> Shard:
@@ -51,10 +53,10 @@ def absent(tensor: Tensor) -> Shard:
 
 
 def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module | None:
-    owned = [prefix + name in names for name, _ in tensors_of(module)]
-    if not any(owned):
+    is_owned = [prefix + name in names for name, _ in tensors_of(module)]
+    if not any(is_owned):
         return None
-    if all(owned):
+    if all(is_owned):
         return module
     part = nn.Module()
     for name, parameter in module._parameters.items():

@@ -31,28 +31,28 @@ class PipelineShape:
 
 @final
 class StagePlace:
-    """The place of this rank in the pipelines of a world. It has the stages `own` of `last` + 1 stages."""
+    """The place of this rank in the pipelines of a world. It has `stages` out of `last` + 1 stages."""
 
     def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers
         self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # of one pipeline
         self.mesh = Mesh(replicate=pipelines, pipe=self.ranks, tensor=pipe.tensor, context=pipe.context)
-        self.at = self.mesh.coordinate(world.rank)
+        self.coordinate = self.mesh.coordinate(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
-        self.own = range(self.at.pipe, self.last + 1, self.ranks)
+        self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
         # One of the ranks with the same rows of the same stages reports on behalf of all of them, and so does one of
         # the ranks with the same whole stages.
-        self.rows_primary = self.at.replicate < pipe.sharers and self.at.context == 0
-        self.whole_primary = self.at.replicate == self.at.context == 0
+        self.rows_primary = self.coordinate.replicate < pipe.sharers and self.coordinate.context == 0
+        self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
         # The ranks that shard the optimizer state of the same stages. In this Mesh, they are along the axis `pipe`.
         lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
         self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of this pipeline that has a stage."""
-        return self.mesh.rank(self.at._replace(pipe=stage % self.ranks))
+        return self.mesh.rank(self.coordinate._replace(pipe=stage % self.ranks))
 
     def ranks_of(self, stages: Collection[int]) -> set[int]:
         """Return the other ranks that have these stages. Numbers of stages that don't exist are ignored."""
-        mine = self.rank_of(self.at.pipe)
-        return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {mine}
+        own_rank = self.rank_of(self.coordinate.pipe)
+        return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {own_rank}

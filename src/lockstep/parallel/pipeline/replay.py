@@ -44,14 +44,14 @@ class _Run:
 
 
 @final
-class _Under(local):
+class _ThreadState(local):
     """The current forward of this thread. Each of several leaves has a separate thread (parallel/cooperative.py)."""
 
     run: _Run | None = None
     inside = False  # whether a module that is never split is running
 
 
-class _Left(BaseException):
+class _StageEnd(BaseException):
     """Ends a forward at the first module of the next stage. An `except Exception` in the model doesn't catch it."""
 
     def __init__(self, values: list[Any]) -> None:
@@ -66,13 +66,13 @@ class Replay:
     def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
         self._model = model
         self._meta = meta
-        self._now = _Under()
+        self._current = _ThreadState()
         leaves = dict(leaf_modules(model, cut))
         for name, leaf in leaves.items():
             intercept(leaf, partial(self._call, name))
-        inside = {part for leaf in leaves.values() for part in leaf.modules()}
+        leaf_modules_inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
-            if module not in inside:
+            if module not in leaf_modules_inside:
                 self._hide(path, module, own)
 
     def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
@@ -81,22 +81,22 @@ class Replay:
 
     def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
-        now = self._now
-        now.run = run = _Run(part, [*values], first, torch.get_rng_state())
+        current = self._current
+        current.run = run = _Run(part, [*values], first, torch.get_rng_state())
         try:
             outputs = batches.call(self._model, batches.like(inputs, [*values]) if first else inputs)
-        except _Left as left:
-            return left.values
+        except _StageEnd as end:
+            return end.values
         finally:
-            now.run, now.inside = None, False
+            current.run, current.inside = None, False
         if part.end is not None:
-            _refuse(f"{part.end}, where the next stage begins, was not called")
+            _refuse(f"{part.end}, at which the next stage begins, was not called")
         return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces the forward of a module that is never split."""
-        run = self._now.run
-        if run is None or self._now.inside:
+        run = self._current.run
+        if run is None or self._current.inside:
             return forward(*args, **kwargs)
         if not run.begun and name == run.part.begin:
             _begin(run, args, kwargs)
@@ -104,13 +104,13 @@ class Replay:
             return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
-            raise _Left([_real(run, leaves[path]) for path in run.part.leaving])
+            raise _StageEnd([_real(run, leaves[path]) for path in run.part.leaving])
         args, kwargs = batches.map_tensors(partial(_real, run), (args, kwargs))
-        self._now.inside = True
+        self._current.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
-            self._now.inside = False
+            self._current.inside = False
 
     def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
         """Replace tensors of other ranks by tensors without values, for code between modules."""
@@ -134,9 +134,11 @@ def _real(run: _Run, value: Any) -> Any:
     if not isinstance(value, FakeTensor):  # fake tensors come from a meta model
         return value
     if id(value) not in run.real:
-        _refuse("what a stage needs of those before it changes from one micro-batch to the next")
+        _refuse("the values that a stage needs from earlier stages differ between micro-batches")
     return run.real[id(value)][1]
 
 
 def _refuse(problem: str) -> NoReturn:
-    raise TrainingError(f"strategy pipeline: {problem}; cut elsewhere, or use another strategy")
+    raise TrainingError(
+        f"strategy pipeline: {problem}; set cut to split the model elsewhere, or use a different strategy"
+    )

@@ -47,15 +47,19 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
-            f"strategy {strategy}: schedule {schedule} has one stage for each process, not {per_rank}; use schedule "
-            f"interleaved or zero_bubble, or leave stages_per_rank out"
+            f"strategy {strategy}: schedule {schedule} requires stages_per_rank=1, got {per_rank}; use schedule "
+            f"interleaved or zero_bubble, or don't set stages_per_rank"
         )
     if per_rank == 1 and schedule == "interleaved":
-        raise UsageError(f"strategy {strategy}: interleaved needs stages_per_rank of 2 or more; else use 1f1b")
+        raise UsageError(
+            f"strategy {strategy}: schedule interleaved requires stages_per_rank of 2 or more, got 1; set it to 2, or "
+            f"use schedule 1f1b"
+        )
     if begins and len(begins) != stages - 1:
         raise UsageError(
-            f"strategy {strategy}: cut names {len(begins)} modules, but there are {stages} stages, {per_rank} for each "
-            f"process of a pipeline; name {stages - 1}, or leave cut out"
+            f"strategy {strategy}: cut: the number of modules must be {stages - 1} for {stages} stages ({per_rank} for "
+            f"each process of a pipeline), got {len(begins)}; name the first module of each stage except the first "
+            f"stage, or don't set cut"
         )
 
 
@@ -71,38 +75,38 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
     backward: Kind = "backward_input" if schedule == "zero_bubble" else "backward"
     rounds = cut(microbatches, max(1, microbatches // ranks))
-    ahead = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
-    back = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
+    forward_actions = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
+    backward_actions = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
     # Two per following rank if interleaved: with several stages, the next forward arrives from the previous rank at the
     # same time as the backward from the following rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
-    warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(ahead))
-    order = _alternating(ahead, back, warm_up)
+    warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
+    order = _alternating(forward_actions, backward_actions, warm_up)
     return list(_weights_later(order, rank) if schedule == "zero_bubble" else order)
 
 
-def _in_rounds(kind: Kind, rank: int, ranks: int, local_tensor: range, rounds: list[range]) -> Iterator[Action]:
+def _in_rounds(kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]) -> Iterator[Action]:
     for numbers in rounds:
-        for place in local_tensor:
+        for index in stage_indices:
             for number in numbers:
-                yield Action(kind, place * ranks + rank, number)
+                yield Action(kind, index * ranks + rank, number)
 
 
-def _alternating(ahead: list[Action], back: list[Action], warm_up: int) -> Iterator[Action]:
-    yield from ahead[:warm_up]
-    for number, backward in enumerate(back):
-        if warm_up + number < len(ahead):
-            yield ahead[warm_up + number]
+def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+    yield from forwards[:warm_up]
+    for number, backward in enumerate(backwards):
+        if warm_up + number < len(forwards):
+            yield forwards[warm_up + number]
         yield backward
 
 
 def _weights_later(order: Iterator[Action], delay: int) -> Iterator[Action]:
     """Delay the gradient of the weights by `delay` backwards after the gradient of the input."""
-    waiting: list[Action] = []
+    delayed: list[Action] = []
     for action in order:
         yield action
         if action.kind == "backward_input":
-            waiting.append(action._replace(kind="backward_weight"))
-            if len(waiting) > delay:
-                yield waiting.pop(0)
-    yield from waiting
+            delayed.append(action._replace(kind="backward_weight"))
+            if len(delayed) > delay:
+                yield delayed.pop(0)
+    yield from delayed

@@ -71,21 +71,21 @@ class _Leaf:
     """A leaf between its forward and its backward."""
 
     number: int
-    restore_after: list[Tensor]  # the inputs that require a gradient
+    differentiable_inputs: list[Tensor]  # the inputs that require a gradient
     caught: dict[int, Tensor]  # the gradient of each input that has one
     width: int  # number of inputs
     edges: list[GradientEdge | None]  # of the outputs that require a gradient
 
     def input_gradients(self) -> Gradients:
-        return [self.caught.get(place) for place in range(self.width)]
+        return [self.caught.get(index) for index in range(self.width)]
 
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward and its backward. With several leaves, `apart` isolates their gradients."""
+    """A micro-batch between its forward and its backward. With several leaves, `isolated` isolates their gradients."""
 
     leaves: list[_Leaf]
-    apart: IsolatedGradients | None
+    isolated: IsolatedGradients | None
     finish: Callable[[], list[Tensor]] | None = None  # the deferred part of a split backward
 
 
@@ -98,7 +98,7 @@ class Stage:
     """
 
     part: InitVar[nn.Module]
-    together: Cooperative
+    cooperative: Cooperative
     recompute: bool = False
     borrowed: Sequence[Tensor] = ()
     guarded: InitVar[bool] = True
@@ -125,46 +125,46 @@ class Stage:
         self.running.before_forward()
         with self._guarded():
             if self.recompute:
-                _, outputs = self._start([_forgetting(each) for each in forwards], module)
+                _, outputs = self._start([_forgetting(forward) for forward in forwards], module)
                 self._in_flight[number] = lambda: self._start(forwards, module)[0]
             else:
                 in_flight, outputs = self._start(forwards, module)
                 self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observations(samples))
-        return [[_cut_off(output) for output in of_leaf] for of_leaf in outputs]
+        return [[_cut_off(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
-    def backward(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
+    def backward(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
         """Run the whole backward of micro-batch `number`, and return its results for each leaf."""
         in_flight = self._in_flight.pop(number)()
-        apart = in_flight.apart
-        both = list(zip(in_flight.leaves, arrived, strict=True))
-        _run_back([pair for leaf, (gradients, _) in both for pair in _pairs(leaf, gradients)])
-        if apart is not None:
-            apart.check()
-        found = []
-        for place, (leaf, (_, lent)) in enumerate(both):
-            if apart is not None:
-                apart.hand(place)
-            self._gradients.push(leaf.number, _take_gradients(self.parameters, lent))
-            found.append(Back(leaf.input_gradients(), self._of_borrowed()))
-        return found
+        isolated = in_flight.isolated
+        leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
+        _run_back([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _pairs(leaf, gradients)])
+        if isolated is not None:
+            isolated.check()
+        results = []
+        for index, (leaf, (_, borrowed_gradients)) in enumerate(leaves_and_inputs):
+            if isolated is not None:
+                isolated.hand(index)
+            self._gradients.push(leaf.number, _take_gradients(self.parameters, borrowed_gradients))
+            results.append(Back(leaf.input_gradients(), self._of_borrowed()))
+        return results
 
-    def backward_input(self, number: int, arrived: Sequence[Arrived]) -> list[Back]:
+    def backward_input(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
         """Return the same results as `backward`, but defer the computation that only the weights need.
 
         If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf.
         """
         in_flight = self._in_flight.pop(number)()
-        [leaf], [(gradients, lent)] = in_flight.leaves, arrived
+        [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
         pairs = _pairs(leaf, gradients)
-        if not leaf.restore_after and not self.borrowed:
-            in_flight.finish = lambda: _finish_whole(pairs, self.parameters, lent)
+        if not leaf.differentiable_inputs and not self.borrowed:
+            in_flight.finish = lambda: _finish_whole(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
-            in_flight.finish = _split(leaf, pairs, self.parameters, lent)
+            in_flight.finish = _split(leaf, pairs, self.parameters, borrowed_gradients)
         else:  # torch would lose the weight gradients of an output that doesn't depend on an input
-            gradients_now = _finish_whole(pairs, self.parameters, lent)
-            in_flight.finish = lambda: gradients_now
+            taken_gradients = _finish_whole(pairs, self.parameters, borrowed_gradients)
+            in_flight.finish = lambda: taken_gradients
         self._split[number] = in_flight
         return [Back(leaf.input_gradients(), self._of_borrowed())]
 
@@ -184,10 +184,12 @@ class Stage:
         if across.alone:  # no flat buffers are needed
             give_gradients(self.parameters, total(pieces, leaves, add_parts_))
             return
-        place = {parameter: number for number, parameter in enumerate(self.parameters)}
+        positions = {parameter: number for number, parameter in enumerate(self.parameters)}
         for bucket in partition(self.parameters, _SENT_BYTES):
-            own = {block: [parts[place[each]] for each in bucket] for block, parts in pieces.items()}
-            flat = {block: flatten(parts, bucket) for block, parts in own.items()}
+            bucket_parts = {
+                block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
+            }
+            flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
             give_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
@@ -203,22 +205,22 @@ class Stage:
         self.running.settle(applied, self.observations)
 
     def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
-        apart = None
+        isolated = None
         if len(forwards) == 1:
-            found = [_start_forward(forwards[0])]
+            started = [_start_forward(forwards[0])]
         else:
-            apart = IsolatedGradients(module, len(forwards))
-            with apart.restore_after():
-                found = self.together.run([partial(_start_forward, each) for each in forwards], apart.use)
-        return _InFlight([leaf for leaf, _ in found], apart), [outputs for _, outputs in found]
+            isolated = IsolatedGradients(module, len(forwards))
+            with isolated.restore_after():
+                started = self.cooperative.run([partial(_start_forward, forward) for forward in forwards], isolated.use)
+        return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
     def _of_borrowed(self) -> Gradients:
         """Return the gradients of borrowed parameters, and clear them."""
-        found = []
+        gradients = []
         for tensor in self.borrowed:
-            found.append(tensor.grad)
+            gradients.append(tensor.grad)
             tensor.grad = None
-        return found
+        return gradients
 
 
 @final
@@ -226,8 +228,8 @@ class _Enter(torch.autograd.Function):
     """The identity at the input of a stage. Its backward puts the gradient into `caught`, and stops there."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], place: int) -> Tensor:
-        ctx.caught, ctx.place = caught, place
+    def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], index: int) -> Tensor:
+        ctx.caught, ctx.place = caught, index
         ctx.set_materialize_grads(False)
         return leaf.detach()
 
@@ -240,17 +242,17 @@ class _Enter(torch.autograd.Function):
 
 def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
     number, inputs, compute = forward
-    caught: dict[int, Tensor] = {}
+    caught_gradients: dict[int, Tensor] = {}
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
-    entered: Values = [
-        _Enter.apply(value, caught, place) if isinstance(value, Tensor) and value.requires_grad else value
-        for place, value in enumerate(inputs)
+    entered_values: Values = [
+        _Enter.apply(value, caught_gradients, index) if isinstance(value, Tensor) and value.requires_grad else value
+        for index, value in enumerate(inputs)
     ]
-    outputs = compute(entered)
+    outputs = compute(entered_values)
     edges = [
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
     ]
-    return _Leaf(number, leaves, caught, len(inputs), edges), outputs
+    return _Leaf(number, leaves, caught_gradients, len(inputs), edges), outputs
 
 
 def _cut_off(output: Tensor | int) -> Tensor | int:
@@ -286,39 +288,44 @@ def _run_back(pairs: Pairs) -> None:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
     _run_back(pairs)
-    return _take_gradients(parameters, lent)
+    return _take_gradients(parameters, borrowed_gradients)
 
 
-def _split(leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], lent: Lent) -> Callable[[], list[Tensor]]:
+def _split(
+    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent
+) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-    groups = backward_input(edges, gradients, leaf.restore_after, parameters)
+    groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
     # The gradient of a weight can be the tensor that is being sent to the previous stage, and sums are in place.
-    shared = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
+    pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
-        return [each.clone() if each.data_ptr() in shared else each for each in _take_gradients(parameters, lent)]
+        return [
+            gradient.clone() if gradient.data_ptr() in pointers else gradient
+            for gradient in _take_gradients(parameters, borrowed_gradients)
+        ]
 
     return finish
 
 
 def _reaches_input(node: Node) -> bool:
-    return any(each.name() == "_EnterBackward" for each in nodes_behind(node))
+    return any(reachable.name() == "_EnterBackward" for reachable in nodes_behind(node))
 
 
-def _take_gradients(parameters: Sequence[nn.Parameter], lent: Lent) -> list[Tensor]:
+def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
     """Return the gradients and clear them. A missing gradient is zero, and strides are those of the parameter.
 
     The gradients of lent parameters from the borrowing stage are added as in autograd, in their dtype.
     """
-    for parameter, gradient in lent:
+    for parameter, gradient in borrowed_gradients:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
-    taken = []
+    taken_gradients = []
     for parameter in parameters:
         gradient, parameter.grad = wide_gradient(parameter), None
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        taken.append(gradient.detach())
-    return taken
+        taken_gradients.append(gradient.detach())
+    return taken_gradients

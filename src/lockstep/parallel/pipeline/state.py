@@ -23,16 +23,17 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
     Updates tiny parameters of `dims` dims, together and one by one, with gradients large enough for any clipping.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
-    together = [_tiny(*shape) for shape in shapes]
+    joint = [_tiny(*shape) for shape in shapes]
     one_by_one = [_tiny(*shape) for shape in shapes]
-    optimizers = [make_optimizer([(f"{place}", each)], whole_norms) for place, each in enumerate(one_by_one)]
-    whole = make_optimizer([(f"{place}", each) for place, each in enumerate(together)], whole_norms)
-    for optimizer in [whole, *optimizers] * 3:
+    optimizers = [make_optimizer([(f"{index}", parameter)], whole_norms) for index, parameter in enumerate(one_by_one)]
+    joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], whole_norms)
+    for optimizer in [joint_optimizer, *optimizers] * 3:
         optimizer.step()
-    if not all(torch.equal(one, other) for one, other in zip(together, one_by_one, strict=True)):
+    if not all(torch.equal(first, second) for first, second in zip(joint, one_by_one, strict=True)):
         raise UsageError(
-            f"strategy {strategy}: optimizer {type(whole).__name__}: what it does to one parameter depends on the "
-            f"others, as where it clips their gradients together; leave that to recipe.clip_norm, or use another"
+            f"strategy {strategy}: optimizer {type(joint_optimizer).__name__} updates a parameter depending on other "
+            f"parameters, for example if it clips their gradients together; use recipe.clip_norm to clip, or use a "
+            f"different optimizer"
         )
 
 
@@ -42,9 +43,9 @@ class OptimizerNames:
 
     def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
-        self._groups = [[by_parameter[each] for each in group["params"]] for group in optimizer.param_groups]
+        self._groups = [[by_parameter[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._group_of = {name: number for number, names in enumerate(self._groups) for name in names}
-        self._place = {name: place for place, name in enumerate(self._group_of)}
+        self._place = {name: index for index, name in enumerate(self._group_of)}
 
     def state(
         self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
@@ -54,19 +55,23 @@ class OptimizerNames:
         `optimizer` is the optimizer of this rank, and `slots` has the layout of its tensors. If several ranks have the
         same tensors, one of the ranks is `primary`.
         """
-        own, scalars = optimizer_state(slots.trained, optimizer)
+        tensors_here, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._own_groups(slots.trained, optimizer)
-        tensors = {self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in own.items()}
-        told = {
-            "tensors": {name: [list(held.shape), str(local_tensor(held).dtype)] for name, held in tensors.items()},
+        tensors = {
+            self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
+        }
+        report = {
+            "tensors": {
+                name: [list(tensor.shape), str(local_tensor(tensor).dtype)] for name, tensor in tensors.items()
+            },
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        heard = world.told_by_all(told if primary else {})
-        owner = {name: rank for rank, each in enumerate(heard) for name in reversed(each.get("tensors", {}))}
-        forms = {name: form for each in heard for name, form in each.get("tensors", {}).items()}
-        numbers_of = {name: value for each in heard for name, value in each.get("slots", {}).items()}
-        numbers = {int(key): value for each in heard for key, value in each.get("groups", {}).items()}
+        reports = world.told_by_all(report if primary else {})
+        owner = {name: rank for rank, report in enumerate(reports) for name in reversed(report.get("tensors", {}))}
+        forms = {name: form for report in reports for name, form in report.get("tensors", {}).items()}
+        numbers_of = {name: value for report in reports for name, value in report.get("slots", {}).items()}
+        numbers = {int(key): value for report in reports for key, value in report.get("groups", {}).items()}
         merged: dict[str, MaybeSharded] = {
             name: _shard(tensors.get(name), forms[name], owner[name] == world.rank)
             for name in sorted(forms, key=self._order)
@@ -80,20 +85,22 @@ class OptimizerNames:
         """Load this rank's part of a result of `state`, with whole tensors."""
         groups = self._own_groups(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
-        mine: dict[str, Tensor] = {}
+        own_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             owner, _, slot = name.rpartition("/")
             if owner.startswith(GROUP):
                 number = int(owner.removeprefix(GROUP))
                 if number in groups:
-                    mine[f"{GROUP}{groups.index(number)}/{slot}"] = tensor
+                    own_tensors[f"{GROUP}{groups.index(number)}/{slot}"] = tensor
             elif owner in names:
-                mine[name] = slots.own(name, tensor)
+                own_tensors[name] = slots.own(name, tensor)
             elif owner not in self._group_of:
-                raise UsageError(f"optimizer state: it is of another model; this one has no {owner}")
-        told = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
-        own = {"slots": told, "groups": [scalars["groups"][number] for number in groups]}
-        load_optimizer_state(slots.trained, optimizer, mine, own)
+                raise UsageError(
+                    f"optimizer state: has {owner}, which is not in this model; load the state of this model"
+                )
+        own_slots = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
+        own_scalars = {"slots": own_slots, "groups": [scalars["groups"][number] for number in groups]}
+        load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
         """Return the numbers of the groups of this rank in the optimizer for all parameters."""
@@ -120,12 +127,12 @@ def _tiny(dim: int, number: int) -> Parameter:
     return parameter
 
 
-def _shard(held: MaybeSharded | None, form: tuple[list[int], str], primary: bool) -> Shard:
+def _shard(tensor: MaybeSharded | None, form: tuple[list[int], str], primary: bool) -> Shard:
     shape, dtype = form
     size = torch.Size(shape)
-    if isinstance(held, Shard):
-        return held
-    if held is not None:
-        return Shard(held, 0, size, primary)
+    if isinstance(tensor, Shard):
+        return tensor
+    if tensor is not None:
+        return Shard(tensor, 0, size, primary)
     kind = getattr(torch, dtype.removeprefix("torch."))
     return Shard(torch.empty((0, *size[1:]), dtype=kind), 0, size, False)

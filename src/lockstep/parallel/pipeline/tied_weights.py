@@ -41,10 +41,11 @@ class TiedWeights:
     """The tied weights of a model, by the stages of its tensors. Weights lent to this rank have values here."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
-        named = [*model.named_parameters(), *model.named_buffers()]
-        lent = [(name, tensor) for name, tensor in named if name in borrower]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        shared_tensors = [(name, tensor) for name, tensor in tensors if name in borrower]
         self.all = [
-            TiedWeight(number, name, tensor, owner[name], borrower[name]) for number, (name, tensor) in enumerate(lent)
+            TiedWeight(number, name, tensor, owner[name], borrower[name])
+            for number, (name, tensor) in enumerate(shared_tensors)
         ]
         self._looked_up = _LookedUp()
         self._loan_of: dict[nn.Module, TiedWeight] = {}
@@ -82,7 +83,7 @@ class TiedWeights:
                 loan = self._loan_of[table]
                 raise TrainingError(
                     f"strategy pipeline: {loan.name} is used by stages {loan.owner} and {loan.borrower}, and its "
-                    f"embedding is called more than once in a forward; untie the weights, or use another strategy"
+                    f"embedding is called more than once in a forward; untie the weights, or use a different strategy"
                 )
 
     def _count(self, module: nn.Module, inputs: Any) -> None:

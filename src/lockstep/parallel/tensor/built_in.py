@@ -39,10 +39,10 @@ def _of_transformers(model: nn.Module) -> dict[str, str]:
     """Return the plan of a transformers model, without groups of layers whose kinds aren't supported."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
-    before = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""
+    prefix_dot = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""
     groups: dict[str, dict[str, str]] = {}
     for name, _ in model.named_modules():
-        kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{before}{pattern}")), None)
+        kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{prefix_dot}{pattern}")), None)
         if kind is not None:
             groups.setdefault(name.rpartition(".")[0], {})[name] = kind
     experts = {name: "experts" for group in groups.values() for name in group if _are_experts(model, name, group[name])}

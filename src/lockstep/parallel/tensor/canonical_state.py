@@ -39,24 +39,24 @@ class CanonicalState:
         self._engine.load(_changed(state, self._rearrange))
 
     def _restore(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
-        found = dict(tensors)
-        for name, held in tensors.items():
+        canonical = dict(tensors)
+        for name, tensor in tensors.items():
             chunked = self._of(name)
-            if chunked is None or held.shape.numel() != prod(chunked.shape):  # e.g. a step counter
+            if chunked is None or tensor.shape.numel() != prod(chunked.shape):  # e.g. a step counter
                 continue
-            if isinstance(held, Shard):
-                found[name] = replace(held, shape=Size(chunked.shape), chunked=chunked)
+            if isinstance(tensor, Shard):
+                canonical[name] = replace(tensor, shape=Size(chunked.shape), chunked=chunked)
             else:
-                found[name] = chunked.from_rows(held)
-        return found
+                canonical[name] = chunked.from_rows(tensor)
+        return canonical
 
     def _rearrange(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
-        found = dict(tensors)
-        for name, held in tensors.items():
+        rows = dict(tensors)
+        for name, tensor in tensors.items():
             chunked = self._of(name)
-            if chunked is not None and isinstance(held, Tensor) and held.shape == chunked.shape:
-                found[name] = chunked.to_rows(held)
-        return found
+            if chunked is not None and isinstance(tensor, Tensor) and tensor.shape == chunked.shape:
+                rows[name] = chunked.to_rows(tensor)
+        return rows
 
     def _of(self, name: str) -> Chunked | None:
         """Return the Chunked of a parameter, or of an optimizer slot (`<parameter>/<slot>`), or None."""

@@ -52,11 +52,11 @@ class Forwards(Protocol):
     def enter(self, chunks: "Region", call: partial[Any]) -> None:
         """Announce the call of a region for a forward of this rank, so that other forwards can call it, too."""
 
-    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
-        """Return this forward's item of `joint(inputs)`. `inputs` has the `given` of all forwards."""
+    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
+        """Return this forward's item of the result of `joint`, which gets the `inputs` of all forwards."""
 
-    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all forwards. `own` has the tensors of this rank's forwards, with the same shape."""
+    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of all forwards. `local` has the tensors of this rank's forwards, with the same shape."""
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """Return the sum over all `chunks` of a region for each forward of this rank.
@@ -93,16 +93,18 @@ class Region:
         self._call(call, len(self.own))
 
     def _call(self, call: partial[Any], times: int) -> None:
-        now = self._calls.now = _RegionCall(Draws())
+        region_call = self._calls.active = _RegionCall(Draws())
         for number in range(times):
-            now.current = number
+            region_call.current = number
             try:
                 call()
             except ChunkDone:
-                now.draws.rewind()
+                region_call.draws.rewind()
             else:
-                raise RuntimeError(f"{self.name} was called and its rowwise layer was not: it cannot be cut")
-        now.current = len(self.own) - 1
+                raise RuntimeError(
+                    f"{self.name} was called without its rowwise layer, so it cannot be split; change recipe.model.plan"
+                )
+        region_call.current = len(self.own) - 1
 
     @property
     def forwards(self) -> Forwards:
@@ -112,7 +114,7 @@ class Region:
     @property
     def computing(self) -> bool:
         """Whether a call of the region is in progress, from its first layers to its last layer."""
-        return self._calls.now is not None
+        return self._calls.active is not None
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of `layer` for the current chunk.
@@ -120,44 +122,49 @@ class Region:
         When `layer` is called for the first chunk, `compute` computes the outputs of all chunks of this rank, chunk by
         chunk, with the same number of tensors for each chunk.
         """
-        now = self._calls.now
-        if now is None:
-            raise RuntimeError(f"a layer of {self.name} was called from elsewhere: it cannot be cut")
-        if layer not in now.made:
-            now.made[layer] = compute()
+        region_call = self._calls.active
+        if region_call is None:
+            raise RuntimeError(
+                f"a layer of {self.name} was called outside of it, so it cannot be split; change recipe.model.plan"
+            )
+        if layer not in region_call.outputs:
+            region_call.outputs[layer] = compute()
         if layer.training:
-            now.draws.for_chunk(self.own[now.current])
-        count = len(now.made[layer]) // len(self.own)
-        return now.made[layer][now.current * count : (now.current + 1) * count]
+            region_call.draws.for_chunk(self.own[region_call.current])
+        count = len(region_call.outputs[layer]) // len(self.own)
+        return region_call.outputs[layer][region_call.current * count : (region_call.current + 1) * count]
 
-    def gather(self, given: Tensor) -> list[Tensor]:
+    def gather(self, inputs: Tensor) -> list[Tensor]:
         """Return the inputs of the last layer for all chunks of this rank. Before the last chunk, raise ChunkDone."""
-        now = self._calls.now
-        if now is None:
-            raise RuntimeError(f"the rowwise layer of {self.name} was called from elsewhere: it cannot be cut")
-        now.given.append(given)
-        if now.current < len(self.own) - 1:
+        region_call = self._calls.active
+        if region_call is None:
+            raise RuntimeError(
+                f"the rowwise layer of {self.name} was called outside of it, so it cannot be split; change "
+                f"recipe.model.plan"
+            )
+        region_call.inputs.append(inputs)
+        if region_call.current < len(self.own) - 1:
             raise ChunkDone
-        now.draws.go_on()
-        del self._calls.now
-        return now.given
+        region_call.draws.go_on()
+        del self._calls.active
+        return region_call.inputs
 
-    def each(self, training: bool) -> Iterator[tuple[int, int]]:
+    def iterate(self, training: bool) -> Iterator[tuple[int, int]]:
         """Yield the position and the index of each chunk of this rank. In training, seed the generators for it."""
         draws = Draws()
-        for at, chunk in enumerate(self.own):
+        for index, chunk in enumerate(self.own):
             if training:
                 draws.for_chunk(chunk)
-            yield at, chunk
+            yield index, chunk
         draws.go_on()
 
     def rows(self, length: int) -> list[range]:
         """Return the range of rows in each chunk of this rank. `length` doesn't have to be a multiple of `count`."""
         return [part(length, self.count, chunk) for chunk in self.own]
 
-    def of_all(self, own: Tensor) -> Tensor:
+    def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather the tensors of all chunks, in order along dim 0. All ranks must call it with their own chunks."""
-        return self._across.side_by_side(own).flatten(0, 1)
+        return self._across.side_by_side(tensor).flatten(0, 1)
 
     def total(self, partials: Iterable[Tensor]) -> Tensor:
         """Return the sum of tensors of the same shape over all chunks. The tensors in `partials` may be overwritten.
@@ -176,8 +183,8 @@ class Region:
     def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
         """Return the partial sums that this rank can compute by itself, by block of the tree."""
         counter: Counter[Tensor] = Counter(add_)
-        for chunk, each in zip(self.own, partials, strict=True):
-            counter.push(chunk, each)
+        for chunk, partial_sum in zip(self.own, partials, strict=True):
+            counter.push(chunk, partial_sum)
         return counter.pieces()
 
 
@@ -192,17 +199,17 @@ class _OneForward:
     def enter(self, chunks: Region, call: partial[Any]) -> None:
         """See Forwards."""
 
-    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], given: Any) -> Any:
+    def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
         """See Forwards."""
-        return joint([given])[0]
+        return joint([inputs])[0]
 
-    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
         """See Forwards. Tensors are made contiguous like gathered tensors, since strides can change a kernel's bits."""
-        return [each.contiguous() for each in own]
+        return [tensor.contiguous() for tensor in local]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
-        return [self._chunks.add(each) for each in pieces]
+        return [self._chunks.add(pieces_of_forward) for pieces_of_forward in pieces]
 
 
 @dataclass(eq=False)
@@ -210,15 +217,15 @@ class _RegionCall:
     """A call of a region: its random numbers, the outputs of its first layers, and the inputs of its last layer."""
 
     draws: "Draws"
-    made: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
-    given: list[Tensor] = field(default_factory=list)
+    outputs: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
+    inputs: list[Tensor] = field(default_factory=list)
     current: int = 0  # the position of the current chunk among this rank's chunks
 
 
 class _RegionCalls(threading.local):
     """The call in progress. Each forward that runs in a separate thread has its own (parallel/cooperative.py)."""
 
-    now: _RegionCall | None = None
+    active: _RegionCall | None = None
 
     def __reduce__(self) -> "tuple[type[_RegionCalls], tuple[()]]":
         """Support copies of a model. A copy has no call in progress."""
@@ -241,7 +248,7 @@ class Draws:
         self._generators = [torch.default_generator]
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._before = self._states()
+        self._saved_states = self._states()
         self._after: list[Tensor] = []
         self._key: int | None = None
         self._drawing: int | None = None
@@ -267,7 +274,7 @@ class Draws:
 
     def rewind(self) -> None:
         """Restore the state before the first layers."""
-        self._set(self._before)
+        self._set(self._saved_states)
 
     def go_on(self) -> None:
         """Continue from the state after the key was drawn, as if the chunks hadn't drawn any numbers."""

@@ -64,31 +64,35 @@ class Experts:
     Dispatch).
     """
 
-    def __init__(self, module: nn.Module, chunks: Region, of_group: int) -> None:
-        """`of_group` is the number of experts that the module's own code computes with."""
+    def __init__(self, module: nn.Module, chunks: Region, group_size: int) -> None:
+        """`group_size` is the number of experts that the module's own code computes with."""
         self.module = module
         self.chunks = chunks
         self.make: Make = self._make
         self._forward: Callable[..., Tensor] = module.forward
-        self._of_group = of_group
+        self._of_group = group_size
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
-                f"recipe.model.plan: {self.chunks.name} is experts, and was called with rows of shape {[*rows.shape]} "
-                f"and numbers of shape {[*experts.shape]}; they have to be [n, d] and [n, k]"
+                f"recipe.model.plan: {self.chunks.name} is experts, but was called with rows of shape {[*rows.shape]} "
+                f"and expert indices of shape {[*experts.shape]}; pass shapes [n, d] and [n, k]"
             )
-        given = copies(self.chunks, [rows, weights.reshape(-1)])
-        asked, places = [], []
-        for at, group in enumerate(self.chunks.own):
+        inputs = copies(self.chunks, [rows, weights.reshape(-1)])
+        pairs_by_group, row_indices = [], []
+        for index, group in enumerate(self.chunks.own):
             relative = experts.reshape(-1) - group * self._of_group
             pairs = _pairs(relative, self._of_group)
-            places.append(pairs // experts.shape[-1])
-            asked.append(Pairs(given[2 * at].index_select(0, places[-1]), relative[pairs], given[2 * at + 1][pairs]))
-        made = zip(places, self.make(asked), strict=True)
-        of_groups = [torch.zeros_like(rows).index_add(0, *each) for each in made]
-        [total] = linear_map(lambda given: [self.chunks.total(given)], partial(_repeat, len(of_groups)), of_groups)
+            row_indices.append(pairs // experts.shape[-1])
+            pairs_by_group.append(
+                Pairs(inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs])
+            )
+        outputs = zip(row_indices, self.make(pairs_by_group), strict=True)
+        group_outputs = [torch.zeros_like(rows).index_add(0, *output) for output in outputs]
+        [total] = linear_map(
+            lambda tensors: [self.chunks.total(tensors)], partial(_repeat, len(group_outputs)), group_outputs
+        )
         return total
 
     @property
@@ -104,12 +108,16 @@ class Experts:
         with calling_with(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
 
-    def _make(self, asked: Sequence[Pairs]) -> list[Tensor]:
-        of_groups = {name: by_chunk(each, self.chunks) for name, each in self.parameters.items()}
-        made = []
-        for at, _ in self.chunks.each(self.module.training):
-            made.append(self.compute({name: each[at] for name, each in of_groups.items()}, asked[at]))
-        return made
+    def _make(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
+        group_parameters = {name: by_chunk(parameter, self.chunks) for name, parameter in self.parameters.items()}
+        outputs = []
+        for index, _ in self.chunks.iterate(self.module.training):
+            outputs.append(
+                self.compute(
+                    {name: parameter[index] for name, parameter in group_parameters.items()}, pairs_by_group[index]
+                )
+            )
+        return outputs
 
 
 def _pairs(relative: Tensor, count: int) -> Tensor:
@@ -135,82 +143,107 @@ class Dispatch:
         self._rank = rank
         self.ranks = ranks
         self._carrier = carrier
-        self._own = experts.chunks.count // ranks
+        self._local_count = experts.chunks.count // ranks
         # Gradients of the current round by source rank. They accumulate, because a module can be called several times.
         self._arrived: dict[int, Gradients] = {}
 
-    def __call__(self, asked: Sequence[Pairs]) -> list[Tensor]:
-        """See Make. `asked` has the pairs of all groups of all ranks."""
+    def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
+        """See Make. `pairs_by_group` has the pairs of all groups of all ranks."""
         draws = Draws()
         training = self._experts.module.training
-        counts = [len(pairs.rows) for pairs in asked]
-        arriving = self._announce(counts, draws.key if training else 0)
-        out = [sum(counts[first : first + self._own]) for first in range(0, len(counts), self._own)]
-        back = [sum(each[:-1]) for each in arriving]
+        counts = [len(pairs.rows) for pairs in pairs_by_group]
+        counts_by_source = self._announce(counts, draws.key if training else 0)
+        sent_counts = [
+            sum(counts[first : first + self._local_count]) for first in range(0, len(counts), self._local_count)
+        ]
+        received_counts = [sum(source_counts[:-1]) for source_counts in counts_by_source]
         rows, weights = self._exchange_rows(
-            out, back, [torch.cat([each.rows for each in asked]), torch.cat([each.weights for each in asked])]
+            sent_counts,
+            received_counts,
+            [
+                torch.cat([pairs.rows for pairs in pairs_by_group]),
+                torch.cat([pairs.weights for pairs in pairs_by_group]),
+            ],
         )
-        [experts] = self.exchange(out, back, [torch.cat([each.experts for each in asked])])
+        [experts] = self.exchange(
+            sent_counts, received_counts, [torch.cat([pairs.experts for pairs in pairs_by_group])]
+        )
         # Rows arrive and go back in the order of source ranks, and of groups for each source rank.
-        lengths = [length for each in arriving for length in each[:-1]]
+        lengths = [length for source_counts in counts_by_source for length in source_counts[:-1]]
         parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
-        given = (Pairs(*each) for each in parts)
-        names, own = self._experts.parameters.keys(), self._experts.parameters.values()
-        of_sources = _BySource.apply(self, *own)
-        made = []
+        received_pairs = (Pairs(*fields) for fields in parts)
+        names, parameters = self._experts.parameters.keys(), self._experts.parameters.values()
+        parameters_by_source = _BySource.apply(self, *parameters)
+        outputs = []
         for source in range(self.ranks):
-            parameters = of_sources[source * len(own) : (source + 1) * len(own)]
-            groups = zip(*(each.tensor_split(self._own) for each in parameters), strict=True)
-            for group, of_group in enumerate(groups, start=self._rank * self._own):
+            source_parameters = parameters_by_source[source * len(parameters) : (source + 1) * len(parameters)]
+            groups = zip(*(parameter.tensor_split(self._local_count) for parameter in source_parameters), strict=True)
+            for group, group_parameters in enumerate(groups, start=self._rank * self._local_count):
                 if training:
-                    draws.draw_by(arriving[source][-1], group)
-                found = dict(zip(names, (align(each) for each in of_group), strict=True))
-                made.append(self._experts.compute(found, next(given)))
+                    draws.draw_by(counts_by_source[source][-1], group)
+                named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
+                outputs.append(self._experts.compute(named_parameters, next(received_pairs)))
         draws.go_on()
-        [returned] = self._exchange_rows(back, out, [_join(made)])
-        return list(_split(counts, returned))
+        [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join(outputs)])
+        return list(_split(counts, rows_back))
 
-    def exchange(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(
+        self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Send `out[r]` rows of each tensor to rank r, and return the received tensors with `back[r]` rows from rank r.
 
         Rows for this rank itself are copied.
         """
-        arriving = [each.new_empty(sum(back), *each.shape[1:]) for each in tensors]
+        arrived = [tensor.new_empty(sum(received_counts), *tensor.shape[1:]) for tensor in tensors]
         sent, received = [], []
-        for tensor, whole in zip(tensors, arriving, strict=True):
-            parts = zip(torch.split(tensor.contiguous(), [*out]), torch.split(whole, [*back]), strict=True)
-            for rank, (given, taken) in enumerate(parts):
+        for tensor, received_tensor in zip(tensors, arrived, strict=True):
+            parts = zip(
+                torch.split(tensor.contiguous(), [*sent_counts]),
+                torch.split(received_tensor, [*received_counts]),
+                strict=True,
+            )
+            for rank, (outgoing, incoming) in enumerate(parts):
                 if rank == self._rank:
-                    taken.copy_(given)
+                    incoming.copy_(outgoing)
                 else:
-                    sent.append((given, rank))
-                    received.append((taken, rank))
+                    sent.append((outgoing, rank))
+                    received.append((incoming, rank))
         move(self._carrier, sent, received)
-        return arriving
+        return arrived
 
-    def _exchange_rows(self, out: Sequence[int], back: Sequence[int], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _exchange_rows(
+        self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
         """Return the result of `exchange`. Its backward exchanges the gradients in the opposite direction."""
-        return linear_map(partial(self.exchange, out, back), partial(self.exchange, back, out), tensors)
+        return linear_map(
+            partial(self.exchange, sent_counts, received_counts),
+            partial(self.exchange, received_counts, sent_counts),
+            tensors,
+        )
 
     def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of the parameters for the micro-batch of rank `source`."""
-        arrived = self._arrived.setdefault(source, {})
+        gradients_of_source = self._arrived.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
-                arrived[name] = arrived[name] + gradient if name in arrived else gradient
+                gradients_of_source[name] = (
+                    gradients_of_source[name] + gradient if name in gradients_of_source else gradient
+                )
 
     def take(self) -> Mapping[int, Gradients]:
         """Return the gradients of a round by source rank, and clear them."""
-        arrived, self._arrived = self._arrived, {}
-        return arrived
+        received, self._arrived = self._arrived, {}
+        return received
 
     def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:
         """Send each rank the numbers of rows for its groups, and the key. Return the numbers and keys of all ranks."""
         device = next(iter(self._experts.parameters.values())).device
-        told = [[*counts[rank * self._own : (rank + 1) * self._own], key] for rank in range(self.ranks)]
-        [heard] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(told, device=device)])
-        found: list[list[int]] = heard.tolist()
-        return found
+        announcement = [
+            [*counts[rank * self._local_count : (rank + 1) * self._local_count], key] for rank in range(self.ranks)
+        ]
+        [answers] = self.exchange([1] * self.ranks, [1] * self.ranks, [torch.tensor(announcement, device=device)])
+        counts_by_source: list[list[int]] = answers.tolist()
+        return counts_by_source
 
 
 class _BySource(torch.autograd.Function):
@@ -220,7 +253,7 @@ class _BySource(torch.autograd.Function):
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.dispatch, ctx.count = dispatch, len(parameters)
         ctx.set_materialize_grads(False)
-        return tuple(each.detach() for _ in range(dispatch.ranks) for each in parameters)
+        return tuple(parameter.detach() for _ in range(dispatch.ranks) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
@@ -237,13 +270,13 @@ def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate parts. In backward, the gradient of each part has separate memory."""
-    [whole] = linear_map(_cat, partial(_parts, [len(each) for each in parts]), parts)
-    return whole
+    [joined] = linear_map(_cat, partial(_parts, [len(part) for part in parts]), parts)
+    return joined
 
 
 def _parts(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    [whole] = tensors
-    return [each.clone() for each in torch.split(whole, [*lengths])]
+    [joined] = tensors
+    return [part.clone() for part in torch.split(joined, [*lengths])]
 
 
 def _cat(parts: Sequence[Tensor]) -> list[Tensor]:

@@ -55,20 +55,24 @@ class RowLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs, the same on all ranks that share the chunks."""
-        given = [each.reshape(-1, each.shape[-1]) for each in self.chunks.gather(inputs)]
-        bias, weight, *given = _cast(self.bias, self.weight, *given)
-        place = f"the last layer of {self.chunks.name}"
-        added: Tensor | None = self.chunks.forwards.exchange(place, partial(_rows, self.chunks), (weight, given))
-        if added is None:  # a different rank continues this forward
+        inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.chunks.gather(inputs)]
+        bias, weight, *inputs_by_chunk = _cast(self.bias, self.weight, *inputs_by_chunk)
+        label = f"the last layer of {self.chunks.name}"
+        total: Tensor | None = self.chunks.forwards.exchange(
+            label, partial(_rows, self.chunks), (weight, inputs_by_chunk)
+        )
+        if total is None:  # a different rank continues this forward
             raise ChunkDone
-        outputs = added.view(*inputs.shape[:-1], -1)
+        outputs = total.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
 def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` has the rows of these chunks."""
-    given = _cast(bias, weight, inputs.contiguous())
-    outputs: Sequence[Tensor] = chunks.forwards.exchange(f"a layer of {chunks.name}", partial(_columns, chunks), given)
+    operands = _cast(bias, weight, inputs.contiguous())
+    outputs: Sequence[Tensor] = chunks.forwards.exchange(
+        f"a layer of {chunks.name}", partial(_columns, chunks), operands
+    )
     return outputs
 
 
@@ -78,75 +82,94 @@ def share_parameters(layer: nn.Module, chunks: Region) -> None:
 
 
 def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -> Any:
-    own = layer._parameters
-    given = {name: each for name, each in own.items() if each is not None}
-    made = chunks.begin(layer, partial(copies, chunks, [*given.values()]))
-    with calling_with(layer, own | dict(zip(given, made, strict=True))):
+    parameters = layer._parameters
+    present = {name: parameter for name, parameter in parameters.items() if parameter is not None}
+    copied = chunks.begin(layer, partial(copies, chunks, [*present.values()]))
+    with calling_with(layer, parameters | dict(zip(present, copied, strict=True))):
         return forward(*inputs)
 
 
 def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return `tensors` once for each chunk of this rank. Their gradients are added up over all chunks."""
-    place = f"a layer of {chunks.name} that chunks share"
-    made: Sequence[Tensor] = chunks.forwards.exchange(place, partial(_copies, chunks), tensors)
-    return made
+    label = f"a shared layer of {chunks.name}"
+    copied: Sequence[Tensor] = chunks.forwards.exchange(label, partial(_copies, chunks), tensors)
+    return copied
 
 
 @contextmanager
 def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
     """Replace the parameters of a module by these tensors inside the block."""
-    own = module._parameters
+    original = module._parameters
     module._parameters = parameters
     try:
         yield
     finally:
-        module._parameters = own
+        module._parameters = original
 
 
 # The functions below compute all forwards that go through a region together (chunks.py, Forwards): one forward, or the
 # chunks of a sequence. Only forwards of this rank have inputs of a first layer, and get outputs of the last layer.
 
 
-def _columns(chunks: Region, given: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
-    biases, weights, inputs = zip(*given, strict=True)
+def _columns(chunks: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
+    biases, weights, inputs = zip(*operands, strict=True)
     forwards = chunks.forwards
-    made = _ColumnMultiply.apply(forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own))
-    return _by_forward(made, forwards)
+    outputs_by_chunk = _ColumnMultiply.apply(
+        forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own)
+    )
+    return _by_forward(outputs_by_chunk, forwards)
 
 
-def _rows(chunks: Region, given: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
-    weights, parts = zip(*given, strict=True)
+def _rows(chunks: Region, operands: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
+    weights, parts = zip(*operands, strict=True)
     forwards = chunks.forwards
-    made = _RowMultiply.apply(forwards, chunks, *weights, *(each for of_forward in parts for each in of_forward))
+    totals = _RowMultiply.apply(
+        forwards, chunks, *weights, *(part for parts_of_forward in parts for part in parts_of_forward)
+    )
     outputs: list[Tensor | None] = [None] * forwards.count
-    outputs[forwards.own.start : forwards.own.stop] = made
+    outputs[forwards.own.start : forwards.own.stop] = totals
     return outputs
 
 
-def _copies(chunks: Region, given: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-    forwards, count = chunks.forwards, len(given[0])
+def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    forwards, count = chunks.forwards, len(tensors_by_forward[0])
 
-    def there(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [each.detach() for own in _by_forward(tensors, forwards) for _ in chunks.own for each in own]
+    def copy_forward(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            tensor.detach()
+            for forward_tensors in _by_forward(tensors, forwards)
+            for _ in chunks.own
+            for tensor in forward_tensors
+        ]
 
-    def back(gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        of_forwards = _by_forward(gradients, forwards)
+    def sum_backward(gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        gradients_by_forward = _by_forward(gradients, forwards)
         totals = []
         for number in range(count):
-            pieces = [chunks.pieces(each.clone() for each in mine[number::count]) for mine in of_forwards]
+            pieces = [
+                chunks.pieces(gradient.clone() for gradient in forward_gradients[number::count])
+                for forward_gradients in gradients_by_forward
+            ]
             totals.append(forwards.scatter(pieces, chunks.count))
-        found: list[Tensor | None] = [None] * (forwards.count * count)
-        own = forwards.own
-        found[own.start * count : own.stop * count] = [of_each[at] for at in range(len(own)) for of_each in totals]
-        return found
+        gradients_out: list[Tensor | None] = [None] * (forwards.count * count)
+        local_forwards = forwards.own
+        gradients_out[local_forwards.start * count : local_forwards.stop * count] = [
+            total[index] for index in range(len(local_forwards)) for total in totals
+        ]
+        return gradients_out
 
-    return _by_forward(linear_map(there, back, [each for own in given for each in own]), forwards)
+    return _by_forward(
+        linear_map(
+            copy_forward, sum_backward, [tensor for forward_tensors in tensors_by_forward for tensor in forward_tensors]
+        ),
+        forwards,
+    )
 
 
 def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any]]:
     """Return the part of each forward of the tensors, which are as many for each."""
-    each = len(tensors) // forwards.count
-    return [tensors[number * each : (number + 1) * each] for number in range(forwards.count)]
+    count = len(tensors) // forwards.count
+    return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
 
 
 class _ColumnMultiply(torch.autograd.Function):
@@ -156,40 +179,54 @@ class _ColumnMultiply(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, forwards: Forwards, chunks: Region, *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forwards: Forwards, chunks: Region, *operands: Tensor) -> tuple[Tensor, ...]:
         count = forwards.count
-        biases, weights, own_NI = given[:count], given[count : 2 * count], given[2 * count :]
+        biases, weights, local_NI = operands[:count], operands[count : 2 * count], operands[2 * count :]
         ctx.forwards, ctx.chunks, ctx.biased = forwards, chunks, biases[0] is not None
-        ctx.save_for_backward(weights[0], *own_NI)
+        ctx.save_for_backward(weights[0], *local_NI)
         weight_OI = by_chunk(weights[0], chunks)
         if not ctx.biased:
-            return tuple(inputs_NI @ each.t() for inputs_NI in forwards.gather(own_NI) for each in weight_OI)
+            return tuple(inputs_NI @ chunk_OI.t() for inputs_NI in forwards.gather(local_NI) for chunk_OI in weight_OI)
         pairs = list(zip(by_chunk(biases[0], chunks), weight_OI, strict=True))
         return tuple(
-            torch.addmm(bias_O, inputs_NI, each.t()) for inputs_NI in forwards.gather(own_NI) for bias_O, each in pairs
+            torch.addmm(bias_O, inputs_NI, chunk_OI.t())
+            for inputs_NI in forwards.gather(local_NI)
+            for bias_O, chunk_OI in pairs
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, chunks = ctx.forwards, ctx.chunks
-        weight, *own_NI = ctx.saved_tensors
-        of_forwards = _by_forward(gradients, forwards)  # for each forward, the gradients of its outputs_NO
-        nothing = [None] * forwards.count
-        of_bias = [torch.cat([each.sum(0) for each in mine]) for mine in of_forwards] if ctx.biased else nothing
-        of_weight: Sequence[Tensor | None] = nothing
+        weight, *local_NI = ctx.saved_tensors
+        gradients_by_forward = _by_forward(gradients, forwards)  # for each forward, the gradients of its outputs_NO
+        no_gradients = [None] * forwards.count
+        bias_grads = (
+            [
+                torch.cat([gradient.sum(0) for gradient in forward_gradients])
+                for forward_gradients in gradients_by_forward
+            ]
+            if ctx.biased
+            else no_gradients
+        )
+        weight_grads: Sequence[Tensor | None] = no_gradients
         if ctx.needs_input_grad[2 + forwards.count]:
-            pairs = zip(of_forwards, forwards.gather(own_NI), strict=True)
-            of_weight = [torch.cat([each.t() @ inputs_NI for each in mine]) for mine, inputs_NI in pairs]
-        of_inputs: Sequence[Tensor | None] = [None] * len(own_NI)
+            pairs = zip(gradients_by_forward, forwards.gather(local_NI), strict=True)
+            weight_grads = [
+                torch.cat([gradient.t() @ inputs_NI for gradient in forward_gradients])
+                for forward_gradients, inputs_NI in pairs
+            ]
+        input_grads: Sequence[Tensor | None] = [None] * len(local_NI)
         if ctx.needs_input_grad[-1]:
             weight_OI = by_chunk(weight, chunks)
             pieces = [
-                chunks.pieces(mine @ each for mine, each in zip(of_forward, weight_OI, strict=True))
-                for of_forward in of_forwards
+                chunks.pieces(
+                    gradient @ chunk_OI for gradient, chunk_OI in zip(forward_gradients, weight_OI, strict=True)
+                )
+                for forward_gradients in gradients_by_forward
             ]
-            of_inputs = forwards.scatter(pieces, chunks.count)
-        return None, None, *of_bias, *of_weight, *of_inputs
+            input_grads = forwards.scatter(pieces, chunks.count)
+        return None, None, *bias_grads, *weight_grads, *input_grads
 
 
 class _RowMultiply(torch.autograd.Function):
@@ -197,13 +234,15 @@ class _RowMultiply(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forwards: Forwards, chunks: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
-        weights, given = tensors[: forwards.count], tensors[forwards.count :]
+        weights, inputs = tensors[: forwards.count], tensors[forwards.count :]
         ctx.forwards, ctx.chunks = forwards, chunks
-        ctx.save_for_backward(weights[0], *given)
+        ctx.save_for_backward(weights[0], *inputs)
         weight_OI = by_chunk(weights[0], chunks)
         pieces = [
-            chunks.pieces(given_NI @ each.t() for given_NI, each in zip(of_forward, weight_OI, strict=True))
-            for of_forward in _by_forward(given, forwards)
+            chunks.pieces(
+                inputs_NI @ chunk_OI.t() for inputs_NI, chunk_OI in zip(forward_inputs, weight_OI, strict=True)
+            )
+            for forward_inputs in _by_forward(inputs, forwards)
         ]
         return tuple(forwards.scatter(pieces, chunks.count))
 
@@ -211,20 +250,22 @@ class _RowMultiply(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, chunks = ctx.forwards, ctx.chunks
-        weight, *given = ctx.saved_tensors
+        weight, *inputs = ctx.saved_tensors
         weight_OI = by_chunk(weight, chunks)
-        of_weight: list[Tensor | None] = []
-        of_given = []
-        for gradient_NO, of_forward in zip(forwards.gather(gradients), _by_forward(given, forwards), strict=True):
-            wanted = ctx.needs_input_grad[2]
-            of_weight.append(torch.cat([gradient_NO.t() @ given_NI for given_NI in of_forward]) if wanted else None)
-            of_given += [gradient_NO @ each for each in weight_OI]
-        return None, None, *of_weight, *of_given
+        weight_grads: list[Tensor | None] = []
+        input_grads = []
+        for gradient_NO, forward_inputs in zip(forwards.gather(gradients), _by_forward(inputs, forwards), strict=True):
+            needs_weight_grad = ctx.needs_input_grad[2]
+            weight_grads.append(
+                torch.cat([gradient_NO.t() @ inputs_NI for inputs_NI in forward_inputs]) if needs_weight_grad else None
+            )
+            input_grads += [gradient_NO @ chunk_OI for chunk_OI in weight_OI]
+        return None, None, *weight_grads, *input_grads
 
 
 def by_chunk(tensor: Tensor, chunks: Region) -> tuple[Tensor, ...]:
     """Return this rank's part of a parameter, chunk by chunk."""
-    return tuple(align(each) for each in tensor.tensor_split(len(chunks.own)))
+    return tuple(align(part) for part in tensor.tensor_split(len(chunks.own)))
 
 
 def align(part: Tensor) -> Tensor:
@@ -236,10 +277,10 @@ def align(part: Tensor) -> Tensor:
     return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
-def _cast(bias: Tensor | None, weight: Tensor, *given: Tensor) -> tuple[Any, ...]:
+def _cast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
     """If autocast is enabled, convert the tensors to the dtype that it would multiply them in."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
-        return bias, weight, *given
+        return bias, weight, *inputs
     dtype = torch.get_autocast_dtype(kind)
-    return None if bias is None else bias.to(dtype), *(each.to(dtype) for each in (weight, *given))
+    return None if bias is None else bias.to(dtype), *(tensor.to(dtype) for tensor in (weight, *inputs))

@@ -37,11 +37,11 @@ class Logits(Tensor):
     def __new__(cls, parts: Sequence[Tensor], chunks: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
         """`dtype` is the dtype that the loss is computed in. It defaults to the dtype of the parts."""
         first = parts[0]
-        made: Logits = Tensor._make_wrapper_subclass(
+        logits: Logits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
         )
-        made.parts, made.chunks = tuple(parts), chunks
-        return made
+        logits.parts, logits.chunks = tuple(parts), chunks
+        return logits
 
     @classmethod
     def __torch_function__(
@@ -50,8 +50,8 @@ class Logits(Tensor):
         """Compute functions that work by chunk. For all other functions, torch may only need the shape."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
-        if known := _OF_EACH.get(function):
-            return known(*args, **(kwargs or {}))
+        if function_of_parts := _OF_EACH.get(function):
+            return function_of_parts(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -59,18 +59,18 @@ class Logits(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
         """Reject operations that compute with values."""
-        logits = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Logits))
-        _refuse(logits, f"{function} is computed of its logits")
+        logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
+        _refuse(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape and the chunks, because the values aren't all on this rank."""
         return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
 
 
-def _refuse(logits: Logits, why: str) -> NoReturn:
+def _refuse(logits: Logits, reason: str) -> NoReturn:
     raise UsageError(
-        f"recipe.model.plan: {logits.chunks.name} is vocab, and {why}, which are in chunks while the model trains: "
-        f"they can be given to a cross entropy and to nothing else; let {logits.chunks.name} be whole"
+        f"recipe.model.plan: {logits.chunks.name} is vocab, so its logits are in chunks during training, but {reason}; "
+        f"use these logits only in a cross entropy, or set {logits.chunks.name} to whole"
     )
 
 
@@ -80,10 +80,10 @@ def _like(logits: Logits, parts: Sequence[Tensor]) -> Logits:
 
 def _index(logits: Logits, index: Any) -> Logits:
     items = index if isinstance(index, tuple) else (index,)
-    known = all(each is Ellipsis or isinstance(each, slice) for each in items)
-    if not known or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
-        _refuse(logits, f"[{index}] is taken of its logits")
-    return _like(logits, [each[index] for each in logits.parts])
+    is_supported = all(item is Ellipsis or isinstance(item, slice) for item in items)
+    if not is_supported or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
+        _refuse(logits, f"they are indexed by [{index}]")
+    return _like(logits, [part[index] for part in logits.parts])
 
 
 def _reshape(logits: Logits, *shape: Any) -> Logits:
@@ -96,20 +96,20 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
 
 def _in_shape(logits: Logits, like: Tensor) -> Logits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
-        _refuse(logits, f"shape {[*like.shape]} is asked of its logits")
-    return _like(logits, [each.reshape(*like.shape[:-1], each.shape[-1]) for each in logits.parts])
+        _refuse(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
+    return _like(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
-    dtype = next((each for each in args if isinstance(each, torch.dtype)), dtype)
-    if any(each not in (dtype, logits.device) for each in args):
-        _refuse(logits, f"to({', '.join(map(str, args))}) is asked of its logits")
+    dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), dtype)
+    if any(argument not in (dtype, logits.device) for argument in args):
+        _refuse(logits, f"to({', '.join(map(str, args))}) is called on them")
     return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
     """Register `hook` on each part, because fully_shard registers hooks on the outputs of a module."""
-    return [each.register_hook(hook) for each in logits.parts][-1]  # type: ignore[no-untyped-call]
+    return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
 _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
@@ -122,23 +122,23 @@ _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.contiguous: lambda logits: logits,
     Tensor.float: lambda logits: _to(logits, torch.float32),
     Tensor.to: _to,
-    Tensor.requires_grad.__get__: lambda logits: any(each.requires_grad for each in logits.parts),  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: lambda logits: any(part.requires_grad for part in logits.parts),  # type: ignore[attr-defined]
     Tensor.register_hook: _register_hook,
 }
 
 
-def _cross_entropy(given: Mapping[str, Any]) -> Tensor:
+def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
     """Compute F.cross_entropy from its arguments by name. All sums are in float32 or wider."""
-    logits, targets = given["input"], given["target"]
-    for name, value in given.items():
-        usual = inspect.signature(F.cross_entropy).parameters[name].default
-        if name not in ("input", "target", "ignore_index", "reduction") and value is not usual and value != usual:
-            _refuse(logits, f"{name} is asked of the cross entropy of its logits")
+    logits, targets = arguments["input"], arguments["target"]
+    for name, value in arguments.items():
+        default = inspect.signature(F.cross_entropy).parameters[name].default
+        if name not in ("input", "target", "ignore_index", "reduction") and value is not default and value != default:
+            _refuse(logits, f"the cross entropy sets {name}")
     if logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        _refuse(logits, f"{targets.dtype} of shape {[*targets.shape]} are targets of its logits {[*logits.shape]}")
-    ignored = given.get("ignore_index", -100)
+        _refuse(logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}")
+    ignored = arguments.get("ignore_index", -100)
     losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
-    match given.get("reduction", "mean"):
+    match arguments.get("reduction", "mean"):
         case "none":
             return losses
         case "sum":
@@ -153,32 +153,34 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
-        fits = ((targets >= 0) & (targets < entries)) | (targets == ignored)
-        torch._assert_async(fits.all(), f"a target is none of {entries} entries")
+        valid = ((targets >= 0) & (targets < entries)) | (targets == ignored)
+        torch._assert_async(valid.all(), f"a target is not in [0, {entries})")
         ctx.rows, ctx.ignored = chunks.rows(entries), ignored
-        own = [_chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)]
+        statistics = [
+            _chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)
+        ]
         # By chunk, [chunks, n]. From here on, all ranks compute the same.
-        tops, sums, chosen = chunks.of_all(torch.stack(own)).unbind(1)
-        top = tops.amax(0)
-        sums = sums * (tops - top).exp()
-        added = total({LeafBlock(chunk, 1): each for chunk, each in enumerate(sums)}, chunks.count, add_)
-        ctx.save_for_backward(targets, top, added, *parts)
-        losses: Tensor = added.log() - (chosen.amax(0) - top)
+        chunk_max, sums, target_logits = chunks.gather_all(torch.stack(statistics)).unbind(1)
+        row_max = chunk_max.amax(0)
+        sums = sums * (chunk_max - row_max).exp()
+        added = total({LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, chunks.count, add_)
+        ctx.save_for_backward(targets, row_max, added, *parts)
+        losses: Tensor = added.log() - (target_logits.amax(0) - row_max)
         return losses.masked_fill(targets == ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        targets, top, added, *parts = ctx.saved_tensors
+        targets, row_max, added, *parts = ctx.saved_tensors
         gradient = gradient.masked_fill(targets == ctx.ignored, 0)
         share = (gradient / added)[:, None]
-        found = []
+        gradients = []
         for rows, part in zip(ctx.rows, parts, strict=True):
-            inside, at = _within(rows, targets)
-            softmax = (part.to(top.dtype) - top[:, None]).exp_().mul_(share)
-            less = softmax.gather(1, at[:, None]) - gradient.where(inside, 0)[:, None]
-            found.append(softmax.scatter_(1, at[:, None], less).to(part.dtype))
-        return None, None, None, None, *found
+            inside, positions = _within(rows, targets)
+            softmax = (part.to(row_max.dtype) - row_max[:, None]).exp_().mul_(share)
+            corrected = softmax.gather(1, positions[:, None]) - gradient.where(inside, 0)[:, None]
+            gradients.append(softmax.scatter_(1, positions[:, None], corrected).to(part.dtype))
+        return None, None, None, None, *gradients
 
 
 def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,10 +189,10 @@ def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inside, (targets - rows.start).where(inside, 0)
 
 
-def _chunk_statistics(part: Tensor, inside: Tensor, at: Tensor) -> Tensor:
+def _chunk_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
     """Return the largest logit m of a chunk, the sum of exp(logit - m), and the logit of the target: [3, n]."""
-    wide = part.to(torch.promote_types(part.dtype, torch.float32))
-    top = wide.amax(1).clamp_min(torch.finfo(wide.dtype).min)  # all may be minus infinity
-    added = (wide - top[:, None]).exp_().sum(1)
-    chosen = wide.gather(1, at[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
-    return torch.stack([top, added, chosen])
+    logits = part.to(torch.promote_types(part.dtype, torch.float32))
+    row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # all may be minus infinity
+    exp_sum = (logits - row_max[:, None]).exp_().sum(1)
+    target_logits = logits.gather(1, positions[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
+    return torch.stack([row_max, exp_sum, target_logits])

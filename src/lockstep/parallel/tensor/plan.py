@@ -58,9 +58,9 @@ class _Region(NamedTuple):
     method: str
     inside: Kinds
 
-    def of(self, what: str) -> list[tuple[str, str]]:
+    def modules_of(self, kind_name: str) -> list[tuple[str, str]]:
         """Return the names of the modules of a kind, and their text after the colon."""
-        return [(name, kind.more) for name, kind in self.inside.items() if kind.what == what]
+        return [(name, kind.more) for name, kind in self.inside.items() if kind.what == kind_name]
 
 
 def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
@@ -70,10 +70,13 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
     """
     kinds = _kinds(model, plan)
     regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
-    inside = {name for region in regions for name in (region.name, *region.inside)}
+    names_in_regions = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
-        if kind.what not in ("experts", "vocab", "whole") and name not in inside:
-            raise UsageError(f"{_KEY}: {name} is {kind.what}, and no rowwise layer is in the same module")
+        if kind.what not in ("experts", "vocab", "whole") and name not in names_in_regions:
+            raise UsageError(
+                f"{_KEY}: {name} is {kind.what}, but its module has no rowwise layer; add one to the plan, or set "
+                f"{name} to whole"
+            )
         if kind.what == "heads":
             for attribute in kind.more.split(","):
                 _fewer(model.get_submodule(name), name, attribute, count)
@@ -86,19 +89,23 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
             _group(model.get_submodule(name), name, kind.more or "num_experts", count)
         if kind.what == "vocab":
             _by_rows(model.get_submodule(name), name, count)
-    cut = {model.get_parameter(name): each for name, each in chunked.items()}
-    every = model.named_parameters(remove_duplicate=False)  # a module can have several names
-    return {name: cut[parameter] for name, parameter in every if parameter in cut}
+    chunked_by_parameter = {model.get_parameter(name): layout for name, layout in chunked.items()}
+    named_parameters = model.named_parameters(remove_duplicate=False)  # a module can have several names
+    return {
+        name: chunked_by_parameter[parameter]
+        for name, parameter in named_parameters
+        if parameter in chunked_by_parameter
+    }
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
     """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
-    found = []
+    names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(each, _Hook | _Method | Experts | LookUp | Head) for each in calls):
-            found.append(name)
-    return frozenset(found)
+        if any(isinstance(hook, _Hook | _Method | Experts | LookUp | Head) for hook in calls):
+            names.append(name)
+    return frozenset(names)
 
 
 def _check_untied(model: nn.Module, kinds: Kinds) -> None:
@@ -110,16 +117,18 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
     by_rows = {name for name, kind in kinds.items() if kind.what == "vocab"}
     for name in [name for name, kind in kinds.items() if kind.what in ("colwise", "rowwise", "vocab")]:
         for parameter in model.get_submodule(name).parameters():
-            others = [each for each in owners[parameter] if each != name]
-            if name in by_rows and (other := next((each for each in others if each not in by_rows), None)):
+            sharers = [sharer for sharer in owners[parameter] if sharer != name]
+            if name in by_rows and (
+                foreign_sharer := next((sharer for sharer in sharers if sharer not in by_rows), None)
+            ):
                 raise UsageError(
-                    f"{_KEY}: {name} is vocab, and has a weight in common with {other}; let both be vocab, or untie "
+                    f"{_KEY}: {name} is vocab and shares a weight with {foreign_sharer}; set both to vocab, or untie "
                     f"them"
                 )
-            if name not in by_rows and others:
+            if name not in by_rows and sharers:
                 raise UsageError(
-                    f"{_KEY}: {name} has a weight in common with {others[0]}; a layer that is cut has its own: say "
-                    f"that it is whole, or untie them"
+                    f"{_KEY}: {name} shares a weight with {sharers[0]}, so it cannot be split; set {name} to whole, or "
+                    f"untie them"
                 )
 
 
@@ -128,36 +137,44 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
-            near = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
-            raise UsageError(f"{_KEY}: {pattern}: there is no kind {kind!r}{near}")
+            hint = suggestion(kind, KINDS) or f"; use one of {', '.join(KINDS)}"
+            raise UsageError(f"{_KEY}: {pattern}: unknown kind {kind!r}{hint}")
         select(_KEY, [pattern], names, "module")
-    found = {name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names}
-    return {name: _Kind(*kind.partition(":")[::2]) for name, kind in found.items() if kind}
+    kind_by_name = {
+        name: next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), "") for name in names
+    }
+    return {name: _Kind(*kind.partition(":")[::2]) for name, kind in kind_by_name.items() if kind}
 
 
 def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
     """Return the region that ends with the layer `last`. Smaller modules are searched for colwise layers first."""
     for name in _above(last):
-        before = f"{name}." if name else ""
-        inside = {each: kind for each, kind in kinds.items() if each.startswith(before)}
-        own = kinds.get(name)
-        if own is not None and own.what == "region":
+        prefix = f"{name}." if name else ""
+        inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
+        region_kind = kinds.get(name)
+        if region_kind is not None and region_kind.what == "region":
             # A method calls layers of its own module. It isn't known which other modules it calls.
-            inside = {each: kind for each, kind in inside.items() if "." not in each.removeprefix(before)}
-            if not callable(getattr(model.get_submodule(name), own.more, None)):
-                raise UsageError(f"{_KEY}: {name} is region:{own.more}, and has no such method")
+            inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
+            if not callable(getattr(model.get_submodule(name), region_kind.more, None)):
+                raise UsageError(
+                    f"{_KEY}: {name} is region:{region_kind.more}, but has no such method; use the name of a method of "
+                    f"this module"
+                )
             if any(kind.what == "colwise" for kind in inside.values()):
-                return _Region(name, own.more, inside)
+                return _Region(name, region_kind.more, inside)
             continue
         if any(kind.what == "colwise" for kind in inside.values()):
             if sum(kind.what == "rowwise" for kind in inside.values()) > 1:
                 raise UsageError(
-                    f"{_KEY}: {name or 'the model'} has several rowwise layers; put each, with the colwise layers "
-                    f"before it, into a module of its own"
+                    f"{_KEY}: {name or 'the model'} has several rowwise layers; move each one, with the colwise layers "
+                    f"before it, to a separate module"
                 )
             _check_covered(model, name, inside)
             return _Region(name, "", inside)
-    raise UsageError(f"{_KEY}: {last} is rowwise, and no colwise layer comes before it in a module that has both")
+    raise UsageError(
+        f"{_KEY}: {last} is rowwise, but no module contains both it and a colwise layer; add a colwise layer to the "
+        f"plan, or set {last} to whole"
+    )
 
 
 def _above(name: str) -> Iterator[str]:
@@ -170,10 +187,10 @@ def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
     """Raise UsageError if a parameter of a region isn't in the plan, as it isn't known how to add its gradients."""
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
-        if not any(owner == each or owner.startswith(f"{each}.") for each in inside):
+        if not any(owner == planned or owner.startswith(f"{planned}.") for planned in inside):
             raise UsageError(
-                f"{_KEY}: {name or 'the model'} is cut, and has a parameter {path} besides; say of its module whether "
-                f"it is shared (used by each chunk) or whole (used before or after)"
+                f"{_KEY}: {name or 'the model'} is split, but the plan does not cover its parameter {path}; set the "
+                f"module of {path} to shared (each chunk uses it) or whole (used before or after the split layers)"
             )
 
 
@@ -181,12 +198,12 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
     chunks = Region(count, region.name or "the model")
     module = model.get_submodule(region.name)
     chunked: dict[str, Chunked] = {}
-    for name, more in region.of("colwise"):
+    for name, parts_text in region.modules_of("colwise"):
         layer, head = _linear(model, name, "colwise"), vars(module).get("head_dim", 1)
-        chunked |= _replace(model, name, _column(layer, name, _parts(name, more), head, chunks))
-    for name, _ in region.of("rowwise"):
+        chunked |= _replace(model, name, _column(layer, name, _parts(name, parts_text), head, chunks))
+    for name, _ in region.modules_of("rowwise"):
         chunked |= _replace(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
-    for name, _ in region.of("shared"):
+    for name, _ in region.modules_of("shared"):
         _share(model.get_submodule(name), name, chunks)
     if region.method:
         setattr(module, region.method, _Method(getattr(module, region.method), chunks))
@@ -223,23 +240,23 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
     """Split experts into groups. Experts keep their order, so parameters aren't rearranged."""
     if not takes_pairs(module):
         raise UsageError(
-            f"{_KEY}: {name} is experts; its forward has to take rows [n, d], numbers of experts [n, k] and weights "
-            f"[n, k], and nothing else"
+            f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
+            f"[n, d], expert indices [n, k] and weights [n, k]"
         )
     if any(path.count(".") for path, _ in module.named_parameters()):
         raise UsageError(
-            f"{_KEY}: {name} is experts, and has modules with parameters; experts are cut where they are rows of the "
-            f"module's own parameters"
+            f"{_KEY}: {name} is experts, but has submodules with parameters; store the experts as rows of the module's "
+            f"own parameters, or set {name} to whole"
         )
     _fewer(module, name, attribute, count)
-    of_group: int = vars(module)[attribute]
+    group_size: int = vars(module)[attribute]
     for key, parameter in module.named_parameters():
-        if not parameter.ndim or parameter.shape[0] != of_group * count:
+        if not parameter.ndim or parameter.shape[0] != group_size * count:
             raise UsageError(
-                f"{_KEY}: {name} is experts, {of_group * count} by its {attribute}, and has a parameter {key} of shape "
-                f"{[*parameter.shape]}; dim 0 has to have a row for each expert"
+                f"{_KEY}: {name} is experts with {attribute}={group_size * count}, but its parameter {key} has shape "
+                f"{[*parameter.shape]}; use one row of dim 0 for each expert"
             )
-    module.forward = Experts(module, Region(count, name), of_group)  # on the instance, so its names don't change
+    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so its names don't change
 
 
 def _by_rows(module: nn.Module, name: str, count: int) -> None:
@@ -247,40 +264,45 @@ def _by_rows(module: nn.Module, name: str, count: int) -> None:
     forward: LookUp | Head
     if type(module) is nn.Embedding:
         forward = LookUp(module, Region(count, name))
-        if odd := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
-            raise UsageError(f"{_KEY}: {name} is vocab, and has {odd[0]}, which looks at all rows; leave that out")
+        if unsupported := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
+            raise UsageError(
+                f"{_KEY}: {name} is vocab, but sets {unsupported[0]}, which requires all rows; remove {unsupported[0]}"
+            )
     elif type(module) is nn.Linear:
         forward = Head(module, Region(count, name))
     else:
         raise UsageError(
-            f"{_KEY}: {name} is a {type(module).__name__}; vocab cuts an nn.Embedding, or the nn.Linear whose outputs "
-            f"go to a cross entropy; let it be whole"
+            f"{_KEY}: {name} is a {type(module).__name__}, but vocab requires an nn.Embedding, or an nn.Linear whose "
+            f"outputs are used by a cross entropy; set {name} to whole"
         )
     if forward.rows < count:
-        raise UsageError(f"recipe.model.chunks: {count} chunks, and {name} has {forward.rows} rows; let it be whole")
+        raise UsageError(
+            f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
+            f"{name} to whole in {_KEY}"
+        )
     module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance: its class and ties stay
 
 
-def _parts(name: str, more: str) -> int:
-    if more and not (more.isdecimal() and int(more)):
+def _parts(name: str, parts_text: str) -> int:
+    if parts_text and not (parts_text.isdecimal() and int(parts_text)):
         raise UsageError(
-            f"{_KEY}: {name} is colwise:{more}; give the number of things that its outputs are, as in colwise:3"
+            f"{_KEY}: {name} is colwise:{parts_text}, expected the number of concatenated outputs; use e.g. colwise:3"
         )
-    return int(more or 1)
+    return int(parts_text or 1)
 
 
 def _share(module: nn.Module, name: str, chunks: Region) -> None:
-    own, every = list(module.parameters(recurse=False)), list(module.parameters())
-    if len(own) < len(every):
-        raise UsageError(f"{_KEY}: {name} is shared, and has modules with parameters; name these instead")
-    if own:
+    own_parameters, all_parameters = list(module.parameters(recurse=False)), list(module.parameters())
+    if len(own_parameters) < len(all_parameters):
+        raise UsageError(f"{_KEY}: {name} is shared, but has submodules with parameters; set these to shared instead")
+    if own_parameters:
         share_parameters(module, chunks)
 
 
 def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
     number = vars(module).get(attribute)
     if not isinstance(number, int):
-        raise UsageError(f"{_KEY}: {name} has no number {attribute!r} among its attributes")
+        raise UsageError(f"{_KEY}: {name} has no integer attribute {attribute!r}; use the name of such an attribute")
     if number % count:
         raise _not_divided(count, f"{name}.{attribute} = {number}", number)
     setattr(module, attribute, number // count)
@@ -289,7 +311,9 @@ def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
 def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
     module = model.get_submodule(name)
     if type(module) is not nn.Linear:
-        raise UsageError(f"{_KEY}: {name} is a {type(module).__name__}; {kind} cuts an nn.Linear")
+        raise UsageError(
+            f"{_KEY}: {name} is a {type(module).__name__}, but {kind} requires an nn.Linear; set {name} to whole"
+        )
     return module
 
 
@@ -301,8 +325,8 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     length = outputs // parts
     if outputs % parts or length % (count * head):
-        has = f"{length} outputs" if head == 1 else f"{length // head} heads"
-        raise _not_divided(count, f"{name}, which has {f'{parts} x ' if parts > 1 else ''}{has}", length // head)
+        size_text = f"{length} outputs" if head == 1 else f"{length // head} heads"
+        raise _not_divided(count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head)
     chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
     weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
@@ -314,23 +338,23 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
 def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     if inputs % count:
-        raise _not_divided(count, f"{name}, which has {inputs} inputs", inputs)
+        raise _not_divided(count, f"the {inputs} inputs of {name}", inputs)
     chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
     return RowLinear(chunked.to_rows(layer.weight.detach()), bias, chunks), {"weight": chunked}
 
 
 def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
-    layer, of_layer = cut
-    old = model.get_submodule(name)
-    layer.train(old.training)
-    for key, parameter in old.named_parameters():
+    layer, layer_chunks = cut
+    replaced = model.get_submodule(name)
+    layer.train(replaced.training)
+    for key, parameter in replaced.named_parameters():
         getattr(layer, key).requires_grad_(parameter.requires_grad)
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, layer)
-    return {f"{name}.{key}": chunked for key, chunked in of_layer.items()}
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, layer)
+    return {f"{name}.{key}": chunked for key, chunked in layer_chunks.items()}
 
 
-def _not_divided(count: int, what: str, number: int) -> UsageError:
-    fitting = ", ".join(str(each) for each in divisors(number) if 1 < each <= _SHOWN)
-    return UsageError(f"recipe.model.chunks: {count} does not divide {what}; use {fitting}")
+def _not_divided(count: int, subject: str, number: int) -> UsageError:
+    divisors_text = ", ".join(str(divisor) for divisor in divisors(number) if 1 < divisor <= _SHOWN)
+    return UsageError(f"recipe.model.chunks: {count} does not divide {subject}; use {divisors_text or 1}")

@@ -55,24 +55,24 @@ from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 _KEY: Final = "placement.strategy.sequence_parallel"
-_NEXT: Final = "its next region, or its end"
+_NEXT: Final = "its next region or its end"
 
 
 def sequence_parallel_leaves(
-    slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, together: Cooperative
+    slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
 ) -> WorkUnits:
     """Return the work units of this rank. `mesh` is the spread form of `slices` (core/mesh.py).
 
     Sets `visited` of the model's regions. All ranks must call this in the same way.
     """
-    at = slices.coordinate(world.rank)
+    coordinate = slices.coordinate(world.rank)
     carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
-    local = part(chunks, slices.context, at.context)
-    exchange = Exchange(chunks, at.context, slices.context, carrier)
-    sequences = SequenceChunks(sequence_task(problem.task), argument_names(model), local, exchange, together)
+    local_chunks = part(chunks, slices.context, coordinate.context)
+    exchange = Exchange(chunks, coordinate.context, slices.context, carrier)
+    sequences = SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
     across = world.canonical(slices, "tensor", side_stream=False)
     along = world.carrier(slices, "tensor", side_stream=False)
-    spread = Spread(len(local), at.tensor, slices.tensor, across, along, together, world.generators())
+    spread = Spread(len(local_chunks), coordinate.tensor, slices.tensor, across, along, cooperative, world.generators())
     for layer in cut_layers(model).values():
         layer.chunks.visited = spread
     return SpreadChunks(sequences, spread)
@@ -84,8 +84,8 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
             raise UsageError(
-                f"{_KEY}: {name} is cut by rows or experts, whose inputs are not gathered; let "
-                f"recipe.model.plan have it as whole, or leave sequence_parallel out"
+                f"{_KEY}: {name} is split by rows or experts, and its inputs are not gathered; set {name} to whole in "
+                f"recipe.model.plan, or don't set sequence_parallel"
             )
     if example is None:
         return
@@ -109,9 +109,9 @@ class _InRegions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and not any(chunks.computing for chunks in self._regions):
             raise UsageError(
-                f"{_KEY}: the model attends outside of what recipe.model.chunks cuts, where each process has its "
-                f"own chunks of a sequence alone; let recipe.model.plan cut its attention, or leave sequence_parallel "
-                f"out"
+                f"{_KEY}: the model attends outside of the layers that recipe.model.chunks splits, and there each "
+                f"process only has its own chunks of a sequence; split its attention in recipe.model.plan, or don't "
+                f"set sequence_parallel"
             )
         return func(*args, **(kwargs or {}))
 
@@ -126,9 +126,9 @@ class SpreadChunks:
         self._sequences = sequences
         self._spread = spread
 
-    def of(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
+    def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
-        leaves = self._sequences.of(microbatch, microbatches)
+        leaves = self._sequences.units_for(microbatch, microbatches)
         return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
@@ -164,7 +164,7 @@ class Spread:
     ranks: int
     across: CanonicalSum
     carrier: Carrier | None
-    together: Cooperative
+    cooperative: Cooperative
     generators: Sequence[Generator]
 
     @property
@@ -175,79 +175,83 @@ class Spread:
     @property
     def under_way(self) -> bool:
         """Whether forwards of chunks are in progress. This isn't the case in evaluation, which uses whole sequences."""
-        return self.together.under_way
+        return self.cooperative.under_way
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
         """Announce the call of a region for a forward of this rank, so that the threads of other forwards visit it."""
-        states = [each.get_state() for each in self.generators]
-        self.together.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
+        states = [generator.get_state() for generator in self.generators]
+        self.cooperative.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
         """Announce that a forward of this rank calls no more regions."""
-        self.together.exchange(_NEXT, self._visits, None)
+        self.cooperative.exchange(_NEXT, self._visits, None)
 
     def visit_regions(self) -> None:
         """Visit all regions that the forward of a different rank calls, until it leaves."""
-        while (visit := self.together.exchange(_NEXT, self._visits, None)) is not None:
+        while (visit := self.cooperative.exchange(_NEXT, self._visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
             visit.chunks.visit(visit.call)
 
-    def exchange(self, place: str, joint: Joint, given: Any) -> Any:
+    def exchange(self, place: str, joint: Joint, inputs: Any) -> Any:
         """See Forwards."""
-        return self.together.exchange(place, joint, given)
+        return self.cooperative.exchange(place, joint, inputs)
 
-    def gather(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
         """See Forwards."""
-        return [align(each) for each in self.across.side_by_side(torch.stack([*own])).flatten(0, 1)]
+        return [align(tensor) for tensor in self.across.side_by_side(torch.stack([*local])).flatten(0, 1)]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
-        own = [*pieces[0]]
-        sent, arriving = [], {}
+        own_blocks = [*pieces[0]]
+        sent, received = [], {}
         for rank in range(self.ranks):
             if rank == self.rank:
                 continue
-            theirs = [pieces[number][block] for number in part(self.count, self.ranks, rank) for block in own]
-            sent.append((torch.stack(theirs), rank))
-            held = len(blocks(part(chunks, self.ranks, rank)))
-            arriving[rank] = theirs[0].new_empty(len(self.own), held, *theirs[0].shape)
+            peer_pieces = [
+                pieces[number][block] for number in part(self.count, self.ranks, rank) for block in own_blocks
+            ]
+            sent.append((torch.stack(peer_pieces), rank))
+            block_count = len(blocks(part(chunks, self.ranks, rank)))
+            received[rank] = peer_pieces[0].new_empty(len(self.own), block_count, *peer_pieces[0].shape)
         if self.carrier is not None:
-            move(self.carrier, sent, [(each, rank) for rank, each in arriving.items()])
-        return [self._total(pieces[number], arriving, at, chunks) for at, number in enumerate(self.own)]
+            move(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
+        return [self._total(pieces[number], received, index, chunks) for index, number in enumerate(self.own)]
 
-    def _total(self, own: Mapping[LeafBlock, Tensor], arriving: Mapping[int, Tensor], at: int, chunks: int) -> Tensor:
-        found = dict(own)
-        for rank, each in arriving.items():
-            found |= zip(blocks(part(chunks, self.ranks, rank)), each[at], strict=True)
-        return total(found, chunks, add_)
+    def _total(
+        self, own_blocks: Mapping[LeafBlock, Tensor], received: Mapping[int, Tensor], index: int, chunks: int
+    ) -> Tensor:
+        all_pieces = dict(own_blocks)
+        for rank, tensor in received.items():
+            all_pieces |= zip(blocks(part(chunks, self.ranks, rank)), tensor[index], strict=True)
+        return total(all_pieces, chunks, add_)
 
-    def _visits(self, given: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
+    def _visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
         """Return the region call for each forward. For forwards of other ranks, use the arguments on these ranks."""
-        own = [given[number] for number in self.own]
-        visits = [each for each in own if each is not None]
+        own_visits = [visits_by_forward[number] for number in self.own]
+        visits = [visit for visit in own_visits if visit is not None]
         if not visits:
-            return given
+            return visits_by_forward
         first = visits[0]
-        if len(visits) < len(own) or any(each.chunks is not first.chunks for each in visits):
+        if len(visits) < len(own_visits) or any(visit.chunks is not first.chunks for visit in visits):
             raise UsageError(
-                f"the forward of one chunk of a sequence has come to {first.chunks.name}, and that of another to "
-                f"something else: under sequence_parallel each goes through the same layers in the same order"
+                f"the forward of one chunk of a sequence has reached {first.chunks.name}, but that of another chunk "
+                f"has not; with sequence_parallel, make every chunk go through the same layers in the same order"
             )
-        flat = [pytree.tree_flatten((each.call.args, each.call.keywords, each.states)) for each in visits]
-        columns = [self._of_all(each) for each in zip(*(leaves for leaves, _ in flat), strict=True)]
-        found = [*given]
+        flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.states)) for visit in visits]
+        columns = [self._of_all(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
+        all_visits = [*visits_by_forward]
         for number in set(range(self.count)).difference(self.own):
             inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
-            found[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
-        return found
+            all_visits[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
+        return all_visits
 
-    def _of_all(self, own: Sequence[Any]) -> Sequence[Any]:
+    def _of_all(self, local: Sequence[Any]) -> Sequence[Any]:
         """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
-        first = own[0]
+        first = local[0]
         if not isinstance(first, Tensor):
             return [first] * self.count
         if first.requires_grad:
             return [first.new_zeros(()).expand(first.shape)] * self.count
-        found = self.gather([each.to(self.generators[-1].device) for each in own])
-        return [each.to(first.device) for each in found]
+        gathered = self.gather([tensor.to(self.generators[-1].device) for tensor in local])
+        return [tensor.to(first.device) for tensor in gathered]

@@ -43,46 +43,48 @@ class RowPlace(NamedTuple):
 
 def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
     """Return the layers that are split into chunks, by name."""
-    found = {}
+    split_layers = {}
     for name, module in model.named_modules():
-        own = tuple(key for key, _ in module.named_parameters(recurse=False))
-        replaced = vars(module).get("forward")
+        parameter_names = tuple(key for key, _ in module.named_parameters(recurse=False))
+        forward = vars(module).get("forward")
         if isinstance(module, ColumnLinear):
-            found[name] = CutLayer(module, module.chunks, own)
+            split_layers[name] = CutLayer(module, module.chunks, parameter_names)
         elif isinstance(module, RowLinear):
-            found[name] = CutLayer(module, module.chunks, ("weight",))
-        elif isinstance(replaced, Experts):
-            found[name] = CutLayer(module, replaced.chunks, own)
-        elif isinstance(replaced, LookUp | Head):
-            found[name] = CutLayer(module, replaced.chunks, own, replaced.rows)
-    return found
+            split_layers[name] = CutLayer(module, module.chunks, ("weight",))
+        elif isinstance(forward, Experts):
+            split_layers[name] = CutLayer(module, forward.chunks, parameter_names)
+        elif isinstance(forward, LookUp | Head):
+            split_layers[name] = CutLayer(module, forward.chunks, parameter_names, forward.rows)
+    return split_layers
 
 
 def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, RowPlace]:
     """Return the places of the split parameters of rank `rank` out of `ranks`, under all of their names."""
-    cut = {}
+    row_places = {}
     for layer in layers.values():
         for key in layer.parameters:
-            own = getattr(layer.module, key)
-            rows = layer.rows or len(own) * ranks
-            cut[own] = RowPlace(Size([rows, *own.shape[1:]]), _own_rows(rows, layer, rank, ranks).start)
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: cut[parameter] for name, parameter in every if parameter in cut}
+            parameter = getattr(layer.module, key)
+            rows = layer.rows or len(parameter) * ranks
+            row_places[parameter] = RowPlace(
+                Size([rows, *parameter.shape[1:]]), _own_rows(rows, layer, rank, ranks).start
+            )
+    named_parameters = model.named_parameters(remove_duplicate=False)
+    return {name: row_places[parameter] for name, parameter in named_parameters if parameter in row_places}
 
 
 def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "tensor") -> None:
     """Raise UsageError if `ranks` ranks can't share the chunks of these layers evenly."""
     if not layers and ranks > 1:
         raise UsageError(
-            f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a number that "
-            f"{ranks} divides (it changes the bits, as any key of a recipe may), or use another strategy"
+            f"strategy {strategy}: recipe.model.chunks is 1, so there is nothing to share; set it to a multiple of "
+            f"{ranks}, which changes the weights, or use a different strategy"
         )
     for name, layer in layers.items():
         count = layer.chunks.count
         if count % ranks:
-            fitting = ", ".join(map(str, divisors(count)))
+            options = ", ".join(map(str, divisors(count)))
             raise UsageError(
-                f"strategy {strategy}: {ranks} processes cannot share the {count} chunks of {name}; use {fitting}"
+                f"strategy {strategy}: {ranks} processes cannot share the {count} chunks of {name}; use {options}"
             )
 
 
@@ -100,22 +102,22 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
 
 def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
     """Keep only the part of rank `rank` out of `ranks` of the split parameters, in place."""
-    kept: dict[nn.Parameter, nn.Parameter] = {}  # two layers can share a weight
+    kept_parameters: dict[nn.Parameter, nn.Parameter] = {}  # two layers can share a weight
     for layer in layers:
         for key in layer.parameters:
-            whole = getattr(layer.module, key)
-            if whole not in kept:
-                rows = _own_rows(len(whole), layer, rank, ranks)
-                own = whole.detach()[rows.start : rows.stop].clone()
-                kept[whole] = nn.Parameter(own, requires_grad=whole.requires_grad)
-            setattr(layer.module, key, kept[whole])
+            parameter = getattr(layer.module, key)
+            if parameter not in kept_parameters:
+                rows = _own_rows(len(parameter), layer, rank, ranks)
+                data = parameter.detach()[rows.start : rows.stop].clone()
+                kept_parameters[parameter] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            setattr(layer.module, key, kept_parameters[parameter])
 
 
 def _own_rows(rows: int, layer: CutLayer, rank: int, ranks: int) -> range:
     """Return the range of rows that are in the chunks of a rank. `rows` is the number of all rows."""
     count = layer.chunks.count
-    own = part(count, ranks, rank)
-    return range(part(rows, count, own[0]).start, part(rows, count, own[-1]).stop)
+    chunk_indices = part(count, ranks, rank)
+    return range(part(rows, count, chunk_indices[0]).start, part(rows, count, chunk_indices[-1]).stop)
 
 
 def own_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
@@ -127,9 +129,9 @@ def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
     """Return a function that creates the layout of this rank's slice with `make`, as part of the whole model."""
 
     def make_sliced(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        place = Slice.of(model, world, mesh)
+        own_slice = Slice.for_rank(model, world, mesh)
         layout, gradients = make(model, stream, dtype)
-        return SlicedLayout(world, place, layout), gradients
+        return SlicedLayout(world, own_slice, layout), gradients
 
     return make_sliced
 
@@ -145,47 +147,47 @@ class Slice:
         self._cut = cut
 
     @classmethod
-    def of(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
+    def for_rank(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
         """Return this rank's slice along the mesh's tensor axis."""
-        at = mesh.coordinate(world.rank)
-        primary = not (at.replicate or at.context)
-        return cls(places(model, cut_layers(model), at.tensor, mesh.tensor), at.tensor, primary)
+        coordinate = mesh.coordinate(world.rank)
+        primary = not (coordinate.replicate or coordinate.context)
+        return cls(places(model, cut_layers(model), coordinate.tensor, mesh.tensor), coordinate.tensor, primary)
 
-    def as_part(self, name: str, held: MaybeSharded) -> MaybeSharded:
+    def as_part(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
         """Return a tensor of the slice as a part of the whole tensor."""
-        if isinstance(held, Shard):
-            return self.part(name, held)
-        return self.part(name, Shard(held.detach(), 0, held.shape, self.primary)) if name in self._cut else held
+        if isinstance(tensor, Shard):
+            return self.part(name, tensor)
+        return self.part(name, Shard(tensor.detach(), 0, tensor.shape, self.primary)) if name in self._cut else tensor
 
-    def part(self, name: str, own: Shard) -> Shard:
+    def part(self, name: str, shard: Shard) -> Shard:
         """Return rows of a tensor of the slice as rows of the whole tensor."""
         if name not in self._cut:
-            return replace(own, primary=own.primary and self.first)
-        place = self._cut[name]
-        return replace(own, first=place.first + own.first, shape=place.shape)
+            return replace(shard, primary=shard.primary and self.first)
+        row_place = self._cut[name]
+        return replace(shard, first=row_place.first + shard.first, shape=row_place.shape)
 
 
 @final
 class SlicedLayout:
-    """Wraps the layout `own` of a rank's slice, and reports its tensors as rows of the whole model."""
+    """Wraps the `layout` of a rank's slice, and reports its tensors as rows of the whole model."""
 
-    def __init__(self, world: World, place: Slice, own: Layout) -> None:
-        self._place = place
-        self._own = own
-        self.trained = own.trained
-        self.collect, self.publish, self.reload = own.collect, own.publish, own.reload
+    def __init__(self, world: World, own_slice: Slice, layout: Layout) -> None:
+        self._place = own_slice
+        self._layout = layout
+        self.trained = layout.trained
+        self.collect, self.publish, self.reload = layout.collect, layout.publish, layout.reload
         self.norms = norms_of_rows(world, {tensor: self._part(name, tensor) for name, tensor in self.trained})
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
-        return {name: self._place.as_part(name, held) for name, held in self._own.state().items()}
+        return {name: self._place.as_part(name, tensor) for name, tensor in self._layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
-        return self._place.as_part(name, self._own.as_shard(name, tensor))
+        return self._place.as_part(name, self._layout.as_shard(name, tensor))
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
         """Return a trained tensor as a Shard, including whether this rank reports it."""
-        held = self.as_shard(name, tensor)
+        shard = self.as_shard(name, tensor)
         primary = self._place.primary and self._place.first
-        return held if isinstance(held, Shard) else Shard(held, 0, held.shape, primary)
+        return shard if isinstance(shard, Shard) else Shard(shard, 0, shard.shape, primary)

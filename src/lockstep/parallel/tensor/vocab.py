@@ -37,8 +37,8 @@ class LookUp:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the row of each id: [..., d]."""
         module = self.module
-        found: Tensor = _LookUp.apply(self.chunks, self.rows, module.padding_idx, ids.reshape(-1), module.weight)
-        return found.view(*ids.shape, -1)
+        embeddings: Tensor = _LookUp.apply(self.chunks, self.rows, module.padding_idx, ids.reshape(-1), module.weight)
+        return embeddings.view(*ids.shape, -1)
 
 
 @final
@@ -54,13 +54,13 @@ class Head:
         """Return the logits: in chunks in training, and whole in evaluation."""
         module = self.module
         flat = column_outputs(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
-        parts = [each.view(*inputs.shape[:-1], -1) for each in flat]
+        parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
         if module.training:
             return Logits(parts, self.chunks, self.rows)
-        [joined] = linear_map(
+        [whole] = linear_map(
             partial(_join_chunks, self.chunks, self.rows), partial(_own_part, self.chunks, self.rows), parts
         )
-        return joined
+        return whole
 
 
 class _LookUp(torch.autograd.Function):
@@ -68,7 +68,7 @@ class _LookUp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
-        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is none of {length} rows")
+        torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is not in [0, {length})")
         ctx.rows, ctx.padding = chunks.rows(length), padding
         ctx.save_for_backward(ids)
         # Adding zeros doesn't change any bits, except that -0.0 becomes 0.0.
@@ -78,14 +78,14 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         [ids] = ctx.saved_tensors
-        found = []
+        gradients = []
         for rows in ctx.rows:
             inside = (ids >= rows.start) & (ids < rows.stop)
             if ctx.padding is not None:
                 inside &= ids != ctx.padding
-            own, of_rows = ids[inside] - rows.start, gradient[inside]
-            found.append(torch.ops.aten.embedding_dense_backward(of_rows, own, len(rows), -1, False))
-        return None, None, None, None, torch.cat(found)
+            ids_here, gradient_rows = ids[inside] - rows.start, gradient[inside]
+            gradients.append(torch.ops.aten.embedding_dense_backward(gradient_rows, ids_here, len(rows), -1, False))
+        return None, None, None, None, torch.cat(gradients)
 
 
 def _chunk_embeddings(chunks: list[range], weights: tuple[Tensor, ...], ids: Tensor) -> Iterator[Tensor]:
@@ -99,9 +99,10 @@ def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[T
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in cut(length, chunks.count)]
-    own = [F.pad(each, (0, lengths[0] - each.shape[-1])) for each in parts]  # no chunk is longer than the first chunk
-    every = chunks.of_all(torch.stack(own))
-    return [torch.cat([each[..., :count] for each, count in zip(every, lengths, strict=True)], -1)]
+    # No chunk is longer than the first chunk.
+    padded = [F.pad(chunk, (0, lengths[0] - chunk.shape[-1])) for chunk in parts]
+    all_chunks = chunks.gather_all(torch.stack(padded))
+    return [torch.cat([chunk[..., :count] for chunk, count in zip(all_chunks, lengths, strict=True)], -1)]
 
 
 def _own_part(chunks: Region, length: int, gradients: Sequence[Tensor]) -> list[Tensor]:
