@@ -332,11 +332,11 @@ class Sharded:
     def _check(self, unit: int, remaining: Sequence[int]) -> None:
         """Raise UsageError for a unit that other members don't gather."""
         if unit not in remaining:
-            raise UsageError(
+            raise refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
-                f"reach it, so the other processes do not gather it; call it the same number of times in every forward "
-                f"and let every loss depend on it (add 0 * output.sum() for a detached output), or use strategy zero2, "
-                f"zero1 or ddp"
+                f"reach it, so the other processes do not gather it",
+                "call it the same number of times in every forward and let every loss depend on it (add 0 * "
+                "output.sum() for a detached output), or use strategy zero2, zero1 or ddp",
             )
 
     def _gather(self, unit: int) -> None:

@@ -18,7 +18,7 @@ class FirstWeights(Protocol):
     def adapted(self) -> bool:
         """Whether these are the weights of a model with adapters."""
 
-    def into(self, model: nn.Module) -> object:
+    def load_into(self, model: nn.Module) -> object:
         """Copy the weights into a model."""
 
 
@@ -44,11 +44,11 @@ def build_finetuned(build: Build, tuning: Tuning, first_weights: FirstWeights | 
     model = build()
     adapted = tuning.lora is not None and first_weights is not None and first_weights.adapted
     if first_weights is not None and not adapted:
-        first_weights.into(model)
+        first_weights.load_into(model)
     if tuning.lora is not None:
         adapt(model, tuning.lora)
     if first_weights is not None and adapted:
-        first_weights.into(model)
+        first_weights.load_into(model)
     if tuning.frozen:
         freeze(model, tuning.frozen)
     if tuning.frozen_batchnorm:

@@ -15,6 +15,7 @@ from lockstep.device.precision import computing_dtype, loss_scaler, stored_dtype
 from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.random_relu import watch_random_relu
 from lockstep.parallel.weights import store_in, widen_batchnorm
 
 # Arguments: the trained tensors of this rank, and the function that computes the norms of the whole tensors.
@@ -90,6 +91,7 @@ class Numerics:
             widen_batchnorm(model)
         if self.stored is not None:
             store_in(model, self.stored)
+        watch_random_relu(model)
         if self.recipe.compile:
             compile_blocks(model, device)
 

@@ -1,0 +1,34 @@
+"""Rejects nn.RReLU where torch computes its gradient from uninitialized memory.
+
+torch's rrelu_with_noise writes the noise of its backward into an argument. If saved_tensors_hooks are active, the
+argument is packed before it is written, so the backward reads memory that nobody wrote. torch.utils.checkpoint with
+use_reentrant=False uses such hooks, and so do placement.recompute and placement.offload_activations. Seen with torch
+2.11, 2.14 and 2.15, in plain PyTorch too. Remove this module once torch packs the noise after it is written.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.common.own_code import refusal
+
+
+def watch_random_relu(model: nn.Module) -> None:
+    """Make each nn.RReLU of a model raise UsageError in a training forward with active saved_tensors_hooks."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.RReLU):
+            layer.register_forward_pre_hook(partial(_check, path))
+
+
+def _check(path: str, layer: nn.Module, _inputs: Any) -> None:
+    if torch.compiler.is_compiling() or not (layer.training and torch.is_grad_enabled()):
+        return
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise refusal(
+            f"{path}: nn.RReLU runs within torch.utils.checkpoint or saved_tensors_hooks, where torch computes its "
+            f"gradient from uninitialized memory",
+            "call it outside of the checkpoint, use a different activation such as nn.LeakyReLU, or set "
+            "placement.recompute=none and placement.offload_activations=false",
+        )
