@@ -92,7 +92,10 @@ def test_the_config_of_the_folder_names_no_code_either(run, latest, tmp_path):
 def test_a_state_of_another_form_is_one_error(run, latest):
     forging.change(latest, lambda state: state["progress"].update(step="many"))
     refused = run("eval", "run", "--trust", code=2)
-    assert "state.json: not what this version writes:\nprogress.step: input should be a valid integer" in refused.err
+    assert (
+        "state.json: does not match the format of this version:\nprogress.step: input should be a valid integer"
+        in refused.err
+    )
     assert "Traceback" not in refused.err
 
 

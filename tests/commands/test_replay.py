@@ -147,7 +147,7 @@ def test_a_script_does_its_own_steps_again(run, start, tmp_path):
     assert hashes(tmp_path / "own") == before
     other = run("replay", "own", "--step", "13", "--", sys.executable, "train.py", "0.2", code=3)  # another rate
     assert "step 12 differs from the run; step 11 is still the same" in other.out
-    assert "give its script, such as -- python train.py" in run("replay", "own", "--step", "13", code=2).err
+    assert "pass its script, such as -- python train.py" in run("replay", "own", "--step", "13", code=2).err
 
 
 def test_the_sample_and_the_operation_behind_a_nan_are_found(run, start, tmp_path):

@@ -11,7 +11,7 @@ from lockstep.training.checkpoint import saved_state
 
 @pytest.mark.parametrize("state", [{}, {"progress": 3, "recipe": "r"}, {"schema": "two"}])
 def test_what_is_no_state_stays_none(state: dict, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="not what this version writes"):
+    with pytest.raises(UsageError, match="does not match the format of this version"):
         saved_state.parse_state(tmp_path / "step-00000001", state)
 
 

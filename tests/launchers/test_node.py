@@ -100,7 +100,7 @@ def test_a_first_node_without_an_address_yet_is_waited_for(
     answers = iter(["no such host", ""])
     monkeypatch.setattr(launch, "host_problem", lambda host, stop_s=5.0: next(answers))
     ran = []
-    monkeypatch.setattr(launch, "_together", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
+    monkeypatch.setattr(launch, "_run_on_hosts", lambda launcher, lines, job, secret: ran.append(lines.keys()) or 0)
     assert launch.start("node", node_job(JOB, SKYPILOT, None), None, 1, dry_run=False) == 0
     assert capfd.readouterr().err == "waiting for an address of 10.0.0.7, at most 10 minutes\n"
     assert ran == [{"rank 1"}]

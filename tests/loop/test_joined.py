@@ -505,7 +505,7 @@ def test_a_copy_of_the_placed_model_may_be_called_anywhere_and_the_model_with_it
 @pytest.mark.parametrize(
     ("chunks", "problem"),
     [
-        (5, r"run.place: chunks: 5 does not divide 1.1, which has 12 outputs \(\S+:\d+\); use 2, 3, 4, 6, 12"),
+        (5, r"run.place: chunks: 5 does not divide the 12 outputs of 1.1 \(\S+:\d+\); use 2, 3, 4, 6, 12"),
         (0, "run.place: got chunks=0"),
     ],
 )

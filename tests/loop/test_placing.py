@@ -125,7 +125,7 @@ class CountingInState(Own):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Counting, "optimizer Counting: produces different weights when resumed from a checkpoint; keep all state"),
+        (Counting, "optimizer Counting: produces different weights when resumed from a checkpoint"),
         (CountingInAList, "optimizer CountingInAList: produces different weights when resumed"),
         (
             Drawing,

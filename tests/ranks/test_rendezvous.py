@@ -323,7 +323,7 @@ def test_a_taken_port_is_told_before_anything_starts() -> None:
     [
         (RankInfo(1, 2, 0, 1, "environment"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
         (RankInfo(1, 2, 0, 1, "environment", "localhost"), "env://", "MASTER_ADDR and MASTER_PORT are not both set"),
-        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "ports go from 1 to 65535"),
+        (RankInfo(0, 2, 0, 1, "environment"), "tcp://localhost:99999", "with a port from 1 to 65535"),
         (RankInfo(0, 2, 0, 1, "environment"), "tcp://192.0.2.1:29500", "rank 0 cannot listen there: Cannot assign"),
         (RankInfo(1, 2, 0, 1, "environment"), "file:///no/such/folder", "file:///no/such/folder: No such file or dir"),
     ],

@@ -60,7 +60,7 @@ def test_without_any_nothing_is_opened() -> None:
         (["recipe.model.weights=file.safetensors", "run.start_from=a"], "run.start_from also sets the first weights"),
         (["recipe.model.weights=file.safetensors", "recipe.model.pretrained=true"], "pretrained also sets the first"),
         (["run.start_from=nowhere"], "nowhere: not found"),
-        (["run.start_from=file.safetensors"], "file.safetensors: is a file; give a run folder"),
+        (["run.start_from=file.safetensors"], "file.safetensors: is a file; pass a run folder"),
         ([f"recipe.start={{weights_sha256: '{SHA256}'}}"], "set run.start_from to the run"),
         (["recipe.model.weights=nowhere", "run.dir=empty"], "nowhere: not found"),
     ],

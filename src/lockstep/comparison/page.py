@@ -118,8 +118,8 @@ def _inside(comparison: Comparison) -> Iterator[Chart]:
     if with_peak:
         peaks_by_rank = enumerate(zip_longest(*(row.peak_bytes for row in with_peak), fillvalue=0.0))
         peaks = {f"rank {rank}": [peak / MIB for peak in rank_peaks] for rank, rank_peaks in peaks_by_rank}
-        labels = [_label(comparison, row) for row in with_peak]
-        yield bars("Peak memory of each rank", "MiB", peaks, labels, stacked=False, note=_MEMORY)
+        placements = [_label(comparison, row) for row in with_peak]
+        yield bars("Peak memory of each rank", "MiB", peaks, placements, stacked=False, note=_MEMORY)
 
 
 def _curves(comparison: Comparison) -> Iterator[Chart]:

@@ -198,11 +198,11 @@ def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     Raises UsageError if the functions are at different exchanges.
     """
     arrivals = [reply for reply in replies if isinstance(reply, _Arrived)]
-    labels = [reply.place if isinstance(reply, _Arrived) else "its end" for reply in replies]
-    if len(set(labels)) > 1:
-        index = next(number for number, label in enumerate(labels) if label != labels[0])
+    places = [reply.place if isinstance(reply, _Arrived) else "its end" for reply in replies]
+    if len(set(places)) > 1:
+        index = next(number for number, place in enumerate(places) if place != places[0])
         raise UsageError(
-            f"the forward of one micro-batch has reached {labels[0]}, but that of another has reached {labels[index]}; "
+            f"the forward of one micro-batch has reached {places[0]}, but that of another has reached {places[index]}; "
             f"make every micro-batch go through the same layers in the same order, independent of the samples and of "
             f"random numbers, because one of these layers computes over all micro-batches of a step"
         )

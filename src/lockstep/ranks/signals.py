@@ -40,21 +40,21 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level = 0
-        self._handlers: dict[signal.Signals, tuple[Any, Any]] = {}  # our handler and the previous handler
+        self._actions: dict[signal.Signals, tuple[Any, Any]] = {}  # our action and the previous action
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping() if threading.current_thread() is threading.main_thread() else ():
-            handler = partial(self._on_signal, levels[number])
-            self._handlers[number] = handler, signal.signal(number, handler)
+            action = partial(self._on_signal, levels[number])
+            self._actions[number] = action, signal.signal(number, action)
 
     def release(self) -> None:
         """Restore the previous signal handlers, except for signals whose handler was replaced since.
 
         If an error ended a loop, Python may collect the loop long after another loop has started.
         """
-        for number, (handler, action) in self._handlers.items():
-            if signal.getsignal(number) is handler:
-                signal.signal(number, action)
-        self._handlers.clear()
+        for number, (action, previous) in self._actions.items():
+            if signal.getsignal(number) is action:
+                signal.signal(number, previous)
+        self._actions.clear()
 
     def _on_signal(self, level: int, _number: int, _frame: FrameType | None) -> None:
         if level == self.level == _INTERRUPT:
