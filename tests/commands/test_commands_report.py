@@ -127,7 +127,7 @@ def test_more_than_three_keys_that_differ_have_a_table() -> None:
     overrides = ("recipe.seed=2", "recipe.batch=128")
     run_folder("c", started(), stepped(), done(), overrides=overrides)
     found = tables()
-    assert [*found["What differs"][2].values()] == ["runs/c", "2", "25", "128", "1.0"]
+    assert [*found["What differs"][2].values()] == ["runs/c", "128", "25", "1.0", "2"]
     assert found["Runs"][2].keys().isdisjoint({"recipe.seed", "machine"})  # one machine is named below the table
 
 

@@ -33,7 +33,7 @@ launch = partial(invoke, "launch")
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("ray", "Ray starts its own workers: call lockstep.ray.train, or lockstep.join in train_loop_per_worker"),
+        ("ray", "Ray starts its own workers; call lockstep.ray.train, or lockstep.join in train_loop_per_worker"),
         ("kubernetes", "use lockstep submit --on kubernetes"),
         ("slrum", "no launcher 'slrum'; did you mean 'slurm'?"),
     ],
@@ -184,4 +184,4 @@ def test_a_launcher_that_is_not_here_is_told(programs, monkeypatch, on):
     monkeypatch.setenv("PATH", f"{programs}/bin")
     (programs / "hosts.txt").write_text("a\n", encoding="utf-8")
     refused = launch("--on", on, "--hosts", "hosts.txt", "--", "train", "digits", code=2)
-    assert "is not found; " in refused.stderr
+    assert " not found; " in refused.stderr

@@ -92,7 +92,7 @@ def test_from_python_the_same_is_predicted(run, trained, tmp_path, capfd):
     assert own(files, top=2) == rows(run("predict", "run", *files, "--top", "2", "--json", TRUST))
     assert own(Path("0.png"), best=True, weights="model")[0]["input"] == "0.png"
     for inputs, options, told in (
-        (files, {"top": 0}, "--top: must be an integer from 1 to 2^63 - 1, got 0"),
+        (files, {"top": 0}, "--top: must be an integer from 1 to 2.63 - 1, got 0"),
         (files, {"prompt": "a"}, "remove --prompt, which is not supported (supported options: --top)"),
         ((), {}, "this run expects images or folders of images, and predicts classes, got no input; pass an INPUT"),
         ("no.png", {}, "no.png: not found"),

@@ -163,6 +163,6 @@ def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[n
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_that_go_other_ways_are_refused(size: int) -> None:
     case = Case(2, model=synced_models.Straying, sync_batchnorm=True)
-    where = "come to layer (norm|sometimes), and that of another" if size == 1 else "went through different layers"
+    where = "has reached layer (norm|sometimes), but that of another" if size == 1 else "went through different layers"
     with pytest.raises(worlds.WorldError, match=where):
         worlds.run(size, whole_trace, case)

@@ -91,7 +91,7 @@ def test_a_port_that_is_taken_and_a_host_that_is_not_here() -> None:
             PageServer("127.0.0.1", port)
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1: cannot listen: "):
         PageServer("192.0.2.1", 0)
-    with pytest.raises(UsageError, match="--host no host: not an address"):
+    with pytest.raises(UsageError, match="--host no host: not an address of this machine"):
         PageServer("no host", 0)
 
 

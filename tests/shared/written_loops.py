@@ -1043,7 +1043,7 @@ def figures_of_training(run):
     assert 0 <= correct <= seen
 
 
-@refused("run.place: 0.weight has a hook of its gradient")
+@refused("run.place: 0.weight has a gradient hook")
 def gradient_hook_before(run):
     model = net()
     for each in model.parameters():
