@@ -45,9 +45,9 @@ def test_warm_up_the_least_rate_and_epochs_apply_to_it() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("gone", r"schedule own_schedules:gone: at epoch 1\.\d+ of 2 it gives nan; return a finite number, 0 or more"),
-        ("negative", r"at epoch 0\.\d+ of 2 it gives -0\.\d+; return a finite"),
-        ("words", "at epoch 0 of 2 it gives str; return a finite number"),
+        ("gone", r"schedule own_schedules:gone: returned nan at epoch 1\.\d+ of 2; return a finite number, 0 or more"),
+        ("negative", r"returned -0\.\d+ at epoch 0\.\d+ of 2; return a finite"),
+        ("words", "returned str at epoch 0 of 2; return a finite number"),
         ("counts", r"a different rate when called again for step \d+; compute it only from the arguments"),
         ("draws", "returned a different rate when called again"),
         ("number", "schedule own_schedules:number: expected a function"),
@@ -75,5 +75,5 @@ def test_a_rate_that_fails_later_names_the_epoch() -> None:
     recipe = load("digits", ["recipe.schedule=own_schedules:gone", "recipe.epochs=2"]).config.recipe
     found = find_rate(recipe, steps(recipe, 1000))
     assert math.isfinite(found.at(0))
-    with pytest.raises(UsageError, match="at epoch 2 of 2 it gives nan"):
+    with pytest.raises(UsageError, match="returned nan at epoch 2 of 2"):
         found.at(2000)

@@ -198,7 +198,7 @@ def test_a_checkpoint_that_cannot_be_of_this_run_is_refused_before_it_trains(sto
     for processes in (1, 2):
         refused = run(*TRAIN, f"placement.processes={processes}", code=2)
         assert "not a checkpoint of this run, although its hashes match:" in refused.err
-        assert "and 7 samples; after step" in refused.err
+        assert "and 7 samples after step" in refused.err
     assert (folder / "events.jsonl").read_bytes() == log
 
 

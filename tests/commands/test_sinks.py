@@ -86,7 +86,7 @@ def test_one_that_fails_later_is_a_warning_and_the_run_goes_on(run, finished, fa
             "[{name: 'mine:Sink', fails_at: opening}]",
             "sink mine:Sink: RuntimeError: no room (mine.py:8); fix it there",
         ),
-        ("['mine:half']", "sink mine:half: it has no write and no close; add it"),
+        ("['mine:half']", "sink mine:half: has no write and no close method; add it"),
     ],
 )
 def test_what_cannot_be_opened_is_told_before_the_run(run, words: str, told: str) -> None:
@@ -154,7 +154,9 @@ def test_a_secret_is_read_where_the_sink_opens_and_kept_nowhere(
     mine: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load("digits", ["run.sinks=[{name: 'sinks_of_mine:Sink', uri: 'http://me:${PW}@host', to: ['${PW}', 1]}]"])
-    with pytest.raises(UsageError, match="sink sinks_of_mine:Sink: the environment variable PW is not set"):
+    with pytest.raises(
+        UsageError, match="sink sinks_of_mine:Sink: an option uses the environment variable PW, which is not set"
+    ):
         sinks._open_sink(loaded.config.run.sinks[0], {}, tmp_path)
     monkeypatch.setenv("PW", "hidden")
     sinks._open_sink(loaded.config.run.sinks[0], {}, tmp_path)
