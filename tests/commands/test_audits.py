@@ -55,7 +55,7 @@ def test_a_run_goes_on_without_the_rank_that_is_wrong(run):
     command = run(*words, *broken, "placement.processes=3")
     assert re.findall(r"audit at step 12: rank \d|on_corruption: .*", command.err) == [
         "audit at step 12: rank 1",
-        "on_corruption: going on without rank 1",
+        "on_corruption: continuing without rank 1",
     ]
     first, second = events(command.folder / "run", "started")
     assert (first["processes"], first["step"], second["processes"], second["step"]) == (3, 0, 2, 8)

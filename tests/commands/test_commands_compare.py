@@ -135,7 +135,7 @@ def test_an_interruption_leaves_no_process_and_the_runs_resume(start, run):
     command.until(lambda: (command.folder / "a" / "ddp-2").exists() and 5 in steps(command.folder / "a" / "ddp-2"))
     command.signal_group(signal.SIGINT)
     assert command.wait() == 130
-    assert "start again with --dir a to resume" in command.err
+    assert "to resume, start again with --dir a" in command.err
     assert "Traceback" not in command.err
     assert command.left() == []
     assert not (command.folder / "a" / "comparison.json").exists()

@@ -110,8 +110,8 @@ def test_a_run_that_cannot_be_evaluated_is_named_beside_the_others(run, finished
     page = Page(tmp_path / "report.html")
     assert [row["run"] for row in page.tables["What the models do"]] == ["run"]
     html = (tmp_path / "report.html").read_text()
-    assert "<p>Nothing of moved: " in html
-    assert "images" in html.partition("Nothing of moved: ")[2].partition("</p>")[0]
+    assert "<p>No results of moved: " in html
+    assert "images" in html.partition("No results of moved: ")[2].partition("</p>")[0]
     (tmp_path / "report.html").unlink()
     assert "--examples: " in run("report", "moved", "--examples", code=2).err
     assert not (tmp_path / "report.html").exists()

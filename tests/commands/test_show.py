@@ -20,7 +20,7 @@ def test_it_prints_origins_and_consequences():
     ("overrides", "words"),
     [
         ((), "with NCCL, each process on a separate CUDA device; without CUDA, with gloo"),
-        (("placement.device=cpu",), "by gloo"),
+        (("placement.device=cpu",), "with gloo"),
         (("placement.backend=nccl",), "with NCCL, each process on a separate CUDA device"),
         (
             ("placement.backend=gloo",),

@@ -109,7 +109,7 @@ def test_an_interrupt_ends_everything(start):
 
 
 def every(loaded: Loaded) -> list[cases.VerifyCase]:
-    return cases._all(loaded, open_cases(loaded))
+    return cases._all_cases(loaded, open_cases(loaded))
 
 
 def test_all_means_every_exact_strategy_on_one_to_four_processes_or_the_reason_why_not():

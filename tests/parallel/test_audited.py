@@ -248,7 +248,7 @@ def test_the_first_step_looks_at_what_was_there_at_the_start() -> None:
     case = replace(RUN, audit_every=1, strategy="zero3")
     [text, *_] = worlds.run(3, audited, case, rows_of_weight, 0)
     what = "the weights (stem.weight, bit 20 of element [0, 0, 0, 0] of its rows)"
-    assert f"audit at step 1: {what} of rank 1 (host) changed after the start, when nothing" in text
+    assert f"audit at step 1: {what} of rank 1 (host) changed after the start, although no code" in text
 
 
 @pytest.mark.parametrize("fault", [weight, momentum, average], ids=lambda fault: fault.__name__)
