@@ -129,7 +129,7 @@ def test_a_length_that_follows_from_the_number_of_ranks_is_found_and_named():
     [row] = compared(loops.as_long_as_ranks, (2,), ("ddp",), 2)
     assert re.match(
         r"ddp on 2: differs: run.steps: steps is 6, not 3; likely cause: the loop reads the rank or "
-        r"the number of ranks \(\S*loops\.py:\d+\); let",
+        r"the number of ranks \(\S*loops\.py:\d+\); make the loop",
         row.line,
     )
 
