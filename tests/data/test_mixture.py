@@ -145,7 +145,7 @@ OF_B = r"recipe\.data\.options\.of\.b"
         ({"nam": "text"}, rf"{OF_B}\.nam: unknown option; did you mean 'name'\?"),
         ({"weight": 1}, rf"{OF_B}\.name: missing"),
         ({**TEXT, "options": {"context": 8, "by": "byte"}}, r"b and a differ in context; "),
-        ({"name": "folder"}, r"of\.b: folder is not supported, since a mixture does not crop or resize"),
+        ({"name": "folder"}, r"of\.b: folder is not supported, since a mixture does not change the size of samples"),
         ({"name": "txt"}, r"dataset txt: no such dataset; did you mean 'text'\?"),
     ],
 )

@@ -9,7 +9,7 @@ from PIL import Image
 from lockstep.errors import UsageError
 from lockstep.reporting import png
 from lockstep.reporting.charts import bars, curves, lines
-from lockstep.reporting.png import check_png, image_layout, write_png
+from lockstep.reporting.png import check_png, file_layout, write_png
 from lockstep.reporting.thinning import Point
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
@@ -37,12 +37,12 @@ def test_a_picture_of_each_chart(tmp_path: Path) -> None:
 def test_an_image_has_a_legend_of_its_own(runs: int, orientation: str) -> None:
     points = [Point(1, 64, 0.5, 2.0), Point(2, 128, 2.5, 1.0)]
     chart = curves("loss", {f"run {number}": points for number in range(runs)}, "loss")
-    layout = image_layout(chart)
+    layout = file_layout(chart)
     assert not chart.figure["layout"]["showlegend"]  # on a page
     assert layout["showlegend"]
     assert layout["legend"]["orientation"] == orientation
     assert layout["height"] >= 19 * runs  # a line for each name
-    assert not image_layout(curves("loss", {"a": points}, "loss"))["showlegend"]
+    assert not file_layout(curves("loss", {"a": points}, "loss"))["showlegend"]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

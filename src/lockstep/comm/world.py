@@ -164,10 +164,8 @@ class World:
 
     def seed(self, key: int) -> None:
         """Seed these generators with a key of core/random.py."""
-        seed = random.torch_seed(key)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        for generator in self.generators():
+            generator.manual_seed(random.torch_seed(key))
 
     def add_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks in place, in any order. Only for integers and for disjoint entries.
@@ -185,12 +183,9 @@ class World:
         All ranks call it with the same number of tensors. The tensors of a rank must have the same sizes on all ranks,
         and be contiguous.
         """
-        if not remote:
-            return
-        assert self._groups is not None
         sent = [(tensor, rank) for rank in remote for tensor in local]
         received = [(tensor, rank) for rank, tensors in remote.items() for tensor in tensors]
-        move(self._groups.carrier(self._groups.main, range(self.size), "rows"), sent, received)
+        self.exchange(sent, received)
 
     def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
         """Send tensors to ranks, and fill `received` with the tensors that these ranks send to this rank.

@@ -174,10 +174,10 @@ def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str
 def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
     root = request.root if source.root is None else source.root
     source_request = DataRequest(source.name, root, request.download, options=source.options or {})
-    if source_request.crops_images:
+    if source_request.changes_size:
         raise UsageError(
             f"dataset mixture: recipe.data.options.of.{label}: {source.name} is not supported, since a mixture does "
-            f"not crop or resize images; combine the images in one dataset {source.name}"
+            f"not change the size of samples; combine the files in one dataset {source.name}"
         )
     label_prefix = f"dataset mixture: recipe.data.options.of.{label}"
     with error_as(UsageError, UsageError, label_prefix):

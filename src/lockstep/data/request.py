@@ -30,7 +30,7 @@ class DataRequest:
     exif: bool = True
 
     @property
-    def crops_images(self) -> bool:
+    def changes_size(self) -> bool:
         """Whether the samples are crops of images of any size."""
         return self.name in _OF_FILES
 
@@ -44,7 +44,7 @@ def request_of(data: Mapping[str, Any]) -> DataRequest:
 
 def misfits(request: DataRequest) -> Iterator[str]:
     """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
-    if request.crops_images:
+    if request.changes_size:
         yield from _contradictions(request)
         return
     name, only = request.name, " and ".join(_OF_FILES)

@@ -110,7 +110,7 @@ class SavedModel:
     def cut(self) -> CropSettings | None:
         """The crop of an evaluation, or None if the samples aren't cropped from images of any size."""
         request = request_of(values(self.recipe.data))
-        return crop_settings(request) if request.crops_images else None
+        return crop_settings(request) if request.changes_size else None
 
     @property
     def tokenizer_by(self) -> str | None:

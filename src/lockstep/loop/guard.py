@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Final, TypeVar, cast, final
 from weakref import ref
 
@@ -108,7 +108,6 @@ _IN_LOSS: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 # Checks look for more in the first updates, and in every n-th update after them.
 _FIRST_UPDATES: Final = 8
 _EVERY: Final = 16
@@ -177,8 +176,8 @@ class Guard:
                     parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
         _Data.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
-        self._states = self._autograd_states()
-        self._requires_grad = [*map(_REQUIRES_GRAD, self._parameters)]
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        self._hook_ids = self._gradient_hooks()
         self._identities = self._part_ids()
         self.withhold()
         self.mark(moved=True)
@@ -233,8 +232,7 @@ class Guard:
             self._check_structure(self._compared_at)
         if self._was_autograd_check:
             self._frozen = False
-            if self._was_full_check or [*map(_REQUIRES_GRAD, self._parameters)] != self._requires_grad:
-                self._check_autograd(hooks=self._was_full_check, frozen=frozen)
+            self._check_autograd(hooks=self._was_full_check, frozen=frozen)
         if self._was_full_check and (addresses := [*map(Tensor.data_ptr, self._plain)]) != self._addresses:
             name = self._names[_first_changed(self._plain, addresses, self._addresses)]
             problem = f"the storage of {name} was replaced"
@@ -317,16 +315,19 @@ class Guard:
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT)
 
     def _check_autograd(self, *, hooks: bool = True, frozen: bool = False, is_sharded: bool = False) -> None:
-        if (states := self._autograd_states()) == self._states:
+        requires_grad = [parameter.requires_grad for parameter in self._parameters]
+        hook_ids = self._gradient_hooks() if hooks else self._hook_ids
+        if requires_grad == self._requires_grad and hook_ids == self._hook_ids:
             return
-        for parameter, state, previous in zip(self._parameters, states, self._states, strict=True):
-            if state[0] != previous[0]:
+        states = zip(self._parameters, requires_grad, self._requires_grad, hook_ids, self._hook_ids, strict=True)
+        for parameter, is_trained, was_trained, own_hooks, previous_hooks in states:
+            if is_trained != was_trained:
                 self._frozen = True
                 if not frozen:
                     advice = _SHARDED_FREEZING if is_sharded else REST
-                    change = "frozen" if previous[0] else "unfrozen"
+                    change = "frozen" if was_trained else "unfrozen"
                     raise self._refusal(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
-            if hooks and state[1:] != previous[1:]:
+            if own_hooks != previous_hooks:
                 problem = f"a gradient hook was added to {self._names[parameter]}"
                 raise self._refusal(problem, _HOOK, self._fully_checked_at, self._full_check_step)
 
@@ -348,13 +349,9 @@ class Guard:
             changed_name = _first_changed(names, [*part_ids, None], [*self._identities, None, None])
             raise self._refusal(f"{changed_name} was replaced", since=since)
 
-    def _autograd_states(self) -> list[tuple[bool, tuple[int, ...], tuple[int, ...]]]:
+    def _gradient_hooks(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         return [
-            (
-                parameter.requires_grad,
-                (*(parameter._backward_hooks or ()),),
-                (*(parameter._post_accumulate_grad_hooks or ()),),
-            )
+            ((*(parameter._backward_hooks or ()),), (*(parameter._post_accumulate_grad_hooks or ()),))
             for parameter in self._parameters
         ]
 

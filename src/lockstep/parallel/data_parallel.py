@@ -110,7 +110,8 @@ class DataParallelEngine:
         # A custom loop has a separate guard (loop/guard.py), which names the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
-        self._updates = Updates(self._layout, make_optimizer, numerics, world.device, self._unowned())
+        unowned = self._owned.unowned if self._owned is not None else ()
+        self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.recipe.precision, world.device)
         self._training = self._around_forward()
@@ -266,12 +267,9 @@ class DataParallelEngine:
 
     def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         if self._owned is not None:
-            return self._owned.optimizer_state(self._updates.optimizer)
+            return self._owned.optimizer_state(self._slots, self._updates.optimizer)
         tensors, scalars = optimizer_state(self._layout.trained, self._updates.optimizer)
         return {name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()}, scalars
-
-    def _unowned(self) -> Sequence[Tensor]:
-        return () if self._owned is None else self._owned.unowned
 
     @torch.no_grad()
     def take_weights(self, state: State) -> None:
@@ -292,7 +290,7 @@ class DataParallelEngine:
         wholes = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
         optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
         if self._owned is not None:
-            self._owned.load_optimizer_state(optimizer, wholes, scalars)
+            self._owned.load_optimizer_state(self._slots, optimizer, wholes, scalars)
         else:
             tensors = {name: self._slots.own(name, whole) for name, whole in wholes.items()}
             load_optimizer_state(self._layout.trained, optimizer, tensors, scalars)

@@ -38,15 +38,15 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
     paths = [folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.png" for chart in charts]
     drawn: list[dict[str, Any]] = []
     for chart, path in zip(charts, paths, strict=True):
-        layout = image_layout(chart)
+        layout = file_layout(chart)
         size = {"width": _WIDTH, "height": layout["height"] + 100, "scale": _SCALE}
         drawn.append({"fig": {"data": chart.figure["data"], "layout": layout}, "path": str(path), "opts": size})
     write_fig_from_object_sync(drawn, kopts={"path": _browser()})
     return paths
 
 
-def image_layout(chart: Chart) -> dict[str, Any]:
-    """Return the layout of a chart with its title and its own legend, because an image has no legend of the page."""
+def file_layout(chart: Chart) -> dict[str, Any]:
+    """Return the layout of a chart with its title and its own legend, because a file has no legend of the page."""
     title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
     layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
     keys = len(chart.figure["data"])

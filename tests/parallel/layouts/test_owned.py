@@ -17,7 +17,7 @@ from whole_updates import MAKERS
 
 from lockstep.comm.world import World
 from lockstep.core.shard import Shard
-from lockstep.parallel.layouts.base import Span, gather_whole
+from lockstep.parallel.layouts.base import Slots, Span, gather_whole
 from lockstep.parallel.layouts.owned import OwnedLayout
 
 pytestmark = pytest.mark.worlds
@@ -71,8 +71,9 @@ class Rows:
         return [Span(rank, rank, 1, True) for rank in range(3)] if shape else []
 
     def collect(self) -> None:
-        for _, parameter in self.trained:
-            parameter.grad = torch.full_like(parameter, float(self.world.rank + 1))
+        weight, scale = (parameter for _, parameter in self.trained)
+        weight.grad = torch.full_like(weight, float(self.world.rank + 1))
+        scale.grad = torch.full_like(scale, 5.0)  # of a tensor that every rank has, all ranks have the same sum
 
     def publish(self) -> None:
         self.published += 1
@@ -101,9 +102,10 @@ def one_step(world: World) -> dict[str, Any]:
         each.grad = None
     optimizer.step()
     owned.publish()
-    state, scalars = owned.optimizer_state(optimizer)
+    slots = Slots(owned.trained, owned.as_shard)
+    state, scalars = owned.optimizer_state(slots, optimizer)
     fresh = torch.optim.SGD([weight, scale], lr=1.0, momentum=0.9)
-    owned.load_optimizer_state(fresh, gather_whole(world, state), scalars)
+    owned.load_optimizer_state(slots, fresh, gather_whole(world, state), scalars)
     loaded = {name: fresh.state[parameter].get("momentum_buffer") for name, parameter in owned.trained}
     whole = gather_whole(world, state)
     return {**seen, "row": rows.trained[0][1].detach(), "state": whole, "loaded": loaded, "published": rows.published}
@@ -123,7 +125,7 @@ def test_the_owner_gets_the_rows_of_all_ranks_and_sends_them_back_updated() -> N
         assert torch.equal(each["row"], (weight - gradient)[rank : rank + 1])
         assert torch.equal(each["state"]["weight/momentum_buffer"], gradient)
         assert (each["loaded"]["weight"] is None) == (rank != 0)  # a stand-in has no state
-        assert float(each["loaded"]["scale"]) == rank + 1
+        assert float(each["loaded"]["scale"]) == 5.0
 
 
 SCRIPT = """

@@ -28,9 +28,11 @@ from torch.optim import Optimizer
 
 from lockstep.comm.world import World
 from lockstep.core.shard import MaybeSharded, Shard
-from lockstep.parallel.layouts.base import Layout, Span, SpansRows, norms_of_rows
+from lockstep.parallel.layouts.base import Layout, Slots, Span, SpansRows, norms_of_rows
 from lockstep.parallel.offloaded import pieces
-from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state, optimizer_state
+from lockstep.parallel.optimizer_state import Named
+from lockstep.parallel.optimizer_step import gradient
+from lockstep.parallel.pipeline.state import OptimizerNames
 
 _SENT_BYTES: Final = 32 << 20  # the size of the whole tensors whose rows are sent at a time
 
@@ -67,13 +69,13 @@ class OwnedLayout:
         assert isinstance(inner, SpansRows)
         self._inner: Layout = inner
         self._world = world
-        shapes = {name: _whole_shape(inner, name, rows) for name, rows in inner.trained}
+        shapes = {name: inner.as_shard(name, rows.detach()).shape for name, rows in inner.trained}
         spans = {name: inner.spans(shape) for name, shape in shapes.items()}
-        self._owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
+        owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
         self._tensors = [
-            _Tensor(name, self._owners[name], spans[name], rows, shapes[name], strides[name])
+            _Tensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
             for name, rows in inner.trained
-            if name in self._owners
+            if name in owners
         ]
         for tensor in self._tensors:
             tensor.whole = nn.Parameter(tensor.empty(tensor.rows.dtype, self._owns(tensor)))
@@ -83,7 +85,10 @@ class OwnedLayout:
             tensor.name: Shard(tensor.whole.detach(), 0, tensor.shape, primary=tensor.owner == world.rank)
             for tensor in self._tensors
         }
-        parts: dict[Tensor, Shard] = {parameter: self._part(name, parameter) for name, parameter in self.trained}
+        parts: dict[Tensor, Shard] = {
+            parameter: self._shards.get(name) or Shard(parameter.detach(), 0, parameter.shape, world.rank == 0)
+            for name, parameter in self.trained
+        }
         self.norms = norms_of_rows(world, parts)
         self._gather_weights()
 
@@ -108,11 +113,11 @@ class OwnedLayout:
         """See Layout. Sends rows of the gradients to the owners."""
         self._inner.collect()
         for group in self._groups():
-            gradients = {tensor.name: _gradient(tensor.rows) for tensor in group}
+            gradients = {tensor.name: gradient(tensor.rows) for tensor in group}
             for tensor in group:
                 tensor.rows.grad = None
                 tensor.whole.grad = tensor.empty(gradients[tensor.name].dtype, self._owns(tensor))
-            self._gather(group, gradients, lambda tensor: _gradient(tensor.whole))
+            self._gather(group, gradients, lambda tensor: gradient(tensor.whole))
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -127,56 +132,27 @@ class OwnedLayout:
         self._inner.reload()
         self._gather_weights()
 
-    def optimizer_state(self, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
+    def optimizer_state(self, slots: Slots, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
         """Return the state of all optimizers: shards of tensors that only their owner has, and the scalars.
 
-        All ranks must call it.
+        `slots` has the layout of the tensors of this rank. All ranks must call it.
         """
-        tensors, scalars = optimizer_state(self.trained, optimizer)
-        owned = {name: tensor for name, tensor in tensors.items() if self._is_owned(name)}
-        slots = {name: value for name, value in scalars["slots"].items() if self._is_owned(name)}
-        common = {name: value for name, value in scalars["slots"].items() if self._owner(name) is None}
-        forms = {name: [str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in owned.items()}
-        told = self._world.told_by_all({"forms": forms, "slots": slots})
-        state: dict[str, MaybeSharded] = {name: tensor for name, tensor in tensors.items() if self._owner(name) is None}
-        for each in told:
-            for name, (dtype, shape) in each["forms"].items():
-                state[name] = (
-                    Shard(owned[name], 0, torch.Size(shape))
-                    if name in owned
-                    else Shard(torch.empty([0, *shape[1:]], dtype=getattr(torch, dtype)), 0, torch.Size(shape), False)
-                )
-            common |= each["slots"]
-        order = {name: number for number, (name, _) in enumerate(self.trained)}
-        in_order = sorted(state, key=lambda name: order.get(name.rpartition("/")[0], len(order)))
-        return {name: state[name] for name in in_order}, {**scalars, "slots": common}
+        self._drop_unowned_state(optimizer)  # some optimizers have a state before their first step
+        return OptimizerNames(self.trained, optimizer).state(self._world, slots, optimizer, primary=True)
 
     def load_optimizer_state(
-        self, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+        self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
         """Load the state of the tensors that this rank owns from the whole state of a checkpoint."""
-        own = {name: tensor for name, tensor in tensors.items() if self._keeps(name)}
-        slots = {name: value for name, value in scalars["slots"].items() if self._keeps(name)}
-        load_optimizer_state(self.trained, optimizer, own, {**scalars, "slots": slots})
+        OptimizerNames(self.trained, optimizer).load(slots, optimizer, tensors, scalars)
+        self._drop_unowned_state(optimizer)
 
-    def _owner(self, slot: str) -> int | None:
-        """Return the owner of the state `<parameter>/<slot>`, or None if every rank has it."""
-        name = slot.rpartition("/")[0]
-        return None if name.startswith(GROUP) or name not in self._owners else self._owners[name]
-
-    def _is_owned(self, slot: str) -> bool:
-        return self._owner(slot) == self._world.rank
-
-    def _keeps(self, slot: str) -> bool:
-        return self._owner(slot) in (None, self._world.rank)
+    def _drop_unowned_state(self, optimizer: Optimizer) -> None:
+        for stand_in in self.unowned:
+            optimizer.state.pop(stand_in, None)
 
     def _owns(self, tensor: _Tensor) -> bool:
         return tensor.owner == self._world.rank
-
-    def _part(self, name: str, parameter: nn.Parameter) -> Shard:
-        if name in self._shards:
-            return self._shards[name]
-        return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
 
     def _groups(self) -> Iterable[list[_Tensor]]:
         return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
@@ -258,13 +234,3 @@ def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners
-
-
-def _whole_shape(layout: Layout, name: str, rows: nn.Parameter) -> torch.Size:
-    shard = layout.as_shard(name, rows.detach())
-    return shard.shape
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -105,7 +105,10 @@ class OptimizerNames:
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
         """Return the numbers of the groups of this rank in the optimizer for all parameters."""
         by_parameter = {parameter: name for name, parameter in trained}
-        return [self._group_of[by_parameter[group["params"][0]]] for group in optimizer.param_groups]
+        return [
+            self._group_of[by_parameter[group["params"][0]]] if group["params"] else number
+            for number, group in enumerate(optimizer.param_groups)
+        ]
 
     def _whole_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
