@@ -175,7 +175,7 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
     prepared = _prepare(loaded)
     claim = recipe_folder.claim(loaded)
     with claim.hold():
-        if claim.done:
+        if claim.done_message:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
         (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")

@@ -141,7 +141,7 @@ def crossing(world: World, one_way: bool) -> float:
     edge = carried(world, Rendezvous, "nccl").edges([other])[other]
     if not one_way:
         both = Rendezvous(dist.new_group([0, 1]))
-        edge = edge._replace(there=both, back=both)
+        edge = edge._replace(outbound=both, inbound=both)
     sent, received = torch.full((3,), float(world.rank)), torch.empty(3)
     leaving = edge.outbound([(sent, edge.peer)], [])
     arriving = edge.inbound([], [(received, edge.peer)])
