@@ -4,6 +4,7 @@ Everything here depends only on the step number and on the settings of the run. 
 position, so a run can resume at any step, on any number of processes, without sampler state.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,10 +35,11 @@ class Step(NamedTuple):
     samples_seen: int  # before this step, in the whole run
     last_of_epoch: bool
     counted: int | None = None  # total weight of its samples, if it isn't their number
+    weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if it has several losses
 
     @property
     def weight(self) -> int:
-        """The divisor for the sum of the losses."""
+        """The divisor for the sum of the losses. With several losses, it is only 0 if none of them has a weight."""
         return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:

@@ -1,6 +1,6 @@
 """The arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -13,9 +13,10 @@ from lockstep.common.own_code import OwnCode, refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
+from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
-from lockstep.data.loader import Weigh
+from lockstep.data.weigh import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
@@ -24,12 +25,16 @@ _WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which is exact f
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """The plan of a custom loop. `weight` counts a batch on the CPU. If it is None, a batch counts its samples."""
+    """The plan of a custom loop.
+
+    `weight` counts a batch on the CPU, once for each of several losses if it returns a mapping. If it is None, a batch
+    counts its samples.
+    """
 
     items: Items
     steps: Steps
     microbatches: int
-    weight: Callable[[Batch], int] | None
+    weight: Callable[[Batch], Weight] | None
     order: SampleOrder
 
     @property
@@ -66,7 +71,9 @@ class OwnPlan:
 
     def weigh(self, world: World) -> Weigh | None:
         """Return the object that weighs the micro-batches of a step on all ranks, or None without `weight`."""
-        return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
+        if self.weight is None:
+            return None
+        return Weigh(partial(_weight, self.weight), partial(over_ranks, world), world.all_tell)
 
     def loop_plan(self, log_every: int) -> Plan:
         """Return the plan for the training loop, which reports, and saves at the end. The user's loop does the rest."""
@@ -81,7 +88,7 @@ def make_plan(
     microbatch: int | None,
     epochs: int | None,
     steps: int | None,
-    weight: Callable[[Batch], int] | None,
+    weight: Callable[[Batch], Weight] | None,
     drop_last: bool,
     order: SampleOrder,
 ) -> OwnPlan:
@@ -102,11 +109,18 @@ def make_plan(
     return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
-def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
+def _weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
     with OwnCode("weight"):
         counted = weight(batch)
-        if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
-            counted = int(counted)
-        if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
-            raise UsageError(f"weight: returned {counted!r}; return an integer from 0 to below 2**53")
+        if isinstance(counted, Mapping):
+            weights = check_weights("weight:", counted)
+            return {name: _count(value, f" for {name}") for name, value in weights.items()}
+        return _count(counted, "")
+
+
+def _count(counted: Any, of_loss: str) -> int:
+    if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
+        counted = int(counted)
+    if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
+        raise UsageError(f"weight: returned {counted!r}{of_loss}; return an integer from 0 to below 2**53")
     return counted

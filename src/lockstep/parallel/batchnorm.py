@@ -112,9 +112,10 @@ class RunningStatistics:
     def with_loss(self, loss: Tensor, samples: int, *beside: Tensor) -> Tensor:
         """Return the loss of a micro-batch, the float64 vectors `beside` and the batch statistics as one vector.
 
-        The vector is a leaf of the tree. It is float64 and has the shape [1 + beside + size].
+        The vector is a leaf of the tree. It is float64 and has the shape [1 + beside + size]. Several losses are also
+        a vector.
         """
-        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # the tree adds in place
+        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # the tree adds in place
         parts = [value, *beside, self.observations(samples)] if self.size else [value, *beside]
         return torch.cat(parts) if len(parts) > 1 else value
 

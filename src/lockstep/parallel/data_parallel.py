@@ -8,7 +8,7 @@ A step, phase by phase, for each micro-batch of this rank:
 1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on the rank that computes it.
 2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the whole step
    (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, times the weight of the micro-batch over the
-   weight of the step.
+   weight of the step. There can be several losses, each with its own weight (parallel/losses.py).
 3. Push the loss and the BatchNorm statistics into the tree, as one float64 vector (parallel/step_totals.py). After the
    last forward, the ranks add up this vector while the last backward runs.
 4. Run the backward, and push the gradient into the tree (parallel/gradients.py). During the last backward, gradients
@@ -53,6 +53,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
 from lockstep.parallel.layouts.owned import OwnedLayout
+from lockstep.parallel.losses import Losses, losses_of_task
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -118,7 +119,7 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(4)(partial(share, device=world.device))  # the same in nearly every step
+        self._share = lru_cache(16)(partial(share, device=world.device))  # the same in nearly every step
         self._step: Step  # in progress
         self._saved_buffers: list[
             tuple[Tensor, Tensor, int]
@@ -137,7 +138,7 @@ class DataParallelEngine:
                 continue
             for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
-                    loss = self._loss_of(microbatch, observed)
+                    loss = self._loss_of(microbatch, step, observed)
                 self.backward(microbatch, loss)
         return self.end()._replace(of_task=observed.total(self._world, leaves))
 
@@ -157,7 +158,7 @@ class DataParallelEngine:
         return _Within(self._guarded(), self._training if alone else self._around_forward())
 
     def backward(
-        self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
+        self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
         """See Phased."""
         weight = microbatch.weight if mean else 1
@@ -178,7 +179,7 @@ class DataParallelEngine:
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
         with self.forward_beside(microbatch, step):
-            loss = self._loss_of(microbatch, NamedSums(enabled=False))
+            loss = self._loss_of(microbatch, step, NamedSums(enabled=False))
         self.backward_beside(microbatch, loss, step)
 
     def keep_whole(self) -> None:
@@ -195,7 +196,7 @@ class DataParallelEngine:
         self._saved_buffers = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
         self._totals.show(microbatch, loss)
         self._gradients.before_backward(microbatch)
@@ -305,12 +306,12 @@ class DataParallelEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _loss_of(self, microbatch: MicroBatch, observed: NamedSums) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
-        loss = self._problem.task.loss(prepared, microbatch.batch)
+        loss = losses_of_task(self._problem.task.loss(prepared, microbatch.batch), step)
         if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._problem.task.sums(prepared, microbatch.batch))
@@ -342,19 +343,38 @@ class DataParallelEngine:
             isolated.hand(number)
             self._gradients.after_backward(microbatch)
 
-    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | None:
+    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
-            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
+            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
             # Leave autocast only after all forwards have come here, because leaving clears the cache of all of them.
             self._cooperative.exchange("its end", list, None)
         return loss
 
-    def _backward(self, losses: Sequence[Tensor], step: Step, weight: int = 1) -> None:
-        seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, part=weight)) for loss in losses)
+    def _backward(self, losses: Sequence[Tensor | Losses], step: Step, weight: int = 1) -> None:
+        roots: Sequence[Any] = losses
+        if step.weights is None:
+            seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, part=weight)) for loss in roots)
+        else:
+            roots, seeds = self._roots(losses)
         with self._model_code:
             # Call the function that autograd.backward ends with. This skips its checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
-            _engine_run_backward(tuple(losses), seeds, False, False, (), **flags)
+            _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
+
+    def _roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Return the roots of a backward through several losses per micro-batch, and their seeds."""
+        roots: list[Any] = []
+        seeds: list[Tensor] = []
+        for named in losses:
+            assert isinstance(named, Losses)
+            for loss, part, weight in named.roots:
+                if part or not named.outputs:
+                    roots.append(loss)
+                    seeds.append(self._updates.scale(self._share(weight, loss.dtype, part=part)))
+            for edge, zeros in named.outputs:
+                roots.append(edge)
+                seeds.append(zeros)
+        return roots, tuple(seeds)
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:

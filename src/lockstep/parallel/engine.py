@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors
+from lockstep.parallel.losses import Losses, NamedLoss
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Predict = Callable[[Inputs], Any]  # returns the model's outputs
@@ -21,6 +22,7 @@ class Sums(NamedTuple):
 
     - `total` is the sum over all samples of the step. It is the same on every rank.
     - `weight` is the weight of the step.
+    - `named` has each of several losses by name. `total` is then the sum of their means, and `weight` is 1.
     - `own_losses` has one loss per micro-batch of this rank, as a sum over the micro-batch.
     - `of_task` has the sums of the task over all micro-batches, on the CPU. It is empty unless you request them.
     - `counts` is the float64 vector that a custom loop adds up next to its loss.
@@ -31,6 +33,7 @@ class Sums(NamedTuple):
     own_losses: Sequence[Tensor]
     of_task: Mapping[str, Tensor] = MappingProxyType({})
     counts: Tensor | None = None
+    named: Mapping[str, NamedLoss] = MappingProxyType({})
 
     @property
     def loss(self) -> Tensor:
@@ -168,12 +171,13 @@ class Phased(Auditable, Protocol):
         """Enter the context of a micro-batch's forward and loss: its random seed, its precision and its BatchNorm."""
 
     def backward(
-        self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
+        self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
         """Compute the gradient of a micro-batch's loss. Add the gradient, the loss and the counts to the step's sums.
 
-        By default, the loss is a sum. With `mean`, it is the mean over the weight of the micro-batch. `counts` is the
-        float64 vector of this micro-batch that is added up next to its loss. Its length is the `counts` of `begin`.
+        By default, the loss is a sum. With `mean`, it is the mean over the weight of the micro-batch. In a step with
+        several losses, pass Losses, without `mean`. `counts` is the float64 vector of this micro-batch that is added up
+        next to its loss. Its length is the `counts` of `begin`.
         """
 
     def end(self) -> Sums:
@@ -182,7 +186,7 @@ class Phased(Auditable, Protocol):
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """The same as `forward`, for a dummy micro-batch outside of the step."""
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """The same as `backward`, for that dummy. Only its `note` keeps anything of it."""
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
