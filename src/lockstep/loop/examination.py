@@ -69,10 +69,11 @@ class Examination:
         self._microbatch = microbatch
         self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Note the loss of the micro-batch, as passed by the script."""
+    def note_loss(self, *losses: Tensor) -> None:
+        """Note the loss of the micro-batch, as passed by the script, or the sum of several losses."""
         if self._microbatch is not None:
-            self._observations.examined.microbatches[self._microbatch.index] = float(loss.detach())
+            total = sum(float(loss.detach()) for loss in losses)
+            self._observations.examined.microbatches[self._microbatch.index] = total
 
     def leave(self) -> None:
         """Stop observing, and write the observations."""

@@ -51,7 +51,8 @@ class StepSequence:
         self._step: Step | None = None
         self._turn: Turn | None = None  # the turn of that step
         self._reports: StepReports | None = None  # the reports of the current loop
-        self._losses: list[LossCheck] = []  # for the first update of each step, for the second, and so on
+        # By the updates of a step, counted from 0, and by the name of the loss.
+        self._losses: dict[tuple[int, str], LossCheck] = {}
         self._modules_checked = 0  # number of updates of a step with checked modules
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
@@ -151,11 +152,14 @@ class StepSequence:
             self._step._leave(early=True)
             self._step = None
 
-    def _loss_check(self, phase: int) -> LossCheck:
-        """Return the loss check for an update of a step. `phase` counts the updates of the step from 0."""
-        if phase == len(self._losses):
-            self._losses.append(LossCheck(self._rank.world.size, self._rank.warn))
-        return self._losses[phase]
+    def _loss_check(self, phase: int, name: str) -> LossCheck:
+        """Return the check of a loss for an update of a step. `phase` counts the updates of the step from 0.
+
+        `name` is the name of the loss, or "" if a step has a single one.
+        """
+        if (phase, name) not in self._losses:
+            self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
+        return self._losses[phase, name]
 
     def _make_stray_check(self, placed: Placed, turn: Turn, phase: int) -> StrayModuleCheck | None:
         """Return a check for this process's first micro-batch in each update of a step, and None for later ones."""
