@@ -62,7 +62,7 @@ PLACED: list[tuple[str, Placed]] = [
     ("staged, bf16", ("pipeline", 3, ())),
     ("staged, fp16", ("pipeline", 2, ())),
     ("synchronized", ("ddp", 3, ())),
-    ("synchronized", ("zero2", 2, ())),
+    ("synchronized", ("zero3", 4, ())),
 ]
 
 
