@@ -102,6 +102,21 @@ def both(run: Any) -> None:
         assert step.sums["right"] == min(4, step.samples)
 
 
+def masked(run: Any) -> None:
+    """Means by a mask, whose gradients are nan if the mask is empty."""
+    model = placed(run)
+    for step in steps(run):
+        for batch in step:
+            first, second = model(batch[0])
+            counts = (batch[2] != IGNORED).float()
+            each = F.cross_entropy(second, batch[2].clamp(min=0), reduction="none")
+            step.backward(
+                mean={"first": F.cross_entropy(first, batch[1]), "second": (each * counts).sum() / counts.sum()}
+            )
+        step.update(clip=1.0)
+        assert step.loss.isfinite()
+
+
 def few_samples(run: Any) -> None:
     """Steps of one sample: the second of two ranks never has a micro-batch, and learns the names from the first."""
     model = Heads()
@@ -114,7 +129,7 @@ def few_samples(run: Any) -> None:
 
 
 @pytest.mark.worlds
-@pytest.mark.parametrize("loop", [means, sums, both, few_samples])
+@pytest.mark.parametrize("loop", [means, sums, both, masked, few_samples])
 def test_two_processes_have_the_bits_of_one(loop: Callable[..., None]) -> None:
     [expected] = worlds.run(1, ended, "single", loop)
     assert len(expected) == 64, expected
@@ -126,7 +141,7 @@ def test_two_processes_have_the_bits_of_one(loop: Callable[..., None]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "size"), [("ddp", 3), ("zero1", 2), ("zero2", 3), ("zero3", 2), ("zero3", 3), ("hsdp", 4)]
 )
-@pytest.mark.parametrize("loop", [means, both])
+@pytest.mark.parametrize("loop", [both, masked])
 def test_each_strategy_has_the_bits_of_one_process(loop: Callable[..., None], strategy: Any, size: int) -> None:
     [expected] = worlds.run(1, ended, "single", loop)
     given = {"name": "hsdp", "replicate": 2} if strategy == "hsdp" else strategy
@@ -213,7 +228,7 @@ def test_the_weights_are_those_of_a_loop_of_plain_pytorch() -> None:
     for rows in (*torch.arange(40).split(16),) * 2:
         given = losses(theirs, (inputs[rows], targets[rows], seconds[rows]))
         loss = given["first"] + (given["second"] if count(seconds[rows]) else 0)
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=False)  # a head without a loss in a step has a gradient of zeros
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         optimizer.step()
