@@ -2,10 +2,10 @@
 
 The digest is a multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Each word is
 multiplied by an odd key for its position, and the products are added modulo 2^64, which is exact in any order.
-Therefore the digests of the shards of a tensor add up to the digest of the whole tensor, regardless of how the tensor
-is sharded, if each shard's offset is known. A single flipped bit always changes the digest. Two different tensors have
-the same digest with a probability of about 2^-32, wherever their bits differ. The keys are public, so the digest
-detects faults but does not protect against forgery.
+Therefore the digests of the shards of a tensor add up to the digest of the full tensor, however the tensor is sharded,
+as long as the offset of each shard is known. A single flipped bit always changes the digest. Two different tensors have
+the same digest with a probability of about 2^-32. The keys are public, so the digest detects faults but does not
+protect against forgery.
 """
 
 import math
@@ -23,12 +23,12 @@ from lockstep.core.shard import NamedTensors, Shard
 _BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
 _AT_ONCE: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
 _AT_ONCE_ELSEWHERE: Final = 128
-_SMALL: Final = _BLOCK  # elements; the keys of tensors up to this size are cached, for one multiplication
-_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by element size; larger elements are words of 4 bytes
+_SMALL: Final = _BLOCK  # elements; tensors up to this size are digested together, with cached keys
+_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; larger elements are split into int32 words
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of the tensor `name`, starting at its element `first`."""
+    """Consecutive elements of the tensor `name`, starting at element `first`."""
 
     name: str
     first: int
@@ -36,14 +36,14 @@ class _Piece(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """The digest of a tensor, with the dtype and shape that are needed to locate a bit that differs."""
+    """The digest of a tensor, with its dtype and shape, which are needed to locate a flipped bit."""
 
     digest: Tensor
     dtype: torch.dtype
     shape: torch.Size
 
     def text(self) -> str:
-        """Return the text that ranks send to each other. Synchronizes with the device."""
+        """Return the digest, dtype and shape as text, to be sent to other ranks. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
@@ -53,13 +53,13 @@ class Digests:
 
     def __init__(self) -> None:
         self._of_blocks: dict[torch.device, Tensor] = {}
-        self._small: dict[Any, Tensor] = {}  # concatenated word keys of many small tensors
+        self._small: dict[Any, Tensor] = {}  # concatenated word keys of each group of small tensors
 
     def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return the digest of the bits of a tensor: a 0-dim int64 tensor on the same device.
+        """Return the digest of a tensor as a 0-dim int64 tensor on the same device.
 
-        The memory format doesn't matter. If the tensor is a part of a larger tensor, pass the offset of its first
-        element in row-major order as `first`.
+        The digest doesn't depend on the memory format. If the tensor is a part of a larger tensor, pass the offset of
+        its first element in row-major order as `first`.
         """
         words, first = _words(tensor, first)
         if not len(words):
@@ -82,11 +82,11 @@ class Digests:
         return Noted(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors. The sum over all ranks is the digest.
+        """Return this rank's part of the digest of named tensors. The digest is the sum over all ranks.
 
-        The result is on the device of the tensors, or on one of their devices if some are offloaded. A whole tensor
-        counts on the rank whose `owned` contains its name, which must be a single rank. A shard counts on the primary
-        rank among the ranks that hold it.
+        The result is on the device of the tensors. If some tensors are offloaded, it is on one of their devices. An
+        unsharded tensor is counted on the rank whose `owned` contains its name, which must be exactly one rank. A shard
+        is counted on the primary rank among the ranks that hold it.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
@@ -101,7 +101,7 @@ class Digests:
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
     def digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of pieces with the same dtype and device, in a single multiplication."""
+        """Return the sum of the digests of pieces with the same dtype and device, with a single multiplication."""
         words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
         if layout not in self._small:
@@ -123,18 +123,19 @@ class Digests:
 
 
 def differing_bit(first_text: str, second_text: str) -> str:
-    """Describe the bit that differs between two digest texts of a tensor, or return "" if it isn't a single bit.
+    """Return a description of the flipped bit between two digest texts of a tensor, or "" if it isn't a single bit.
 
-    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so the power is the largest
-    power of two that divides the difference, and few words, if any, have the key that is left. The probability that a
-    different change looks like a single flip is the probability that two digests agree.
+    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so this power is the largest
+    power of two that divides the difference, and the quotient is the key of very few words, usually of a single one. A
+    different change looks like a single flipped bit with the same probability with which two digests collide.
     """
     (first, *tensor), (second, *as_well) = first_text.split(" "), second_text.split(" ")
     change = int(second, 16) - int(first, 16)
     if not change or tensor != as_well or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
-    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1  # words per element; bit in a word
+    # Number of words per element, and index of the bit within its word.
+    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -161,13 +162,13 @@ def _key_of(name: str) -> int:
 
 
 def _keys(stream: int, count: int) -> Tensor:
-    """Return `count` odd keys."""
+    """Return `count` odd keys from random stream `stream`."""
     counters = np.arange(count, dtype=np.uint64)
     return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
 
 
 def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
-    """Yield the pieces that count on this rank."""
+    """Yield the pieces that are counted on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
             if name in owned:
@@ -178,7 +179,7 @@ def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
 
 
 def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
-    """Return the words of a tensor, and the index of the first word of element `first`."""
+    """Return the tensor as words, and the word offset that corresponds to the element offset `first`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
     return flat.view(_WORDS.get(size, torch.int32)), first * max(1, size // 4)

@@ -1,8 +1,8 @@
 """Shuffled sample orders with random access, in memory that doesn't grow with the number of samples.
 
-The numbers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
-domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each number goes
-through a Feistel network on the smallest rectangle that holds all numbers. If the result is beyond the last number, it
+Integers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each integer goes
+through a Feistel network on the smallest rectangle that holds all integers. If the result is outside of the range, it
 goes through the network again.
 """
 
@@ -20,13 +20,14 @@ from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-FEW: Final = 4096  # samples; a network on a small rectangle is no fair shuffle, and an array of 32 KiB is small
-# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6, not from 1,000 samples on.
+FEW: Final = 4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
+# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, they aren't for 1,000 samples
+# or more.
 _ROUNDS: Final = 8
 
 
 def shuffle(seed: int, epoch: int, length: int) -> Order:
-    """Return the order in which `epoch` visits `length` samples."""
+    """Return the shuffled order of `length` samples in `epoch`."""
     if length <= FEW:
         return permutation(seed, epoch, length).__getitem__
     keys = [random.key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
@@ -34,7 +35,7 @@ def shuffle(seed: int, epoch: int, length: int) -> Order:
 
 
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    """Return the numbers below `length` sorted by their hashes: int64 of shape [length]."""
+    """Return the integers below `length` sorted by their hashes: int64 of shape [length]."""
     keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
     return np.argsort(keys)
 
@@ -42,19 +43,19 @@ def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
 @final
 @dataclass(frozen=True)
 class Network:
-    """A permutation of the numbers below `length`, with a pair of keys for every two rounds.
+    """A permutation of the integers below `length`, with a pair of keys for every two rounds.
 
     Each number is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
     rotates each column by a hash of the column number. Rotations are invertible, so the network is a permutation. The
-    rectangle has less than one row more cells than `length`. Its rows have an even length, so that the rotation of a
-    row is an odd permutation as often as an even permutation.
+    rectangle has at most one row more cells than `length`. Its rows have an even length, so that the rotation of a row
+    is an odd permutation as often as an even permutation.
     """
 
     length: int  # below 2**63
     keys: tuple[tuple[int, int], ...]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers at these positions from 0 to `length` - 1: int64 of the same shape."""
+        """Return the sample indices at these positions: int64 of the same shape, from 0 to `length` - 1."""
         numbers = self._permute(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= self.length)):
             numbers.flat[outside] = self._permute(numbers.flat[outside])
@@ -77,6 +78,6 @@ class Network:
 
 
 def _around(numbers: UInt64, by: UInt64, end: int) -> UInt64:
-    """Add `by` to `numbers` modulo `end`, where both are below `end`. Overwrites `by`."""
+    """Return `(numbers + by) % end` if both are below `end`. Overwrites `by`."""
     by += numbers
-    return np.asarray(np.minimum(by, by - np.uint64(end)))  # below `end` the difference wraps to a larger number
+    return np.asarray(np.minimum(by, by - np.uint64(end)))  # if `by` is below `end`, the difference wraps around

@@ -1,4 +1,4 @@
-"""Environment variables that change the results of kernels. All of them are recorded, and some are rejected."""
+"""Environment variables that change the results of kernels. Lockstep records all of them and rejects some of them."""
 
 import os
 from typing import Final
@@ -18,13 +18,13 @@ _ON_CUDA: Final = (
 
 
 def read_switches(device: torch.device) -> str:
-    """Return the variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
+    """Return the environment variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
     names = (*_ON_ALL, *_ON_CUDA) if device.type == "cuda" else _ON_ALL
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
 
 
 def check_switches(precision: str) -> None:
-    """Raise UsageError if a variable contradicts the recipe of a run on CUDA."""
+    """Raise UsageError if an environment variable contradicts the precision of a run on CUDA, or selects by timing."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
             "PYTORCH_TUNABLEOP_ENABLED is set: it selects kernels of matrix products by timing, so ranks may select "

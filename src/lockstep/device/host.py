@@ -1,4 +1,4 @@
-"""The facts of this host that a process reports: versions, devices, memory and variables, ready for JSON."""
+"""The facts of this host that a process reports as JSON: versions, devices, memory and environment variables."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ _SECRET: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def facts() -> dict[str, Any]:
-    """Return the facts of this host. Takes about 100 ms. Starts CUDA if there is a GPU."""
+    """Return the facts of this host, which takes about 100 ms. Initializes CUDA if there is a GPU."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -38,7 +38,7 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, Lockstep and all packages that it can use. None means not installed."""
+    """Return the versions of Python, Lockstep and its required and optional packages. None means not installed."""
     required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.source()
@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _numerics() -> dict[str, Any]:
-    """Return the facts that change the bits of a run on the first device, except for the threads of the recipe."""
+    """Return the facts that change the bits of a run on the first device, except for the number of threads."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
 
@@ -59,7 +59,7 @@ def cards() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int | None]:
-    """Return the memory in bytes: total, available, and the lowest limit of a container."""
+    """Return the total memory, the available memory and the container limit in bytes."""
     current = psutil.virtual_memory()
     return {"all": current.total, "free": current.available, "limit": limit_bytes()}
 

@@ -1,9 +1,9 @@
-"""The operations without deterministic kernels on CUDA. This is the only list, and all checks read it.
+"""The operations without deterministic kernels on CUDA. All checks use this list.
 
-REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms` (the calls of
-`alertNotDeterministic` in its CUDA libraries). It also contains operations that torch doesn't reject although their
-kernels add in the order in which threads arrive. These have `torch_raises=False`. The operations that Lockstep relies
-on instead are measured by benchmarks/gpu_kernels.py. docs/gpu.md is based on both.
+REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the calls of
+`alertNotDeterministic` in its CUDA libraries. It also contains operations that torch doesn't reject although their
+kernels add in the order in which threads finish. These entries have `torch_raises=False`. benchmarks/gpu_kernels.py
+measures the operations that Lockstep uses instead. docs/gpu.md is based on both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,19 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-Call = Mapping[str, Any]  # the arguments of an operation, by the names of its schema
+Call = Mapping[str, Any]  # the arguments of an operation by their names in the schema
 
-OLDEST: Final = "2.11"  # torch version that Lockstep supports
+OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """An operation without a deterministic kernel on CUDA.
 
-    - `named`: the torch name, without the last underscore of the in-place form.
-    - `applies`: returns whether a call is rejected.
-    - `avoided`: whether the function of torch.nn.functional takes a different path on CUDA, from torch version `since`
-      on. Such an operation only counts if it is seen on CUDA, not if it is seen on the CPU.
+    - `named`: the torch name, without the trailing underscore of the in-place variant.
+    - `applies`: returns whether a call with these arguments is rejected.
+    - `avoided`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA, from torch
+      version `since` on. Such an operation is only rejected if it appears on CUDA, and ignored on the CPU.
     """
 
     named: str
@@ -38,7 +38,7 @@ class Refused:
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
-        """Whether the function of torch.nn.functional takes a different path on CUDA in this version of torch."""
+        """Whether the function in torch.nn.functional uses a deterministic kernel on CUDA in this version of torch."""
         return self.avoided and torch.__version__ >= self.since
 
 
@@ -62,7 +62,7 @@ def _multiplies(call: Call) -> bool:
 
 
 def _along_its_only_dim(call: Call) -> bool:
-    """Whether a single scan runs over the whole tensor. It is then split among thread blocks without a fixed order."""
+    """Whether a single scan covers the whole tensor. CUDA then splits it among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -92,7 +92,7 @@ _SCANNED: Final = "its thread blocks combine their results in the order in which
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return the entry of a backward with atomic additions. `what` is used unchanged if it is `avoided`."""
+    """Return an entry for a backward with atomic additions. The text of an `avoided` entry doesn't mention backward."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 
@@ -196,8 +196,8 @@ REFUSED: Final = (
     _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
-# An LSTM, GRU or RNN with dropout between its layers: cuDNN has one generator per device and continues it from call to
-# call, so the masks would depend on previous computations on the same rank.
+# An LSTM, GRU or RNN with dropout between its layers. cuDNN has one generator per device and continues its stream from
+# call to call, so the dropout masks would depend on earlier computations on the same rank.
 RNN_DROPOUT: Final = Refused(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",

@@ -1,4 +1,4 @@
-"""Errors for limits on open files and processes that are too low for a run."""
+"""Errors for a run that exceeds the limit on open files or processes."""
 
 import errno
 import os
@@ -15,14 +15,15 @@ _WHY: Final[Mapping[int, str]] = {
 
 
 def limit_error(action: str, error: OSError) -> PreflightError:
-    """Return the error for a run that couldn't do `what` because of `error`."""
+    """Return the error for a run that couldn't perform `action` because of `error`."""
     return _error(f"cannot {action}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
-    """Return the error for a run that failed at the limit on open files, or None if it failed for a different reason.
+    """Return the error for a run that reached the limit on open files, or None if it failed for a different reason.
 
-    Errors of C++ only contain the text of the error, and can also come from communication.
+    C++ errors only contain the text of the system error, so the text is compared. Such errors can also come from
+    communication.
     """
     text = os.strerror(errno.EMFILE)
     cause: BaseException | None = error
