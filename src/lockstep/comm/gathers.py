@@ -32,14 +32,14 @@ CALL_THE_MODEL: Final = (
 @final
 @dataclass(eq=False)
 class Gathers:
-    """The gathers of a rank. All ranks must call `begin` and `end` in the same way.
+    """The gathers of a rank. All ranks must make the same calls to `begin` and `end`.
 
-    - `ask` sends integers to all ranks and returns those of all ranks.
+    - `ask` sends integers to all ranks and returns the integers of each rank.
     - `gather` gathers a unit if it isn't gathered, and calls `join_before` for it.
     - `scatter` frees a unit.
-    - `joined` is called after this rank joined a gather for other ranks.
-    - `check` is called before this rank gathers a unit, with the rest of the schedule. It raises if the unit can't be
-      gathered.
+    - `joined` is called after this rank has joined a gather for other ranks.
+    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It raises an error
+      if the unit can't be gathered.
     """
 
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -47,7 +47,7 @@ class Gathers:
     scatter: Callable[[int], None]
     joined: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether ranks requested different units at once, in a phase that was recorded
+    differed: bool = False  # whether ranks requested different units at the same time while a phase was recorded
     _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual_order: Sequence[int] = ()
@@ -58,24 +58,24 @@ class Gathers:
     _issued: bool = False
 
     def begin(self, phase: str, usual_order: Sequence[int]) -> Sequence[int]:
-        """Begin a phase with a separate schedule, and return the schedule. It is empty if it isn't recorded yet.
+        """Begin a phase, which has a separate schedule. Returns the schedule, or [] if it isn't recorded yet.
 
-        `usual_order` is the order in which units are likely to be called.
+        `usual_order` is the order in which the units are likely to be called.
         """
         self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
         self._schedule = self._schedules.get(phase, [])
         return self._schedule
 
     def remaining(self) -> Sequence[int]:
-        """Return the units that all ranks will still gather, in order. Empty if the schedule isn't known."""
+        """Return the units that all ranks will still gather, in order, or () if the schedule isn't recorded yet."""
         return self._schedule[self._position :] if self._phase in self._schedules else ()
 
     def join_before(self, unit: int) -> None:
-        """Join the gathers of other ranks that come before `unit`. Call it right before the collective of the unit."""
+        """Join the gathers of other ranks that come before `unit`. Called right before the collective of `unit`."""
         if self._joining:
             self._issued = True
             return
-        if self._phase is None:  # outside of phases, all ranks do the same
+        if self._phase is None:  # outside of phases, all ranks call the same units
             return
         if self._phase in self._schedules:
             self.check(unit, self.remaining())
@@ -83,15 +83,15 @@ class Gathers:
             self._join(next_unit)
 
     def reach(self, unit: int) -> None:
-        """Join all gathers up to the last gather of a unit that this rank doesn't call."""
+        """Join all gathers up to and including the last gather of a unit that this rank doesn't call."""
         while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
             self._join(self._next(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
         """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
 
-        `called` holds 1 for each unit that this rank called, and 0 for all other units. If it is set, units that some
-        ranks called but no rank requested are excluded from later schedules of this phase.
+        `called` contains 1 for each unit that this rank called, and 0 for all other units. If it is set, the units that
+        some ranks called although no rank requested them are left out of the schedule of this phase.
         """
         assert self._phase is not None
         is_new = self._phase not in self._schedules
@@ -107,7 +107,7 @@ class Gathers:
         return self._schedule
 
     def _next(self, requested: int) -> int:
-        """Return the unit to gather next, or -1 if there is none."""
+        """Return the unit that all ranks gather next, or -1 if there is none."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
                 return _NONE
@@ -139,7 +139,7 @@ class Gathers:
             self.gather(unit)
             if self._issued:
                 self._held.append(unit)
-            else:  # the unit is already gathered, and stays
+            else:  # the unit was already gathered and remains gathered
                 self.scatter(unit)
                 self.gather(unit)
         finally:

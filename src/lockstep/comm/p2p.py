@@ -1,14 +1,14 @@
-"""Point-to-point transfer of tensors between pipeline stages, without waiting for the receiver to be ready.
+"""Point-to-point transfers of tensors between pipeline stages. Sends don't wait for the receiver to be ready.
 
-A parcel consists of a message and the tensors. The message is a vector of integers with a fixed length that describes
-the tensors. Each tensor keeps its memory layout. Some kernels choose their algorithm by strides, and this way the
-receiver makes the same choice as a single process. gloo carries the message and all CPU tensors, such as generator
-states. The carriers of the world carry the tensors of the device.
+A parcel consists of a message and a list of tensors. The message is a vector of integers with a fixed length that
+describes the tensors. Each tensor keeps its memory layout, because some kernels choose their algorithm by strides, and
+the receiver must make the same choice as a single process. gloo transfers the messages and all CPU tensors, such as
+generator states. The carriers of the world transfer the tensors on the device.
 
-Parcels from one rank to another arrive in order and are received in order, because NCCL has no tags. Each parcel
-belongs to a line. If a parcel arrives before its line is received, the receiving rank keeps it.
+Parcels between two ranks arrive in the order in which they were sent, because NCCL has no tags. Each parcel belongs to
+a numbered line. If a parcel arrives on a line that isn't being received yet, the receiving rank stores it.
 
-torch's functions for split backwards are also imported here.
+This module also wraps torch's functions for split backwards.
 """
 
 import math
@@ -30,9 +30,9 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
-_TAG: Final = 1  # tag of gloo messages; transfers of carriers have none
+_TAG: Final = 1  # tag of gloo messages; carriers use no tags
 _NUMBERS: Final = 512
-_NOTHING: Final = -1  # in place of the index of a dtype
+_NOTHING: Final = -1  # used instead of a dtype index for None
 _NUMBER: Final = -2
 _DTYPES: Final = (
     torch.float32,
@@ -53,7 +53,7 @@ Values = list[Value]
 
 
 class _Form(NamedTuple):
-    """The memory layout of a tensor, whether it requires a gradient, and whether it is in host memory."""
+    """The memory layout of a tensor, whether it requires a gradient, and whether it is on the CPU."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -67,7 +67,7 @@ class _Form(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last in memory, fewer than `elements` if some are repeated."""
+        """The number of elements of memory that the tensor spans. Smaller than `elements` for expanded tensors."""
         steps = zip(self.shape, self.strides, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
 
@@ -76,7 +76,8 @@ class _Form(NamedTuple):
 class PointToPoint:
     """Sends and receives parcels: lists of tensors, integers and None.
 
-    Each rank creates it with its `neighbours`, the ranks that it sends to or receives from. See comm/edges.py.
+    `neighbours` are the ranks that this rank sends to or receives from. All ranks must create this object at the same
+    time (see comm/edges.py).
     """
 
     def __init__(self, world: World, neighbours: Collection[int]) -> None:
@@ -88,7 +89,7 @@ class PointToPoint:
         self._early: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
-        """Start sending to rank `peer`. Don't write to the tensors before `finish`."""
+        """Start sending a parcel to rank `peer`. Don't modify the tensors before `finish`."""
         numbers = [line, len(values), *(number for value in values for number in _description(value))]
         if len(numbers) > _NUMBERS:
             raise TrainingError(
@@ -104,9 +105,9 @@ class PointToPoint:
                     self._start(_flat(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
-        """Wait for the next parcel from rank `peer` on this line.
+        """Wait for the next parcel from rank `peer` on this line, and return its values.
 
-        A tensor that requires a gradient on the sender is a leaf that requires a gradient here.
+        A tensor that requires a gradient on the sending rank is returned as a leaf that requires a gradient.
         """
         with translate_peer_errors():
             while not self._early.get((peer, line)):
@@ -115,7 +116,7 @@ class PointToPoint:
         return self._early[peer, line].popleft()
 
     def finish(self) -> None:
-        """Wait until the sent tensors can be written to again."""
+        """Wait until you can modify all sent tensors again."""
         with translate_peer_errors():
             for work, _ in self._messages:
                 work.wait()
@@ -137,7 +138,7 @@ class PointToPoint:
             self._message(data, peer)
 
     def _next(self, peer: int) -> tuple[int, Values]:
-        """Return the line and the values of the next parcel from `peer`."""
+        """Return the line and the values of the next parcel from `peer` on any line."""
         numbers = torch.empty(_NUMBERS, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *description = numbers.tolist()
@@ -148,7 +149,7 @@ class PointToPoint:
         flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype, device=device)
         if len(flat):
             self._fill(flat.view(torch.uint8), peer)
-        if form.extent > form.elements:  # has gaps, which weren't sent
+        if form.extent > form.elements:  # the memory layout has gaps, which weren't sent
             gaps = flat.new_empty(form.extent)
             gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
             flat = gaps
@@ -165,16 +166,16 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Run the part of a backward that leads to `inputs`, and return the data that `backward_weight` needs.
+    """Run the part of a backward that computes the gradients of `inputs`. Returns the data for `backward_weight`.
 
-    Hooks see the gradients of `inputs` during the backward, so they aren't returned. Gradients of vectors, such as
-    those of BatchNorm weights, are computed immediately. Delaying them would save nothing, and a CUDA kernel that
-    computes them without the gradient of its input adds in a different order.
+    The gradients of `inputs` aren't returned, because hooks receive them during the backward. Gradients of vectors,
+    such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel that
+    computes such a gradient without the gradient of the layer's input adds in a different order.
     """
     from torch.distributed.pipelining import _backward as torch_backward  # lazy import: takes half a second
 
-    # Like torch's stage_backward_input, but starting from edges. Up to torch 2.14, that function requires the outputs,
-    # which are already freed.
+    # Like torch's stage_backward_input, but this function starts from graph edges. Up to torch 2.14, torch's function
+    # requires the outputs, which are already freed.
     starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (inputs, weights))
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
@@ -196,10 +197,10 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Run the rest of a backward, and leave the gradients of `weights` in their `grad`.
+    """Run the rest of a backward, and store the gradients of `weights` in `grad`.
 
-    Like torch's stage_backward_weight, which before torch 2.13 counts the gradient from one intermediate node to
-    another twice.
+    Like torch's stage_backward_weight. Before torch 2.13, torch's function counts a gradient that flows between two
+    intermediate nodes twice.
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
 
@@ -218,14 +219,14 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         arrived_edges = [(edge, gradient) for edge, gradient in slots if gradient is not None]
         if not arrived_edges:
             continue
-        ends = list(group["params"])  # the same order for both
-        # The gradient that arrived at a node already includes those from other nodes of its group, which must not be
-        # added again.
+        ends = list(group["params"])  # a list, so that the order is fixed
+        # The gradient that arrived at a node already includes the gradients from other nodes of its group. They must
+        # not be added again.
         with ExitStack() as hooks:
             for node, grads in node_gradients:
                 hooks.enter_context(node.register_prehook(partial(_replacement, grads)))
-            # If weights reach the graph of the inputs at several places, parts of it run again. The graph is freed with
-            # `groups`.
+            # If weights join the graph of the inputs in several places, parts of the graph run again. The graph is
+            # freed together with `groups`.
             computed = torch.autograd.grad(
                 [edge for edge, _ in arrived_edges],
                 [GradientEdge(node, 0) for node in ends],
@@ -250,7 +251,7 @@ def _description(value: Value) -> list[int]:
 
 
 def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
-    """Parse the output of `_description`."""
+    """Parse the integers that `_description` returns."""
     remaining = iter(numbers)
     for _ in range(next(remaining)):
         kind = next(remaining)

@@ -1,4 +1,4 @@
-"""Errors of lost peers: if another rank is gone, torch raises a RuntimeError, which is translated to PeerLostError."""
+"""Translates the RuntimeError that torch raises when a peer rank is lost to PeerLostError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lockstep.device.ulimits import too_many_files
 from lockstep.errors import TransientError
 
-# Some collectives aren't called by Lockstep, since fully_shard gathers in hooks, in forward and backward. Errors of
-# gloo have no type of their own, but contain the names of its source files.
+# fully_shard runs collectives in hooks, during forward and backward, and not only Lockstep calls collectives. Errors of
+# gloo have no specific type, but contain the names of its source files.
 _SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 # Texts of gloo and NCCL errors for collectives that timed out.
 _TIMED_OUT: Final = ("Timed out waiting", "collective operation timeout")
@@ -18,16 +18,16 @@ _SLOW: Final = "another rank is slow or hangs; a collective times out after plac
 
 
 class PeerLostError(TransientError):
-    """Another rank was lost during a collective. The cause is on that rank."""
+    """Another rank was lost during a collective. The cause of the failure is on the other rank."""
 
 
 @contextmanager
 def translate_peer_errors() -> Iterator[None]:
-    """Translate errors of torch.distributed in the block to PeerLostError."""
+    """Translate errors of torch.distributed within the block to PeerLostError."""
     try:
         yield
     except RuntimeError as error:
-        if "DataLoader worker" in str(error):  # torch raises this at any place in the main thread
+        if "DataLoader worker" in str(error):  # torch can raise this error anywhere in the main thread
             raise
         raise _peer_lost(error) from error
 
@@ -35,8 +35,8 @@ def translate_peer_errors() -> Iterator[None]:
 def lost_peer(error: BaseException) -> PeerLostError | None:
     """Return the PeerLostError for an error from any code, or None if no peer was lost.
 
-    Errors that follow from the failed collective, in a `finally` or as a translation, count too. If this process can't
-    open more files, returns None, because that also makes collectives fail.
+    This includes errors that follow from a failed collective: in a `finally` block, or as its translation. Returns None
+    if this process can't open more files, because then the collective failed for this reason.
     """
     if too_many_files(error):
         return None
@@ -47,7 +47,7 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
         if _from_exchange(cause):
             return _peer_lost(cause)
         cause = cause.__cause__ or cause.__context__
-    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # the store for creating groups is gone
+    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # e.g. lost the store while creating groups
 
 
 def _from_exchange(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ _FOLDED: Final = 64 << 20  # elements per copy, unless a single tensor has more
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each row of each tensor [R, ...]: float64 of shape [R]. A 0-dim tensor is one row.
 
-    Rows are accumulated in float32 or wider, because a 16-bit sum would lose most terms. All tensors must be on the same
+    Rows are accumulated in float32 or wider, because a 16-bit sum would lose most terms. All tensors must be on one
     device.
     """
     # Compute the widths explicitly: a rank may hold no rows, and reshape(0, -1) is ambiguous.

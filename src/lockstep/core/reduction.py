@@ -48,7 +48,7 @@ class Shares:
         """Yield the parts that `rank` sends and receives in each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
-        (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own, and their number doubles each round.
+        (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own. Their number doubles per round.
         """
         position, size, held_parts = self.places[rank], len(self.ranks), 1
         while held_parts < size:

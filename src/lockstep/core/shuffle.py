@@ -21,8 +21,8 @@ from lockstep.core.random import UInt64
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
 FEW: Final = 4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
-# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, they aren't for 1,000 samples
-# or more.
+# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, this is only measurable
+# below 1,000 samples.
 _ROUNDS: Final = 8
 
 
