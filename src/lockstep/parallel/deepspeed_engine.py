@@ -1,19 +1,20 @@
-"""An engine that wraps DeepSpeed's engine: DeepSpeed shards, communicates and updates, with the numerics of a recipe.
+"""An engine that wraps DeepSpeed's engine. DeepSpeed shards, communicates and updates, with the numerics of a recipe.
 
 This engine overrides all behavior of DeepSpeed that depends on the number of processes:
 
-- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets undoes the division before
+- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets reverts the division before
   the update. Therefore a backward starts from the same value as in a single process.
-- DeepSpeed counts micro-batches to detect the end of a step. This engine sets the end of each step explicitly.
-- In stages 2 and 3, each backward communicates. Therefore ranks go through a step in rounds. If a rank has no
-  micro-batch in a round, it computes a dummy, and its loss counts as 0.
+- DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
+- In stages 2 and 3, each backward communicates. Therefore ranks compute a step in rounds. A rank without a micro-batch
+  in a round computes a dummy, whose loss is multiplied by 0.
 
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
-drops steps with gradients that aren't finite.
+skips steps with gradients that aren't finite.
 
 In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, pads it, and shards it evenly over
 the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer updates these
-flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it map between both forms.
+flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between parameters and flat
+tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -53,7 +54,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DeepSpeedEngine:
-    """A model in DeepSpeed's engine with this `configuration`. `mesh` assigns the micro-batches of each round."""
+    """An engine that runs a model in DeepSpeed with this `configuration`. `mesh` assigns micro-batches to rounds."""
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class DeepSpeedEngine:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
-        model.train()  # a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, so that it sees which calls are recomputations
+        model.train()  # not chained, because a custom train() may return None
+        self._running = RunningStatistics(model)  # before `recompute`, so that it can tell calls from recomputations
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Enter autocast inside the model. DeepSpeed treats the model as fp32, and exits an autocast around it.
+        # Enter autocast inside the model, because DeepSpeed treats the model as fp32 and exits an outer autocast.
         inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
@@ -111,8 +112,8 @@ class DeepSpeedEngine:
         self._weight, self._step = step.weight, step.number
         statistics = Counter[Tensor](add_)
         own_losses = []
-        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by it, after it has
-        # divided them by the number of ranks.
+        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by the number of ranks,
+        # and then by this scale.
         self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
         for number, microbatch in enumerate(microbatches):
             with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
@@ -127,7 +128,7 @@ class DeepSpeedEngine:
         return Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine. Every rank returns whole gradients, multiplied by the loss scale."""
+        """See Engine. Every rank returns full gradients, multiplied by the loss scale."""
         if not self._weight:
             return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
         gather_gradient = self._library.utils.safe_get_full_grad
@@ -136,10 +137,10 @@ class DeepSpeedEngine:
         return {name: gradient * self._world.size for name, gradient in gradients.items()}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine. DeepSpeed drops steps whose gradient isn't finite, regardless of the recipe.
+        """See Engine. DeepSpeed skips steps whose gradient isn't finite, regardless of the recipe.
 
-        Raises TrainingError if it drops a step with a finite loss, unless the recipe skips such steps or scales the
-        loss.
+        Raises TrainingError if DeepSpeed skips a step with a finite loss, unless the recipe skips such steps or scales
+        the loss.
         """
         if not self._weight:
             self._running.settle(False, self._observed)
@@ -172,7 +173,7 @@ class DeepSpeedEngine:
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. Tensors that DeepSpeed shards are shards that all other strategies can read."""
+        """See Engine. Tensors that DeepSpeed shards are returned as shards, which all other strategies can load."""
         model = self._model_state()
         tensors, slots = self._optimizer_state()
         scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
@@ -220,10 +221,10 @@ class DeepSpeedEngine:
         return loss
 
     def _backward(self, loss: Tensor, dummy: bool, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's."""
+        """Add the gradient of a micro-batch's loss to the gradient of the step."""
         share = torch.full_like(loss, 0.0 if dummy else self._world.size / self._weight)
         if self._numerics.skip_nonfinite:
-            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed drops the step. Otherwise the gradient
+            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed skips the step. Otherwise, the gradient
             # could still be finite.
             share += 0.0 * loss.detach()
         self._engine.set_gradient_accumulation_boundary(last)
@@ -231,7 +232,7 @@ class DeepSpeedEngine:
             self._engine.backward(loss * share, scale_wrt_gas=False)
 
     def _move_scale(self, applied: bool) -> None:
-        """Update the loss scale like torch's GradScaler: grow after n steps, and shrink after a dropped step."""
+        """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
@@ -242,14 +243,14 @@ class DeepSpeedEngine:
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _model_state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
+        """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
         return {name: self._as_shard(tensor) for name, tensor in self._named.items()}
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
             flat_piece = self._pieces[tensor]
             return flat_piece.piece_of(flat_piece.flat)
-        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that requires no gradient
+        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that doesn't require a gradient
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
             length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
@@ -257,7 +258,7 @@ class DeepSpeedEngine:
         return tensor.detach()
 
     def _publish(self) -> None:
-        """Copy the trained tensors to the parameters that the model computes with."""
+        """Copy the tensors that the optimizer updates to the parameters that the model computes with."""
         optimizer = self._optimizer
         with its_exchanges():
             if not self._cut_weights:
@@ -269,7 +270,7 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer's state by parameter and slot: the tensors, and all other values."""
+        """Return the optimizer state by parameter and slot: first the tensors, then all other values."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
@@ -302,10 +303,10 @@ class DeepSpeedEngine:
 
 
 def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Write a parameter's part of a slot to the slot of its flat tensor."""
+    """Write a parameter's value of a slot into the slot of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
-        # The value is the same for all parameters of the group.
+        # The parameters of the group share this value.
         slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
         return
     flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
@@ -315,9 +316,10 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece")
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """The location of this rank's piece of a parameter of `shape`: `length` elements of a flat tensor from `at` on.
+    """The location of this rank's piece of a parameter of shape `shape` within a flat tensor.
 
-    The piece has the elements of the parameter that start at `first`.
+    The piece is elements `offset` to `offset + length` of `flat`. It contains the elements of the parameter that start
+    at element `first`.
     """
 
     flat: Tensor
@@ -333,7 +335,7 @@ class FlatPiece:
 
 
 def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
-    """Return the location of each parameter that DeepSpeed's `optimizer` updates."""
+    """Return the flat piece of each parameter that DeepSpeed's `optimizer` updates."""
     pieces_by_parameter = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
     return dict(pieces_by_parameter)
 

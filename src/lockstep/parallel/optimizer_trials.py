@@ -1,7 +1,7 @@
 """Optimizer checks that run before any process starts. Each check is a trial: a few steps over small tensors.
 
-No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer can
-be sharded, flattened, stored in 16 bits, or resumed.
+No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer
+works on shards, on flattened tensors, in 16 bits, and after a resume.
 """
 
 import json
@@ -24,21 +24,21 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbe
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
-# Shapes of the trials that shard. Most of these tensors and of their parts don't fill whole CPU vectors. Some are large
-# enough for optimizers that factor their state.
+# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill whole CPU vectors. Some are
+# large enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
-_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # of gradients, for the trials in 16 bits
+_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # gradient magnitudes for the 16-bit trials
 _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` does, or if the optimizer that it returns can't take a plain step.
+    """Raise UsageError if `make` does, or if the optimizer that it returns can't perform a plain step.
 
-    The optimizer takes a step over a tiny parameter for each number of dims in `dims`. This detects optimizers that
+    The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
-    a checkpoint can't hold.
+    a checkpoint can't store.
     """
     optimizer = make([(f"parameter{dim}", _tiny(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
@@ -49,7 +49,7 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
         raise UsageError(f"optimizer {name}: a plain step failed: {explanation}") from error
     states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in states.values() for slot, value in values.items()):
-        # A checkpoint file holds plain tensors, but no tensor subclasses, such as an 8-bit tensor with its scales.
+        # A checkpoint can store plain tensors, but no tensor subclasses, such as an 8-bit tensor with scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             type_name = type(value).__name__
             raise UsageError(
@@ -59,12 +59,12 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
 
 
 def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
-    """Return whether an optimizer updates rows differently than a whole tensor. Raises UsageError as check_optimizer.
+    """Return whether an optimizer updates rows differently than a full tensor. Raises the errors of check_optimizer.
 
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
-    dtype. The optimizers of parallel/layerwise.py can update rows, because they receive the norms of whole tensors.
-    Fused optimizers need whole tensors without a trial: the ends of their vectors change bits, but only for some
-    values, so a trial can't be sure to detect it.
+    dtype. The optimizers in parallel/layerwise.py can update rows, because they receive the norms of full tensors. For
+    fused optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only
+    for some values, so a trial might not detect it.
     """
     optimizer = _small_optimizer(make)
     if type(optimizer) in OURS.values():
@@ -73,11 +73,11 @@ def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
 
 
 def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
-    """Return whether an optimizer needs whole tensors, for a strategy that shards tensors in rows.
+    """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if it does and the strategy doesn't lend them (parallel/layouts/owned.py). Also raises UsageError
-    if the update of a tensor depends on other tensors, which can be on other ranks. Examples are an optimizer that
-    clips the norm of all gradients, and one that estimates a common step size.
+    Raises UsageError if it does and the strategy doesn't provide full tensors (parallel/layouts/owned.py). Also raises
+    UsageError if the update of a tensor depends on other tensors, which can be on other ranks. For example, the
+    optimizer clips the norm of all gradients or estimates a common step size.
     """
     if not needs_wholes(make, dtype):
         return False
@@ -106,7 +106,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
 def check_flat(make: Make, strategy: str) -> None:
     """Raise UsageError if check_optimizer does, or if an optimizer updates flattened pieces of a tensor differently.
 
-    With flattened pieces, an optimizer sees neither the shape nor the norm of a parameter.
+    When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
     if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
@@ -121,8 +121,8 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
     """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
-    in float32. For example, Adam with its default eps fails in float16: there eps is rounded to 0, so a step can divide
-    by zero.
+    in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
+    divide by zero.
     """
     optimizer = make([("parameter", _tiny(2))])
     wide, narrow = (_longest_steps(make, each) for each in (torch.float32, dtype))
@@ -143,9 +143,10 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
 
 
 def check_own(path: str, make: Make) -> None:
-    """Raise UsageError if a custom optimizer raises, ignores the rate, is random, or has state outside of checkpoints.
+    """Raise UsageError for a custom optimizer that breaks the contract.
 
-    The trial sets rates as a schedule does. One of its runs resumes from the checkpoint of a previous optimizer.
+    This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in
+    checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with OwnCode(f"optimizer {path}"):
         weights = _after_steps(make, rate=1.0)
@@ -176,7 +177,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
 
 
 def _longest_steps(make: Make, dtype: torch.dtype) -> Tensor:
-    """Return the largest step for a constant gradient of each size, as a multiple of the rate: [sizes]."""
+    """Return the largest step for a constant gradient of each size, divided by the learning rate: shape [sizes]."""
     parameter = Parameter(torch.zeros(len(_SIZES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
     longest = torch.zeros(len(_SIZES))
@@ -198,7 +199,7 @@ def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None
 
 
 def _alike_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
-    """Return whether flattened pieces of a tensor get the same values as the whole tensor, except for rounding."""
+    """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
     whole = _after_steps(make, shape).flatten()
     third = whole.numel() // 3
     flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
@@ -214,15 +215,16 @@ def _after_steps(
     rate: float | None = None,
     resumed: bool = False,
 ) -> Tensor:
-    """Return a tensor after a few steps.
+    """Return a tensor after a few steps of the optimizer.
 
-    With `heights`, the tensor is split into parts with these numbers of rows. With `flat`, the tensor is flattened, and
-    the numbers are elements. `rate` is the rate of the first step, and then decreases as in a schedule. With `resumed`,
-    a second optimizer takes the last step from the checkpoint of the first optimizer.
+    If `heights` is set, the tensor is split into parts with these numbers of rows. If `flat` is set, the tensor is
+    flattened first, and the numbers are numbers of elements. `rate` is the learning rate of the first step, which
+    decreases like in a schedule. If `resumed` is set, a second optimizer performs the last step from the checkpoint of
+    the first optimizer.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
-    if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for tensors of one dim
+    if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for 1-dim tensors
         start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
     lengths = [len(start)] if heights is None else list(heights)
     parts = [Parameter(part.clone()) for part in torch.split(start, lengths)]
@@ -244,7 +246,7 @@ def _after_steps(
 
 
 def _alike_apart(make: Make, dtype: torch.dtype | None) -> bool:
-    """Return whether two matrices get the same values together as apart, with the same numbers in the groups."""
+    """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
     together = _pair_after_steps(make, (True, True), dtype)
     first, second, idle = (
         _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
@@ -256,7 +258,7 @@ def _alike_apart(make: Make, dtype: torch.dtype | None) -> bool:
 def _pair_after_steps(
     make: Make, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """Return two matrices after a few steps, and the numbers of the groups. Only some of them have a gradient."""
+    """Return two matrices after a few steps, and the numbers in the groups. `with_gradient` selects the matrices."""
     generator = torch.Generator().manual_seed(0)
     matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]
     optimizer = make([(f"part{number}", each) for number, each in enumerate(matrices)])

@@ -1,9 +1,9 @@
-"""Audits for engines in which a rank can't repeat the micro-batch of a different rank.
+"""Audits for engines in which a rank can't recompute the micro-batch of a different rank.
 
-If ranks hold parts of the model, or if they wait for each other in the middle of a forward, an audit repeats the whole
-step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the audit
-compares the messages of all ranks (comm/message_log.py), and finds the rank that first sent a different message than
-other ranks in the same place.
+This is the case if ranks hold parts of the model, or if they wait for each other during a forward. The audit repeats
+the full step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the
+audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a different
+message than other ranks in the same place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,11 +26,11 @@ from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MOST: Final = 3  # how many ranks repeat each place before the verdict
+_MOST: Final = 3  # maximum number of ranks that repeat each place before the verdict
 
 
 class Played(NamedTuple):
-    """A step of `rank` in a place of the mesh, as digests of its messages and results by name, in the order of time."""
+    """A step that `rank` computed in a place of the mesh: digests of messages and results by name, in time order."""
 
     place: int
     rank: int
@@ -40,11 +40,11 @@ class Played(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """Wraps the engine of `start` and audits the steps that `schedule` selects. Audits don't change any results.
+    """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
     For audits, it starts a second engine with a different order of the ranks. `fetch` returns any micro-batch. If the
-    two engines disagree on a step, all ranks raise CorruptionError. `audited` is the number of steps on which they
-    agreed.
+    two engines disagree on a step, CorruptionError is raised on all ranks. `audited` is the number of steps that passed
+    an audit.
     """
 
     start: Callable[[World, Numerics], Rotates]
@@ -63,7 +63,7 @@ class RotatedAudit:
         self._kept.begin()
         self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # The engines by the distance that ranks are moved. Start the first of them now, to find out whether it fits.
+        # The engines by how far ranks are moved. Start the first one now, to find out early if it fits in memory.
         self._rotated = {0: (own_world, engine)}
         self._again_at(1)
 
@@ -95,7 +95,7 @@ class RotatedAudit:
         return self._rotated[distance]
 
     def _again(self, distance: int, step: Step) -> Played:
-        """Run a step with each rank moved by `distance` places."""
+        """Repeat a step with each rank moved by `distance` places."""
         world, engine = self._again_at(distance)
         if engine is not self._engine:
             state = self._engine.state()
@@ -116,7 +116,7 @@ class RotatedAudit:
         return Played(world.rank, self.world.rank, self._log.close()), sums
 
     def _differ(self, *played: Played) -> bool:
-        """Return whether the digests of two ranks in the same place differ. All ranks must call it."""
+        """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
         for played_by_rank in self.world.told_by_all([(run.place, hash_of(run.messages)) for run in played]):
             for place, messages in played_by_rank:
@@ -124,9 +124,9 @@ class RotatedAudit:
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
     def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
-        """Return the error that names the faulty rank. All ranks must call it, and they get the same error."""
+        """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
         reports = self.world.told_by_all({"host": self.world.host, "played": played})
-        runs = [[Played(*fields) for fields in report["played"]] for report in reports]  # by rank, each time
+        runs = [[Played(*fields) for fields in report["played"]] for report in reports]  # by rank, then by repetition
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*runs, strict=True):
             places = {run.place: run for run in at_once}
@@ -161,8 +161,9 @@ class RotatedAudit:
 def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
 
-    In such a pair, the first difference is the same item on both sides, and the item isn't a received message. Each
-    result has the two ranks, the name of the item and the bit. A pair can also be the same rank at two times.
+    In such a pair, the first difference is in the same item of both logs, and this item isn't a received message.
+    Yields the two ranks, the name of the item and the flipped bit. Both logs can be from the same rank at different
+    times.
     """
     for first, second in combinations(played, 2):
         if first.place == second.place:

@@ -1,16 +1,16 @@
-"""The layout of a parameter server: all other ranks push gradients to rank 0, and pull weights from it.
+"""The layout of a parameter server: all other ranks push gradients to rank 0 and pull weights from rank 0.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
-which also computes micro-batches. In addition to the usual data-parallel step:
+which also computes micro-batches. A step differs from data parallelism in these phases:
 
-1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* these pieces to the
-   server, one bucket at a time, as soon as backward has filled it. The server adds up the pieces of all ranks with the
-   tree, so the sum has the bits of a single process.
+1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* the resulting pieces to
+   the server, one bucket at a time, as soon as backward has filled the bucket. The server adds the pieces of all ranks
+   in the order of the tree, so the sum has the same bits as on a single process.
 2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
 3. The workers *pull* the new weights. The server only answers after the update.
 
-Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has none:
-p_0...
+Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has no
+rows: p_0...
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ Pieces = Mapping[LeafBlock, Tensor]
 
 
 def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout. Ranks push gradients to the `server` of rank 0."""
+    """Return a function that creates the layout. Ranks push gradients to the `server` on rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, calls, dtype)
@@ -64,7 +64,7 @@ class Server:
         self._waiting: list[Future[list[Tensor]]] = []
 
     def push(self, number: int, pieces: Pieces) -> None:
-        """Store a worker's pieces of sum `number`."""
+        """Store the pieces that a worker pushes for sum `number`."""
         with self._changed:
             self._pushed[number].append(pieces)
             self._changed.notify_all()
@@ -72,7 +72,7 @@ class Server:
     def collect(self, number: int) -> list[Pieces]:
         """Wait until all workers have pushed their pieces of sum `number`, and return the pieces.
 
-        Raises PeerLostError on a timeout.
+        Raises PeerLostError if this times out.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
@@ -83,7 +83,7 @@ class Server:
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
-        """Publish the weights of the next update to the workers. The tensors must not change after this call."""
+        """Publish the weights of the next update to the workers. Don't modify these tensors after the call."""
         with self._changed:
             self._weights = weights
             self._updates += 1
@@ -104,13 +104,13 @@ class Server:
 
 @final
 class PushedSum:
-    """The sum over all ranks on the server. On workers, it returns uninitialized memory that isn't read."""
+    """The sum over all ranks, on the server. Workers get uninitialized memory, which they don't read."""
 
     def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
         self._serves = serves
         self._server = server
         self._calls = calls
-        self._number = 0  # the number of the sum, the same on all ranks because they add up in the same order
+        self._number = 0  # index of the sum; the same on all ranks, because all ranks sum in the same order
 
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
@@ -126,7 +126,7 @@ class PushedSum:
 
 @final
 class ServedLayout:
-    """A layout in which each rank has the whole model, and rank 0 updates all rows of each parameter."""
+    """A layout in which each rank has the full model, and rank 0 updates all parameters."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
@@ -172,7 +172,7 @@ class ServedLayout:
         self._updates += 1
         weights = [weight.detach() for _, weight in self._whole]
         if self._serves:
-            # Release copies, because an evaluation can swap in averaged weights before a worker has pulled.
+            # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
             torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))

@@ -1,4 +1,4 @@
-"""The optimizer state of a rank in a pipeline, with the parameter names and group numbers of a single process."""
+"""The optimizer state of a rank in a pipeline, with the same parameter names and group numbers as a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -20,7 +20,8 @@ from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
     """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks.
 
-    Updates tiny parameters of `dims` dims, together and one by one, with gradients large enough for any clipping.
+    Compares updates of small parameters with `dims` dims, together and one by one. Their gradients are large enough to
+    be clipped.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
     joint = [_tiny(*shape) for shape in shapes]
@@ -39,7 +40,7 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
 
 @final
 class OptimizerNames:
-    """The parameter groups, by name, of an optimizer for all parameters of the model."""
+    """The names of the parameters in each group of an optimizer for all parameters of the model."""
 
     def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
@@ -50,10 +51,10 @@ class OptimizerNames:
     def state(
         self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the same as optimizer_state in one process, with tensors as shards. All ranks must call this method.
+        """Return the same as optimizer_state in a single process, with tensors as shards. All ranks must call this.
 
-        `optimizer` is the optimizer of this rank, and `slots` has the layout of its tensors. If several ranks have the
-        same tensors, one of the ranks is `primary`.
+        `optimizer` is the optimizer of this rank, and `slots` is the layout of its tensors. If several ranks have the
+        same tensors, set `primary` on one of these ranks.
         """
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._own_groups(slots.trained, optimizer)
@@ -82,7 +83,7 @@ class OptimizerNames:
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load this rank's part of a result of `state`, with whole tensors."""
+        """Load this rank's part of the result of `state`, with full tensors."""
         groups = self._own_groups(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
@@ -103,7 +104,7 @@ class OptimizerNames:
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
-        """Return the numbers of the groups of this rank in the optimizer for all parameters."""
+        """Return the numbers of this rank's groups in the optimizer for all parameters."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
             self._group_of[by_parameter[group["params"][0]]] if group["params"] else number

@@ -1,8 +1,8 @@
-"""Weights that are tied between two stages of a pipeline. The stage with the embedding owns them, and lends them.
+"""Weights that are tied between two stages of a pipeline. The stage with the embedding owns and lends these weights.
 
 The owner trains the weights. For each micro-batch, the borrower sends its gradient to the owner. The owner adds its own
-gradient as autograd does in one process, before the sum over micro-batches. After each change of the weights, the owner
-sends the new values to the borrower.
+gradient, like autograd in a single process, before the sum over micro-batches. After each change of the weights, the
+owner sends the new values to the borrower.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class TiedWeight:
 
 @final
 class _LookedUp(local):
-    """The number of look-ups of each table in a forward. Forwards that run together have separate threads."""
+    """The number of look-ups in each embedding table during a forward. Interleaved forwards have separate threads."""
 
     def __init__(self) -> None:
         self.times: Counter[nn.Module] = Counter()
@@ -38,7 +38,7 @@ class _LookedUp(local):
 
 @final
 class TiedWeights:
-    """The tied weights of a model, by the stages of its tensors. Weights lent to this rank have values here."""
+    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values here."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -73,11 +73,11 @@ class TiedWeights:
                     loan.tensor.grad_dtype = None
 
     def begin_forward(self) -> None:
-        """Reset the count of look-ups. Call this before a forward of a stage."""
+        """Reset the number of look-ups. Call this before each forward of a stage."""
         self._looked_up.times.clear()
 
     def end_forward(self) -> None:
-        """Raise TrainingError if a forward looked up a lent table twice. The bits would depend on the order."""
+        """Raise TrainingError if a forward looked up a lent table twice, because the bits would depend on the order."""
         for table, times in self._looked_up.times.items():
             if times > 1:
                 loan = self._loan_of[table]

@@ -1,4 +1,4 @@
-"""Wraps the engine of a model in chunks, so that its state has the same shapes as without chunks."""
+"""Wraps the engine of a chunked model, so that its state has the same shapes as without chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -59,7 +59,7 @@ class CanonicalState:
         return rows
 
     def _of(self, name: str) -> Chunked | None:
-        """Return the Chunked of a parameter, or of an optimizer slot (`<parameter>/<slot>`), or None."""
+        """Return the Chunked of a parameter or optimizer slot (`<parameter>/<slot>`), or None if it isn't chunked."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 

@@ -1,20 +1,20 @@
-"""Plans: which layers of a model are split into chunks, and how.
+"""Tensor-parallel plans: which layers of a model are split into chunks, and how.
 
 A plan maps patterns of module names (common/patterns.py) to kinds:
 
-| kind | of a module | meaning |
+| kind | applies to | meaning |
 |---|---|---|
 | `colwise` | nn.Linear | split the outputs; `colwise:3` splits three concatenated outputs of the same size |
-| `rowwise` | nn.Linear | split the inputs, and add up the outputs of the chunks |
-| `heads:NAMES` | any | divide the attributes NAMES, which count heads or features of all heads |
+| `rowwise` | nn.Linear | split the inputs, and sum the outputs of the chunks |
+| `heads:NAMES` | any | divide the attributes NAMES, which are numbers of heads or features of all heads |
 | `shared` | any | each chunk uses the module, e.g. a norm of each head |
-| `whole` | any | the module is used before the first or after the last split layer of its region |
+| `whole` | any | the module is only used before the first or after the last split layer of its region |
 | `experts` | any | parameters have one row per expert; `num_experts` or `experts:NAME` is the number of experts |
 | `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that computes the logits |
-| `region:METHOD` | any | split the layers inside this method, which must have no keyword arguments |
+| `region:METHOD` | any | split the layers within this method, which must have no keyword arguments |
 
-The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that also has colwise layers, or the
-named method of this module.
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module around it that also contains colwise
+layers, or the named method of this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,11 +38,11 @@ from lockstep.parallel.tensor.vocab import Head, LookUp
 Plan = Mapping[str, str]
 KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "vocab", "whole", "region")
 _KEY: Final = "recipe.model.plan"
-_SHOWN: Final = 64  # the largest number of chunks in a message
+_SHOWN: Final = 64  # maximum number of chunks suggested in a message
 
 
 class _Kind(NamedTuple):
-    """The kind of a module. For `colwise:3`, `what` is `colwise` and `more` is `3`."""
+    """The kind of a module. For example, `colwise:3` has `what` `colwise` and `more` `3`."""
 
     what: str
     more: str
@@ -52,19 +52,19 @@ Kinds = Mapping[str, _Kind]  # by module name
 
 
 class _Region(NamedTuple):
-    """A part of a model that is computed chunk by chunk: a module or one of its methods, and the modules inside."""
+    """A part of a model that is computed chunk by chunk: a module or one of its methods, with the modules inside."""
 
     name: str
     method: str
     inside: Kinds
 
     def modules_of(self, kind_name: str) -> list[tuple[str, str]]:
-        """Return the names of the modules of a kind, and their text after the colon."""
+        """Return the names of the modules of this kind, and the text after the colon of their kind."""
         return [(name, kind.more) for name, kind in self.inside.items() if kind.what == kind_name]
 
 
 def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Split the layers of a plan into `count` chunks, in place. Returns how parameters are rearranged, by name.
+    """Split the layers of a plan into `count` chunks, in place. Returns the rearrangement of each split parameter.
 
     Raises UsageError if a layer can't be split.
     """
@@ -99,7 +99,7 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
+    """Return the names of the modules that are computed chunk by chunk, or that have a method that is."""
     names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
@@ -109,7 +109,7 @@ def region_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_untied(model: nn.Module, kinds: Kinds) -> None:
-    """Raise UsageError if a split layer shares a parameter with a layer that isn't split by the same rows."""
+    """Raise UsageError if a split layer shares a parameter with a layer that isn't split in the same way."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {*module.parameters(recurse=False)}:
@@ -133,7 +133,7 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
 
 
 def _kinds(model: nn.Module, plan: Plan) -> Kinds:
-    """Return the kinds of the modules in a plan. If several patterns match, the first pattern applies."""
+    """Return the kind of each module in the plan. If several patterns match a module, the first pattern applies."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
@@ -147,13 +147,13 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
 
 
 def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
-    """Return the region that ends with the layer `last`. Smaller modules are searched for colwise layers first."""
+    """Return the region that ends with the rowwise layer `last`, searching from the smallest module to the largest."""
     for name in _above(last):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
         if region_kind is not None and region_kind.what == "region":
-            # A method calls layers of its own module. It isn't known which other modules it calls.
+            # The method calls layers of its own module. Which other modules it calls isn't known.
             inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
             if not callable(getattr(model.get_submodule(name), region_kind.more, None)):
                 raise UsageError(
@@ -184,7 +184,7 @@ def _above(name: str) -> Iterator[str]:
 
 
 def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
-    """Raise UsageError if a parameter of a region isn't in the plan, as it isn't known how to add its gradients."""
+    """Raise UsageError if a parameter of a region isn't in the plan, because its gradients couldn't be summed."""
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
         if not any(owner == planned or owner.startswith(f"{planned}.") for planned in inside):
@@ -215,7 +215,7 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
 @final
 @dataclass(frozen=True)
 class _Hook:
-    """The forward pre-hook of a region."""
+    """The forward pre-hook of a module that is a region."""
 
     chunks: Region
 
@@ -226,7 +226,7 @@ class _Hook:
 @final
 @dataclass(frozen=True)
 class _Method:
-    """Replaces a method that is a region."""
+    """Replaces a method that is a region, instead of a module."""
 
     method: Callable[..., Any]
     chunks: Region
@@ -237,7 +237,7 @@ class _Method:
 
 
 def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Split experts into groups. Experts keep their order, so parameters aren't rearranged."""
+    """Split experts into groups. Their order doesn't change, so parameters aren't rearranged."""
     if not takes_pairs(module):
         raise UsageError(
             f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
@@ -256,11 +256,11 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
                 f"{_KEY}: {name} is experts with {attribute}={group_size * count}, but its parameter {key} has shape "
                 f"{[*parameter.shape]}; use one row of dim 0 for each expert"
             )
-    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so its names don't change
+    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so that names don't change
 
 
 def _by_rows(module: nn.Module, name: str, count: int) -> None:
-    """Split an embedding or a head. Rows keep their order, so parameters aren't rearranged."""
+    """Split an embedding or a head by rows. The order of rows doesn't change, so parameters aren't rearranged."""
     forward: LookUp | Head
     if type(module) is nn.Embedding:
         forward = LookUp(module, Region(count, name))
@@ -280,7 +280,7 @@ def _by_rows(module: nn.Module, name: str, count: int) -> None:
             f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
             f"{name} to whole in {_KEY}"
         )
-    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance: its class and ties stay
+    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance, to keep its class and ties
 
 
 def _parts(name: str, parts_text: str) -> int:
@@ -321,7 +321,7 @@ Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
 def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) -> Cut:
-    """Split the outputs of a layer: `parts` outputs of the same size. Heads of `head` features aren't split."""
+    """Split the outputs of a layer, which are `parts` outputs of the same size. Doesn't split heads of size `head`."""
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     length = outputs // parts
     if outputs % parts or length % (count * head):
