@@ -21,8 +21,8 @@ class Segment(NamedTuple):
 class Chunked(NamedTuple):
     """The rearrangement of a tensor of shape `shape` that makes its chunks (parallel/tensor/) consecutive rows.
 
-    The tensor is viewed in shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
     The tensor is viewed with shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
+    into rows. A 1-dim tensor stays 1-dim, and each of its elements is a row.
     """
 
     shape: tuple[int, ...]

@@ -2,8 +2,8 @@
 
 A pair of layers has six matrix products in forward and backward. Two of them sum over the split dimension: the output
 of the last layer, and the input gradient of the first layer. They must be computed chunk by chunk. The other four are
-also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this depends on the
-kernel, and would have to be verified for each shape.
+also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this depends on
+the kernel, and would have to be verified for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -108,7 +108,7 @@ def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None
 
 
 # The functions below compute all forwards that go through a region together (Forwards in chunks.py): a single forward,
-# or the chunks of a sequence. Only this rank's forwards have inputs of a first layer, and get outputs of the last layer.
+# or the chunks of a sequence. Only this rank's forwards have inputs of a first layer, and outputs of the last layer.
 
 
 def _columns(chunks: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:

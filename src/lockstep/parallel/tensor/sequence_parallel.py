@@ -247,7 +247,7 @@ class Spread:
         return all_visits
 
     def _of_all(self, local: Sequence[Any]) -> Sequence[Any]:
-        """Return an argument of all forwards. A tensor that requires a gradient only has the right shape: layers gather."""
+        """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
         first = local[0]
         if not isinstance(first, Tensor):
             return [first] * self.count
