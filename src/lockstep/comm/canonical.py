@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.carrier import Addressed, Carrier, renumbered
+from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
 from lockstep.core.reduction import Move, Reduction, Shares, reduction
@@ -65,20 +65,20 @@ class CanonicalSum:
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank
-        self._by_rank = Shares(tuple(range(self._size)))
+        self._rank_shares = Shares(tuple(range(self._size)))
         self._plans: dict[int, Reduction] = {}  # by number of leaves
-        self._holding: dict[int, CanonicalSum] = {}
+        self._holder_sums: dict[int, CanonicalSum] = {}
 
-    def of_holders(self, leaves: int) -> CanonicalSum:
+    def for_holders(self, leaves: int) -> CanonicalSum:
         """Return a CanonicalSum over the ranks that hold any of `leaves` leaves. This rank must hold a leaf."""
-        if leaves not in self._holding:
+        if leaves not in self._holder_sums:
             holders = [
                 rank for rank, data_rank in enumerate(self._data_ranks) if data_rank.own_blocks(leaves, self._chunks)
             ]
-            carrier = self._carrier and renumbered(self._carrier, holders)
+            carrier = self._carrier and renumber_ranks(self._carrier, holders)
             data_ranks = [self._data_ranks[rank] for rank in holders]
-            self._holding[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
-        return self._holding[leaves]
+            self._holder_sums[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
+        return self._holder_sums[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
@@ -97,7 +97,7 @@ class CanonicalSum:
                 # doesn't change the bits, because b + a = a + b in floating point.
                 accumulator, addend = sorted((values.pop(left), values.pop(right)), key=attrgetter("is_received"))
                 values[left] = accumulator._replace(tensor=add_(accumulator.tensor, addend.tensor))
-            self._deal(moves, values, like)
+            self._reshard(moves, values, like)
         # All pieces of this rank have been sent or added, so their memory can be reused.
         result = pieces[blocks[0]] if blocks else torch.empty_like(like)
         part, share, _ = values[0]
@@ -105,7 +105,7 @@ class CanonicalSum:
         self._gather(result, shares)
         return result
 
-    def of_ranks(self, vector: Tensor) -> Tensor:
+    def sum_over_ranks(self, vector: Tensor) -> Tensor:
         """Return the sum of one flat vector per rank, in rank order, on every rank. `vector` is this rank's vector.
 
         The sum has one leaf per replica. Therefore the bits are the same in each run on the same number of ranks, but
@@ -115,23 +115,23 @@ class CanonicalSum:
         [block] = rank.own_blocks(rank.replicas)
         return self({block: vector}, rank.replicas, vector)
 
-    def side_by_side(self, tensor: Tensor) -> Tensor:
+    def stack_ranks(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks stacked by rank along a new dim 0. All ranks must pass the same shape."""
         if self.alone:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self._size, *tensor.shape)
         gathered[self._rank] = tensor
-        self._gather(gathered.view(-1), self._by_rank)
+        self._gather(gathered.view(-1), self._rank_shares)
         return gathered
 
     def _plan(self, leaves: int) -> Reduction:
         """Return the part of the reduction schedule in which this rank participates."""
         if leaves not in self._plans:
             blocks = [data_rank.own_blocks(leaves, self._chunks) for data_rank in self._data_ranks]
-            self._plans[leaves] = reduction(blocks, leaves).of_rank(self._rank)
+            self._plans[leaves] = reduction(blocks, leaves).for_rank(self._rank)
         return self._plans[leaves]
 
-    def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
+    def _reshard(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
         """Send this rank's shares of blocks to their targets, and receive the shares of this rank."""
         sent: list[Addressed] = []
         received: list[Addressed] = []
@@ -139,12 +139,12 @@ class CanonicalSum:
             held = values.pop(move.block, None)
             if held is not None:
                 sent += [(held.view(part), rank) for rank, part in move.sent(self._rank, len(like))]
-            if self._rank not in move.target.places:
+            if self._rank not in move.target.positions:
                 continue
             target = move.target.part_of(self._rank, len(like))
             sources = move.received(self._rank, len(like))
             if held is not None and all(rank == self._rank for rank, _ in sources):
-                values[move.block] = held.narrowed(target)
+                values[move.block] = held.narrow(target)
                 continue
             values[move.block] = share = _Share(target, like.new_empty(len(target)), is_received=True)
             for rank, part in sources:
@@ -156,7 +156,7 @@ class CanonicalSum:
 
     def _gather(self, vector: Tensor, shares: Shares) -> None:
         """All-gather the shares of all ranks into `vector`."""
-        for sent, received in shares.gathering(self._rank, len(vector)):
+        for sent, received in shares.gather_rounds(self._rank, len(vector)):
             self._move(
                 *(
                     [(vector[part.start : part.stop], rank) for rank, part in transfers]
@@ -187,7 +187,7 @@ class HalfPrecisionSum:
         """Return the sum over all leaves, on every rank. See CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
-        return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
+        return self._across.sum_over_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
@@ -220,7 +220,7 @@ class _Share(NamedTuple):
         """Return the elements of the share in `part`, a range within the share."""
         return self.tensor[part.start - self.part.start : part.stop - self.part.start]
 
-    def narrowed(self, part: range) -> _Share:
+    def narrow(self, part: range) -> _Share:
         """Return the share narrowed to the range `part`."""
         return self._replace(part=part, tensor=self.view(part))
 

@@ -26,9 +26,9 @@ class Transfer:
         self, works: Sequence[dist.Work], sent_tensors: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]
     ):
         self._works = works
-        self._kept = sent_tensors
-        self._landing = landing
-        self.landed: Callable[[], None] | None = None  # called when all tensors have arrived
+        self._sent_tensors = sent_tensors
+        self._staged_receives = landing
+        self.on_arrival: Callable[[], None] | None = None  # called when all tensors have arrived
 
     def wait(self) -> None:
         """Make received tensors ready to read, and sent tensors ready to overwrite, for work on the current stream.
@@ -37,14 +37,14 @@ class Transfer:
         """
         for work in self._works:
             work.wait()
-        for tensor, host in self._landing:
+        for tensor, host in self._staged_receives:
             tensor.copy_(host, non_blocking=True)
-        if self.landed is not None:
-            self.landed()
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def is_done(self) -> bool:
         """Return whether the transfer is known to be complete, so that its memory can be freed. Doesn't block."""
-        return not self._landing and all(work.is_completed() for work in self._works)
+        return not self._staged_receives and all(work.is_completed() for work in self._works)
 
 
 # Transfers tensors point to point between the ranks of a group. The arguments are the tensors to send and the tensors
@@ -53,12 +53,12 @@ class Transfer:
 Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
 
 
-def direct(group: dist.ProcessGroup) -> Carrier:
+def direct_carrier(group: dist.ProcessGroup) -> Carrier:
     """Return a carrier that passes tensors directly to the backend: CUDA tensors to NCCL, CPU tensors to gloo."""
     return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
-def staged(group: dist.ProcessGroup) -> Carrier:
+def staged_carrier(group: dist.ProcessGroup) -> Carrier:
     """Return a carrier that stages tensors in host memory, for gloo with several ranks on a device.
 
     This is slow, because the calling thread waits for the copies.
@@ -77,7 +77,7 @@ def staged(group: dist.ProcessGroup) -> Carrier:
     return start
 
 
-def renumbered(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
+def renumber_ranks(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
     """Return a carrier with different rank numbers: rank i of the result is rank `numbers[i]` of `carrier`."""
     return lambda sent, received: carrier(
         [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]

@@ -30,7 +30,7 @@ def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
     return module
 
 
-def library(world: World) -> Any:
+def init_deepspeed(world: World) -> Any:
     """Return the module `deepspeed`, initialized in the process group of the run. All ranks must call this function.
 
     In a run with a single rank, the group exists until the process ends, because DeepSpeed keeps objects that refer to
@@ -46,7 +46,7 @@ def library(world: World) -> Any:
 
 
 @contextmanager
-def its_exchanges() -> Iterator[None]:
+def translate_deepspeed_errors() -> Iterator[None]:
     """Run a block in which DeepSpeed communicates. Errors of its collectives are raised as PeerLostError."""
     try:
         yield

@@ -56,19 +56,19 @@ class Edges:
         # All ranks create all groups, including groups that they aren't a member of. Otherwise, torch could assign
         # different names to the same group on different ranks.
         directions = [(int(source), int(target)) for source, target in self._groups.add_(adjacency).nonzero()]
-        carriers = {direction: carrier for direction in directions if (carrier := self._one_way(*direction))}
+        carriers = {direction: carrier for direction in directions if (carrier := self._connect_one_way(*direction))}
         return {
             rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbours
         }
 
-    def _one_way(self, source: int, target: int) -> Carrier | None:
+    def _connect_one_way(self, source: int, target: int) -> Carrier | None:
         """Create a group of two ranks. If this rank is a member, connect it to the peer and return the carrier.
 
         Connecting blocks until the peer connects too. Therefore connect now: in the middle of a step, the peer might be
         waiting for this rank.
         """
         ranks = sorted((source, target))
-        group = self._groups.new(ranks)
+        group = self._groups.new_group(ranks)
         if self._rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)

@@ -9,10 +9,10 @@ from typing import Any, Final
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-_OURS: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
 OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives that DTensor calls
-_OF_ROWS: Final = "torch.distributed.tensor."
-_QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank
+_DTENSOR_MODULES: Final = "torch.distributed.tensor."
+_QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iter
     original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
-        if label := _foreign_caller(sys._getframe(1)):
+        if label := _collective_name(sys._getframe(1)):
             tell(label)
         return original(*group)
 
@@ -50,7 +50,7 @@ def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iter
         setattr(module, name, original)
 
 
-def _foreign_caller(frame: FrameType | None) -> str:
+def _collective_name(frame: FrameType | None) -> str:
     """Return the name of the called collective, or "" if Lockstep calls it or if it isn't a collective."""
     name = ""
     while frame is not None:
@@ -59,9 +59,9 @@ def _foreign_caller(frame: FrameType | None) -> str:
                 name = frame.f_code.co_name
             case "torch.distributed.c10d_logger":  # wraps most collectives
                 pass
-            case caller if caller.startswith(_OF_ROWS):
+            case caller if caller.startswith(_DTENSOR_MODULES):
                 return OF_ROWS
             case caller:
-                return "" if name.startswith(_QUESTIONS) or caller.startswith(_OURS) else name
+                return "" if name.startswith(_QUERY_PREFIXES) or caller.startswith(_OWN_MODULES) else name
         frame = frame.f_back
     return name

@@ -21,7 +21,7 @@ from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
 from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.unit_calls import UnitCalls
-from lockstep.comm.unit_outputs import own_outputs
+from lockstep.comm.unit_outputs import separate_outputs
 from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
@@ -33,7 +33,7 @@ Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
 @dataclass(frozen=True)
-class Narrow:
+class GatherDtype:
     """The dtype in which parameters are gathered. Parameters in `wide` are gathered in their own dtype instead."""
 
     dtype: torch.dtype
@@ -61,9 +61,9 @@ class Sharded:
     receive: Receive
     keep_gathered: bool
     offload: InitVar[bool]
-    narrow: InitVar[Narrow | None] = None
+    narrow: InitVar[GatherDtype | None] = None
 
-    def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: Narrow | None) -> None:
+    def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: GatherDtype | None) -> None:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._offloads = offload and mesh.device_type == "cuda"
         self._outputs: dict[int, Tensor] = {}  # by unit: the output of the last reduce-scatter, if shards are offloaded
@@ -76,7 +76,9 @@ class Sharded:
         self._gradients = GradientQueue(
             self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
         )
-        self._gathers = Gathers(partial(_ask, mesh), self._gather, self._scatter, self._gradients.advance, self._check)
+        self._gathers = Gathers(
+            partial(_exchange_units, mesh), self._gather, self._scatter, self._gradients.advance, self._check
+        )
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
         # Inputs of a unit aren't cast, because a single process has no units.
         precision = _policy(narrow)
@@ -93,13 +95,13 @@ class Sharded:
                 grad_dtype.keep_computed_dtype(group)
             _add_zeros(sharded)
             sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.join_before, number)))
-            sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
+            sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._enqueue_gradients, number)))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if group is not None:
                 if not keep_gathered:
                     group._backward_prefetch = self._prefetch
-                group._register_post_backward_hook = _leave_inputs
+                group._register_post_backward_hook = _skip_input_hook
                 group.pre_backward = partial(self._before_backward, number, group.pre_backward)
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
@@ -107,14 +109,16 @@ class Sharded:
             setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - takes precedence over fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
-        self._frees = False  # whether the parameters that stay gathered during a step are freed after this backward
+        self._reshards_after_backward = (
+            False  # whether the parameters that stay gathered during a step are freed after this backward
+        )
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
         self._parameters = list(model.parameters())  # the shards; the model's attributes change when units are gathered
         numbers = [number for number, unit in enumerate(self._units) if _parameters(unit)]
         self._forwards = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
-        self._whole = False  # whether all units are gathered
-        self._in_order = True  # whether members requested the same units in the same order in all backwards so far
+        self._all_gathered = False  # whether all units are gathered
+        self._same_order = True  # whether members requested the same units in the same order in all backwards so far
 
     def begin_step(self) -> None:
         """Forget the unit calls since the last backward. Call this method before the first forward of a step."""
@@ -124,12 +128,12 @@ class Sharded:
         """Prepare a backward. Call this method before each backward of a step, with `last=True` for the last one."""
         self._backward = True
         self._outputs.clear()
-        self._frees = self.keep_gathered and last
+        self._reshards_after_backward = self.keep_gathered and last
         if not self.keep_gathered:
             order = sorted(self._forwards, reverse=True)
             self._gathers.begin(f"backward of {self._calls.passes}", order)
             self._gather(order[0])  # the last unit, even if this member didn't call any of the last blocks
-        self._whole = self._whole and not last
+        self._all_gathered = self._all_gathered and not last
         if self._calls.several_threads:
             self._count_parameters()
         self._gradients.begin()
@@ -139,10 +143,12 @@ class Sharded:
         self._calls.end_backward()
         if not self.keep_gathered:
             self._gathers.end(called=self._calls.called())
-            self._in_order = self._in_order and not self._gathers.differed
+            self._same_order = self._same_order and not self._gathers.differed
         self._gradients.end()
         _check_gradients(self._units, self.names)
-        if self._frees:  # after all units, because a weight used outside of its unit would read freed memory
+        if (
+            self._reshards_after_backward
+        ):  # after all units, because a weight used outside of its unit would read freed memory
             for module in self._units:
                 module.reshard()
         self._gradients.clear()
@@ -171,7 +177,7 @@ class Sharded:
 
     def scatter(self) -> None:
         """Free all gathered parameters, because the shards have changed."""
-        self._whole = False
+        self._all_gathered = False
         for unit in self._units:
             unit.reshard()
 
@@ -206,17 +212,17 @@ class Sharded:
         self._forwards_under_way += 1
         if torch.is_grad_enabled():
             self._calls.begin_forward()
-        if not self._whole:
+        if not self._all_gathered:
             self._gathers.begin(f"forward, training={module.training}", self._forwards)
 
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if _in_backward():
             return
         self._forwards_under_way -= 1
-        if self._whole:
+        if self._all_gathered:
             return
         schedule = self._gathers.end(kept=self.keep_gathered)
-        self._whole = self.keep_gathered
+        self._all_gathered = self.keep_gathered
         if not self._gradients.order and torch.is_grad_enabled():
             trained = {
                 unit
@@ -239,17 +245,17 @@ class Sharded:
         freed = set()
         if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
             freed = {parameter._unsharded_param.untyped_storage().data_ptr() for parameter in group.fsdp_params}
-        outputs = own_outputs(outputs, (args, kwargs), freed)
+        outputs = separate_outputs(outputs, (args, kwargs), freed)
         if torch.is_grad_enabled():
             notify: Callable[[Tensor], None] = self._check_graph_task
             if unit != len(self._units) - 1 and not _in_backward():
-                notify = partial(self._reach, self._calls.end_call())
+                notify = partial(self._on_output_gradient, self._calls.end_call())
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(notify)  # type: ignore[no-untyped-call]  # must run before fully_shard gathers
         return outputs
 
-    def _reach(self, call: int, gradient: Tensor) -> None:
+    def _on_output_gradient(self, call: int, gradient: Tensor) -> None:
         """Complete the units whose first call came after this call. Called when this call's output has its gradient."""
         self._check_graph_task(gradient)
         for unit in self._calls.completed_by(call):
@@ -300,7 +306,7 @@ class Sharded:
         if self._backward and self._calls.several_threads and accumulated == count:
             self._finish(unit)
 
-    def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
+    def _enqueue_gradients(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients of a unit to the queue."""
         if not self._backward:
             raise _foreign_backward()
@@ -315,7 +321,7 @@ class Sharded:
         _group(self._units[unit]).post_backward()
 
     def _may_wait(self) -> bool:
-        return self._in_order and not self._gathers.differed
+        return self._same_order and not self._gathers.differed
 
     def _pass_on(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
         """Call `receive` on fully_shard's reduce-scatter stream.
@@ -352,7 +358,7 @@ class Sharded:
             group._prefetch_unshard(group, "backward")
 
 
-def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
+def _policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
@@ -366,7 +372,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_gradient(parameter: DTensor) -> Tensor:
+def local_gradient(parameter: DTensor) -> Tensor:
     """Return the rows of a parameter's gradient that this rank holds."""
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
@@ -386,7 +392,7 @@ def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
                 )
 
 
-def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+def _exchange_units(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
     answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
     with translate_peer_errors():
         dist.all_gather(answers, torch.tensor(numbers), group=mesh.get_group())
@@ -465,16 +471,16 @@ class _AllGatherHook(DefaultAllGather):
 @final
 class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
     def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
-        self._hand = hand
+        self._enqueue_gradients = hand
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self._hand(input_tensor, output_tensor)
+        self._enqueue_gradients(input_tensor, output_tensor)
         return None
 
 
-def _leave_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _skip_input_hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace fully_shard's hook that adds an autograd node before the inputs of a unit (see comm/unit_calls.py)."""
     return args, kwargs
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
-_NONE: Final = -1
+_NO_UNIT: Final = -1
 # The error for a unit that is called outside of the forward of the placed model.
 CALLED_ALONE: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
@@ -53,7 +53,7 @@ class Gathers:
     _usual_order: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
     _position: int = 0
-    _held: list[int] = field(default_factory=list)  # units gathered for other ranks
+    _gathered_for_peers: list[int] = field(default_factory=list)  # units gathered for other ranks
     _joining: bool = False
     _issued: bool = False
 
@@ -79,13 +79,13 @@ class Gathers:
             return
         if self._phase in self._schedules:
             self.check(unit, self.remaining())
-        while (next_unit := self._next(unit)) != unit:
+        while (next_unit := self._next_unit(unit)) != unit:
             self._join(next_unit)
 
     def reach(self, unit: int) -> None:
         """Join all gathers up to and including the last gather of a unit that this rank doesn't call."""
         while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
-            self._join(self._next(unit))
+            self._join(self._next_unit(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
         """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
@@ -95,29 +95,29 @@ class Gathers:
         """
         assert self._phase is not None
         is_new = self._phase not in self._schedules
-        while (next_unit := self._next(_NONE)) != _NONE:
+        while (next_unit := self._next_unit(_NO_UNIT)) != _NO_UNIT:
             self._join(next_unit)
         if is_new:
             self._add_unrequested(called)
             self._schedules[self._phase] = self._schedule
-        for unit in () if kept else self._held:
+        for unit in () if kept else self._gathered_for_peers:
             self.scatter(unit)
-        self._held.clear()
+        self._gathered_for_peers.clear()
         self._phase = None
         return self._schedule
 
-    def _next(self, requested: int) -> int:
+    def _next_unit(self, requested: int) -> int:
         """Return the unit that all ranks gather next, or -1 if there is none."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
-                return _NONE
+                return _NO_UNIT
             self._position += 1
             return self._schedule[self._position - 1]
         answers = {unit for [unit] in self.ask([requested])}
         self.differed |= len(answers) > 1
-        if answers == {_NONE}:
-            return _NONE
-        self._schedule.append(min(answers - {_NONE}, key=self._usual_order.index))
+        if answers == {_NO_UNIT}:
+            return _NO_UNIT
+        self._schedule.append(min(answers - {_NO_UNIT}, key=self._usual_order.index))
         return self._schedule[-1]
 
     def _add_unrequested(self, called: Sequence[int] | None) -> None:
@@ -138,7 +138,7 @@ class Gathers:
         try:
             self.gather(unit)
             if self._issued:
-                self._held.append(unit)
+                self._gathered_for_peers.append(unit)
             else:  # the unit was already gathered and remains gathered
                 self.scatter(unit)
                 self.gather(unit)

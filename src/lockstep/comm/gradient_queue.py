@@ -31,22 +31,22 @@ class GradientQueue:
     pass_on: Callable[[int, Tensor, Tensor, bool], None]
     may_wait: Callable[[], bool]
     order: Sequence[int] = ()  # of the units; empty until it is known
-    _due: deque[int] = field(default_factory=deque, init=False)
+    _remaining_units: deque[int] = field(default_factory=deque, init=False)
     _waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    _put: set[int] = field(default_factory=set, init=False)  # units added in this backward
+    _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward
     _kept: list[Tensor] = field(default_factory=list, init=False)  # gradients that were handed over late
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
         """Begin a backward, and hand over zeros for units that weren't called."""
-        self._due.extend(self.order)
+        self._remaining_units.extend(self.order)
         self.advance()
 
     def put(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients of a unit, and hand over all gradients whose turn it is."""
-        if unit in self._put:  # autograd ran a node of this unit after its backward was considered complete
+        if unit in self._added_units:  # autograd ran a node of this unit after its backward was considered complete
             raise UsageError(f"{self.names[unit]} has another gradient after its backward; use strategy ddp or zero1")
-        self._put.add(unit)
+        self._added_units.add(unit)
         self._waiting[unit] = gradients, output  # the sharded gradients become views of `output`
         self.advance(unit)
 
@@ -59,13 +59,13 @@ class GradientQueue:
             return
         self._advancing = True
         try:
-            while self._due:
-                unit = self._due[0]
+            while self._remaining_units:
+                unit = self._remaining_units[0]
                 if self.is_under_way(unit) and unit not in self._waiting:
                     return
                 if unit not in self._waiting:
                     self.make_zeros(unit)
-                self._due.popleft()
+                self._remaining_units.popleft()
                 if unit != last_unit:  # fully_shard only keeps the last gradients that it reduced alive
                     self._kept.append(self._waiting[unit][0])
                 self.pass_on(unit, *self._waiting.pop(unit), self.may_wait())
@@ -81,4 +81,4 @@ class GradientQueue:
     def clear(self) -> None:
         """Clear the state of a backward."""
         self._kept.clear()
-        self._put.clear()
+        self._added_units.clear()

@@ -41,7 +41,7 @@ class Horovod:
                 f"scripts/install-horovod, or use strategy ddp"
             ) from error
         self._server: Any = None
-        self._settle(world)
+        self._set_environment(world)
         with translate_peer_errors():
             self._horovod.init()
         reported = self._horovod.rank(), self._horovod.size()
@@ -83,7 +83,7 @@ class Horovod:
             self._server.shutdown()
             self._server.server_close()
 
-    def _settle(self, world: World) -> None:
+    def _set_environment(self, world: World) -> None:
         """Set Horovod's environment variables: the locations of the ranks and the timeouts."""
         timeout = str(int(min(world.timeout_s, 86400)))
         variables = {
@@ -92,11 +92,11 @@ class Horovod:
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(timeout) + 1),
         }
         if not any(name in os.environ for name in _LAUNCHED):
-            variables |= self._own_rendezvous(world)
+            variables |= self._start_rendezvous(world)
         for name, value in variables.items():
             os.environ.setdefault(name, value)
 
-    def _own_rendezvous(self, world: World) -> dict[str, str]:
+    def _start_rendezvous(self, world: World) -> dict[str, str]:
         is_single_host = world.local_size == world.size
         address = ""
         if not world.rank:

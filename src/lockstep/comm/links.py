@@ -23,7 +23,7 @@ MOST_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
-_LONG_S: Final = 0.03  # a transfer that takes longer is large enough to measure the bandwidth
+_MIN_MEASURED_S: Final = 0.03  # a transfer that takes longer is large enough to measure the bandwidth
 _REPEATS: Final = 3
 
 Pair = tuple[int, int]
@@ -77,15 +77,15 @@ def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], No
         for source, target in pairs:
             with translate_peer_errors():
                 if world.rank == source:
-                    measured.append(_from_here(world, target, buffer))
-                    _to_here(target, buffer)
+                    measured.append(_measure_link(world, target, buffer))
+                    _echo(target, buffer)
                 elif world.rank == target:
-                    _to_here(source, buffer)
-                    measured.append(_from_here(world, source, buffer))
+                    _echo(source, buffer)
+                    measured.append(_measure_link(world, source, buffer))
     return measured
 
 
-def _from_here(world: World, target: int, buffer: Tensor) -> Link:
+def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
@@ -104,14 +104,14 @@ def _from_here(world: World, target: int, buffer: Tensor) -> Link:
     size, elapsed_s = _FIRST_BYTES, 0.0
     while True:
         elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # the minimum, because a repeat may wait for a core
-        if elapsed_s > _LONG_S or size == _LAST_BYTES:
+        if elapsed_s > _MIN_MEASURED_S or size == _LAST_BYTES:
             break
         size *= 4
     dist.send(header.fill_(0), target)
     return Link(world.rank, target, latency_s, size / max(elapsed_s - latency_s, 1e-9) / 1e6)
 
 
-def _to_here(source: int, buffer: Tensor) -> None:
+def _echo(source: int, buffer: Tensor) -> None:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
     while True:
         dist.recv(header, source)

@@ -13,7 +13,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm.carrier import Addressed, Carrier, Transfer
-from lockstep.core.digest import Digests, Noted
+from lockstep.core.digest import Digests, TensorDigest
 
 SENT, RECEIVED = " to ", " from "
 
@@ -35,7 +35,7 @@ class MessageLog:
 
     def __init__(self) -> None:
         self._digests = Digests()
-        self._notes: dict[str, Noted] | None = None  # by operation, peer and message number
+        self._notes: dict[str, TensorDigest] | None = None  # by operation, peer and message number
         self._counts: Counter[str] = Counter()
 
     def open(self) -> None:
@@ -62,7 +62,7 @@ class MessageLog:
                 self.note(f"{label}{SENT}{ranks[peer]}", tensor)
             transfer = carrier(sent, received)
             if self._notes is not None:
-                transfer.landed = partial(self._note_received, label, ranks, received)
+                transfer.on_arrival = partial(self._note_received, label, ranks, received)
             return transfer
 
         return start

@@ -21,7 +21,7 @@ class NamedSums:
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._whole: dict[str, Tensor] = {}
+        self._integer_sums: dict[str, Tensor] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
 
     def add(self, number: int, sums: Mapping[str, Tensor]) -> None:
@@ -33,11 +33,13 @@ class NamedSums:
         }
         for name, value in sums.items():
             if name not in self._rows[number]:
-                self._whole[name] = self._whole[name] + value if name in self._whole else value.long()
+                self._integer_sums[name] = (
+                    self._integer_sums[name] + value if name in self._integer_sums else value.long()
+                )
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
         """Return the sums over `count` batches, on the CPU. All ranks must call this and get the same result."""
-        return add_over_ranks(world, self._whole, self._rows, count) if self.enabled else {}
+        return add_over_ranks(world, self._integer_sums, self._rows, count) if self.enabled else {}
 
 
 def add_over_ranks(

@@ -37,15 +37,15 @@ def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
             unchanged = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-            parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, unchanged)
-    group.post_backward = partial(_with_one_dtype, group, group.post_backward)
+            parameter.init_dtype_attrs = partial(_with_policy, parameter.init_dtype_attrs, unchanged)
+    group.post_backward = partial(_unify_dtypes, group, group.post_backward)
 
 
-def _without(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
+def _with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
     init_dtype_attrs(policy)
 
 
-def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:
+def _unify_dtypes(group: Any, post_backward: Any, *_: Any) -> None:
     """Convert the gradients of a unit to the same dtype before fully_shard collects them."""
     for parameter in group.fsdp_params:
         if "_unsharded_param" in vars(parameter):  # missing before the first forward of the unit

@@ -31,9 +31,9 @@ from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
 _TAG: Final = 1  # tag of gloo messages; carriers use no tags
-_NUMBERS: Final = 512
-_NOTHING: Final = -1  # used instead of a dtype index for None
-_NUMBER: Final = -2
+_MESSAGE_LENGTH: Final = 512
+_NONE_CODE: Final = -1  # used instead of a dtype index for None
+_INT_CODE: Final = -2
 _DTYPES: Final = (
     torch.float32,
     torch.bfloat16,
@@ -52,7 +52,7 @@ Value = Tensor | int | None
 Values = list[Value]
 
 
-class _Form(NamedTuple):
+class _TensorSpec(NamedTuple):
     """The memory layout of a tensor, whether it requires a gradient, and whether it is on the CPU."""
 
     dtype: torch.dtype
@@ -86,12 +86,12 @@ class PointToPoint:
         self._edges = world.edges(neighbours)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
-        self._early: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
+        self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
         """Start sending a parcel to rank `peer`. Don't modify the tensors before `finish`."""
-        numbers = [line, len(values), *(number for value in values for number in _description(value))]
-        if len(numbers) > _NUMBERS:
+        numbers = [line, len(values), *(number for value in values for number in _describe(value))]
+        if len(numbers) > _MESSAGE_LENGTH:
             raise TrainingError(
                 f"strategy pipeline: {len(values)} values cross between two stages, which is too many for one message; "
                 f"set cut to split the model elsewhere"
@@ -99,10 +99,10 @@ class PointToPoint:
         while self._sent and self._sent[0].is_done():
             self._sent.popleft()
         with translate_peer_errors():
-            self._message(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer)
+            self._send_message(torch.tensor(numbers + [0] * (_MESSAGE_LENGTH - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
-                    self._start(_flat(value.detach()).view(torch.uint8), peer)
+                    self._start_transfer(_flatten(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
         """Wait for the next parcel from rank `peer` on this line, and return its values.
@@ -110,10 +110,10 @@ class PointToPoint:
         A tensor that requires a gradient on the sending rank is returned as a leaf that requires a gradient.
         """
         with translate_peer_errors():
-            while not self._early.get((peer, line)):
-                arrived_line, values = self._next(peer)
-                self._early.setdefault((peer, arrived_line), deque()).append(values)
-        return self._early[peer, line].popleft()
+            while not self._stored_parcels.get((peer, line)):
+                arrived_line, values = self._next_parcel(peer)
+                self._stored_parcels.setdefault((peer, arrived_line), deque()).append(values)
+        return self._stored_parcels[peer, line].popleft()
 
     def finish(self) -> None:
         """Wait until you can modify all sent tensors again."""
@@ -125,37 +125,40 @@ class PointToPoint:
         self._messages.clear()
         self._sent.clear()
 
-    def _message(self, tensor: Tensor, peer: int) -> None:
+    def _send_message(self, tensor: Tensor, peer: int) -> None:
         work = dist.isend(tensor, self._number(peer), tag=_TAG)
         assert work is not None
         self._messages.append((work, tensor))
 
-    def _start(self, data: Tensor, peer: int) -> None:
+    def _start_transfer(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
             self._sent.append(edge.outbound([(data, edge.peer)], []))
         else:
-            self._message(data, peer)
+            self._send_message(data, peer)
 
-    def _next(self, peer: int) -> tuple[int, Values]:
+    def _next_parcel(self, peer: int) -> tuple[int, Values]:
         """Return the line and the values of the next parcel from `peer` on any line."""
-        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+        numbers = torch.empty(_MESSAGE_LENGTH, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *description = numbers.tolist()
-        return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(description)]
+        return line, [
+            self._receive_value(spec, peer) if isinstance(spec, _TensorSpec) else spec
+            for spec in _parse_specs(description)
+        ]
 
-    def _value(self, form: _Form, peer: int) -> Tensor:
-        device = torch.device("cpu") if form.on_host else self._device
-        flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype, device=device)
+    def _receive_value(self, spec: _TensorSpec, peer: int) -> Tensor:
+        device = torch.device("cpu") if spec.on_host else self._device
+        flat = torch.empty(min(spec.elements, spec.extent), dtype=spec.dtype, device=device)
         if len(flat):
-            self._fill(flat.view(torch.uint8), peer)
-        if form.extent > form.elements:  # the memory layout has gaps, which weren't sent
-            gaps = flat.new_empty(form.extent)
-            gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
+            self._receive_into(flat.view(torch.uint8), peer)
+        if spec.extent > spec.elements:  # the memory layout has gaps, which weren't sent
+            gaps = flat.new_empty(spec.extent)
+            gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
             flat = gaps
-        return flat.as_strided(form.shape, form.strides).requires_grad_(form.requires_grad)
+        return flat.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
 
-    def _fill(self, data: Tensor, peer: int) -> None:
+    def _receive_into(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
             edge.inbound([], [(data, edge.peer)]).wait()
@@ -224,7 +227,7 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         # not be added again.
         with ExitStack() as hooks:
             for node, grads in node_gradients:
-                hooks.enter_context(node.register_prehook(partial(_replacement, grads)))
+                hooks.enter_context(node.register_prehook(partial(_replace_gradients, grads)))
             # If weights join the graph of the inputs in several places, parts of the graph run again. The graph is
             # freed together with `groups`.
             computed = torch.autograd.grad(
@@ -237,35 +240,35 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
             add(node, gradient)
 
 
-def _replacement(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+def _replace_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
     return gradients
 
 
-def _description(value: Value) -> list[int]:
+def _describe(value: Value) -> list[int]:
     if value is None:
-        return [_NOTHING]
+        return [_NONE_CODE]
     if isinstance(value, int):
-        return [_NUMBER, value]
+        return [_INT_CODE, value]
     kind = [_DTYPES.index(value.dtype), int(value.requires_grad), int(value.device.type == "cpu"), value.ndim]
     return [*kind, *value.shape, *value.stride()]
 
 
-def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
-    """Parse the integers that `_description` returns."""
+def _parse_specs(numbers: list[int]) -> Iterator[_TensorSpec | int | None]:
+    """Parse the integers that `_describe` returns."""
     remaining = iter(numbers)
     for _ in range(next(remaining)):
         kind = next(remaining)
         if kind < 0:
-            yield None if kind == _NOTHING else next(remaining)
+            yield None if kind == _NONE_CODE else next(remaining)
             continue
         requires_grad, on_host, ndim = islice(remaining, 3)
-        yield _Form(
+        yield _TensorSpec(
             _DTYPES[kind], bool(requires_grad), bool(on_host), [*islice(remaining, ndim)], [*islice(remaining, ndim)]
         )
 
 
-def _flat(value: Tensor) -> Tensor:
-    form = _Form(value.dtype, False, False, list(value.shape), list(value.stride()))
-    if form.extent > form.elements:
+def _flatten(value: Tensor) -> Tensor:
+    spec = _TensorSpec(value.dtype, False, False, list(value.shape), list(value.stride()))
+    if spec.extent > spec.elements:
         return value.contiguous().view(-1)
-    return value.as_strided([form.extent], [1], value.storage_offset())
+    return value.as_strided([spec.extent], [1], value.storage_offset())

@@ -11,10 +11,10 @@ from lockstep.errors import TransientError
 
 # fully_shard runs collectives in hooks, during forward and backward, and not only Lockstep calls collectives. Errors of
 # gloo have no specific type, but contain the names of its source files.
-_SIGNS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
+_ERROR_MARKERS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 # Texts of gloo and NCCL errors for collectives that timed out.
-_TIMED_OUT: Final = ("Timed out waiting", "collective operation timeout")
-_SLOW: Final = "another rank is slow or hangs; a collective times out after placement.timeout_s"
+_TIMEOUT_MESSAGES: Final = ("Timed out waiting", "collective operation timeout")
+_SLOW_HINT: Final = "another rank is slow or hangs; a collective times out after placement.timeout_s"
 
 
 class PeerLostError(TransientError):
@@ -29,7 +29,7 @@ def translate_peer_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" in str(error):  # torch can raise this error anywhere in the main thread
             raise
-        raise _peer_lost(error) from error
+        raise _make_peer_lost(error) from error
 
 
 def lost_peer(error: BaseException) -> PeerLostError | None:
@@ -44,19 +44,21 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
     while cause is not None:
         if isinstance(cause, PeerLostError):
             return cause
-        if _from_exchange(cause):
-            return _peer_lost(cause)
+        if _is_collective_error(cause):
+            return _make_peer_lost(cause)
         cause = cause.__cause__ or cause.__context__
-    return _peer_lost(error) if isinstance(error, dist.DistError) else None  # e.g. lost the store while creating groups
+    return (
+        _make_peer_lost(error) if isinstance(error, dist.DistError) else None
+    )  # e.g. lost the store while creating groups
 
 
-def _from_exchange(error: BaseException) -> bool:
+def _is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _ERROR_MARKERS)
     )
 
 
-def _peer_lost(error: BaseException) -> PeerLostError:
+def _make_peer_lost(error: BaseException) -> PeerLostError:
     first, *_ = *str(error).splitlines(), type(error).__name__
-    timed_out = any(sign in first for sign in _TIMED_OUT)
-    return PeerLostError(f"lost another rank during a collective ({first}){f'; {_SLOW}' if timed_out else ''}")
+    timed_out = any(sign in first for sign in _TIMEOUT_MESSAGES)
+    return PeerLostError(f"lost another rank during a collective ({first}){f'; {_SLOW_HINT}' if timed_out else ''}")

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, final
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.carrier import Carrier, direct, renumbered
+from lockstep.comm.carrier import Carrier, direct_carrier, renumber_ranks
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
 
@@ -26,14 +26,14 @@ class ProcessGroups:
     main: dist.ProcessGroup
     side: dist.ProcessGroup
     timeout: timedelta | None = None
-    carry: Callable[[dist.ProcessGroup], Carrier] = direct
+    carry: Callable[[dist.ProcessGroup], Carrier] = direct_carrier
     backend: Literal["nccl", "gloo"] = "gloo"
     backends: str | None = None
     numbers: Sequence[int] = ()  # maps ranks of the world to ranks in torch.distributed, if they differ
     log: MessageLog | None = None  # records the messages in all groups except the groups of `among`
     _parts: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
-    def new(self, ranks: Sequence[int]) -> Any:
+    def new_group(self, ranks: Sequence[int]) -> Any:
         """Create a group of `ranks`. All ranks of the world must call this method."""
         return dist.new_group([self.number(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
 
@@ -43,17 +43,17 @@ class ProcessGroups:
             return self.side if side_stream else self.main
         key = side_stream, str(parts)
         if key not in self._parts:
-            self._parts[key] = self._make(parts, ranks)
+            self._parts[key] = self._new_parts(parts, ranks)
         return self._parts[key]
 
     def among(self, parts: list[list[int]], ranks: list[int]) -> Self:
         """Return the groups of a separate world of `ranks`, this rank's entry in `parts`. All ranks must call this."""
-        group = self._make(parts, ranks)
-        return replace(self, main=group, side=group, numbers=self._order(ranks), log=None)
+        group = self._new_parts(parts, ranks)
+        return replace(self, main=group, side=group, numbers=self._group_ranks(ranks), log=None)
 
-    def _make(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
+    def _new_parts(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
         """Create a group for each part, as all ranks must, and return the group of this rank."""
-        groups = [self.new(ranks) for ranks in parts]
+        groups = [self.new_group(ranks) for ranks in parts]
         group = groups[parts.index(own_ranks)]
         assert isinstance(group, dist.ProcessGroup)
         return group
@@ -65,11 +65,11 @@ class ProcessGroups:
     def carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
         """Return the carrier of the group of `ranks`, with peers numbered by their position in `ranks`."""
         carrier = self.carry(group)
-        if order := self._order(ranks):
-            carrier = renumbered(carrier, order)
+        if order := self._group_ranks(ranks):
+            carrier = renumber_ranks(carrier, order)
         return carrier if self.log is None else self.log.watch(carrier, label, ranks)
 
-    def _order(self, ranks: Sequence[int]) -> list[int]:
+    def _group_ranks(self, ranks: Sequence[int]) -> list[int]:
         """Return the torch group rank of each rank in `ranks`, or [] if the numbering is the same."""
         numbers = [self.numbers[rank] for rank in ranks] if self.numbers else []
         positions = {number: position for position, number in enumerate(sorted(numbers))}

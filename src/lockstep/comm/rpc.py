@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
 # A call only contains the name of a function, and runs in a separate thread. Therefore functions are stored globally.
-_offered: Final[dict[str, Callable[..., Any]]] = {}
+_functions: Final[dict[str, Callable[..., Any]]] = {}
 
 
 @final
@@ -34,7 +34,7 @@ class Rpc:
                 "strategy ddp"
             )
         if not world.rank:
-            _offered.update({function.__name__: function for function in functions})
+            _functions.update({function.__name__: function for function in functions})
         # gloo's variable selects the interface. TensorPipe reads a different variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
@@ -58,19 +58,19 @@ class Rpc:
                 f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
             )
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def call_server(self, name: str, *arguments: Any) -> Any:
         """Call the function `name` on rank 0 and return its result. Tensors must be on the CPU."""
-        return rpc.rpc_sync("rank0", _answer, (name, *arguments))
+        return rpc.rpc_sync("rank0", _call_function, (name, *arguments))
 
     def close(self) -> None:
         """Wait until no rank makes further calls, and stop accepting calls."""
         rpc.shutdown()
-        _offered.clear()
+        _functions.clear()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _answer(name: str, *arguments: Any) -> Future[Any]:
-    result = _offered[name](*arguments)
+def _call_function(name: str, *arguments: Any) -> Future[Any]:
+    result = _functions[name](*arguments)
     if isinstance(result, Future):
         return result  # no thread is blocked until the future completes
     future: Future[Any] = Future()

@@ -61,7 +61,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._random = random.Random(0)
         self.messages = 0
         self.bytes = 0
-        self._free = 0.0  # time at which the link is free
+        self._free_time = 0.0  # time at which the link is free
         self._lock = threading.Lock()
 
     def send(self, messages: int, size: int) -> Delivery:
@@ -70,8 +70,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.messages += messages
             self.bytes += size
             times = self.late * self._random.expovariate(1.0) if self.late else 1.0
-            self._free = max(self._free, time.monotonic()) + times * size / self.link
-            return Delivery(self._free)
+            self._free_time = max(self._free_time, time.monotonic()) + times * size / self.link
+            return Delivery(self._free_time)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count the operation if it is a collective, and run it."""

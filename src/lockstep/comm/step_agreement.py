@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-_NOTHING: Final = -1 << 40  # less than any number in the all-reduce
+_NO_VALUE: Final = -1 << 40  # less than any number in the all-reduce
 
 
 @final
@@ -29,7 +29,7 @@ class StepAgreement:
         self.facts: dict[str, Any] = {}  # must be the same on all ranks
         self.where = ""  # the line of user code that the facts come from
         self.compared, self.compared_where = self.facts, ""  # the facts of the last exchange
-        self.figures: dict[str, float] = {}  # metrics; should be the same on all ranks that report any
+        self.metrics: dict[str, float] = {}  # metrics; should be the same on all ranks that report any
         self.figures_differ = False  # whether the metrics differed in the last completed exchange
 
     def exchange(self, level: int) -> int:
@@ -45,7 +45,7 @@ class StepAgreement:
         if (numbers := self.wait()) is None:
             return True
         self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
-        if (elsewhere := self._elsewhere(numbers, 0)) is not None:
+        if (elsewhere := self._other_place(numbers, 0)) is not None:
             raise UsageError(
                 f"rank {elsewhere[1]} did not start its next step when this rank did; make the same calls on all ranks "
                 f"between two steps"
@@ -56,7 +56,7 @@ class StepAgreement:
         """Wait for all ranks, after `settle`. Returns the place and rank of a rank at a different place, or None."""
         numbers, work = self._reduce(0, place)
         work.wait()
-        return self._elsewhere(numbers, place)
+        return self._other_place(numbers, place)
 
     def wait(self) -> Tensor | None:
         """Wait for the exchange of the last step, and return its numbers. A second call returns None."""
@@ -68,17 +68,17 @@ class StepAgreement:
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
         """Start an all-reduce with the maximum of the level, and the maximum and minimum of all other numbers."""
-        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
+        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.metrics)]
         negated = [-value for value in values]
-        if not self.figures:
-            values[-1] = negated[-1] = _NOTHING
-        self.figures = {}
+        if not self.metrics:
+            values[-1] = negated[-1] = _NO_VALUE
+        self.metrics = {}
         numbers = torch.tensor([level, *values, *negated])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _elsewhere(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
-        _, last, _, figures, first, _, negated_figures = numbers.tolist()
-        self.figures_differ |= figures + negated_figures > 0
+    def _other_place(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
+        _, last, _, metrics, first, _, negated_figures = numbers.tolist()
+        self.figures_differ |= metrics + negated_figures > 0
         return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
+def separate_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
     """Return outputs that share no memory with freed tensors and aren't autograd views.
 
     `freed` contains the addresses of memory that is freed after the forward of the unit. If a unit returns parameters
@@ -26,13 +26,13 @@ def own_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
         has_memory = type(output) in (Tensor, nn.Parameter) and output.layout == torch.strided
         if has_memory and output.untyped_storage().data_ptr() in freed:
             return output.clone()
-        return cast(Tensor, _Unchanged.apply(output, output.stride())) if views and output._is_view() else output
+        return cast(Tensor, _Identity.apply(output, output.stride())) if views and output._is_view() else output
 
     return tree_map_only(Tensor, separate, outputs)
 
 
 @final
-class _Unchanged(torch.autograd.Function):
+class _Identity(torch.autograd.Function):
     """Identity for a tensor and its gradient. Keeps the strides of both, which a torch view would change."""
 
     @staticmethod

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, direct, renumbered, staged
+from lockstep.comm.carrier import Carrier, direct_carrier, renumber_ranks, staged_carrier
 from lockstep.comm.edges import Edge, Edges
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
@@ -46,7 +46,7 @@ from lockstep.errors import UsageError
 # collective that exceeds placement.timeout_s still ends the process (the second variable is new in torch 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
 _ARRIVED: Final = "arrived"  # a counter in the store: how many times a rank has reached the end of `untimed`
-_POLLS_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
+_POLL_PAUSES_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
 
 
 @final
@@ -59,8 +59,8 @@ class World:
     _groups: ProcessGroups | None = None
     _store: Any = None
     sharing: list[list[int]] = field(default_factory=list, init=False)  # groups of ranks that share a device
-    _stores: int = field(default=0, init=False)
-    _untimed: int = field(default=0, init=False)  # number of `untimed` blocks entered
+    _store_count: int = field(default=0, init=False)
+    _untimed_count: int = field(default=0, init=False)  # number of `untimed` blocks entered
 
     def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
@@ -78,23 +78,23 @@ class World:
         If `side_stream` is set, use the sum on a side stream. Otherwise, use it only on this thread. `chunks` is the
         number of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
-        data_ranks, order = mesh.added_along(*axes)
-        ranks = self._part_of(mesh.groups(*axes))
-        carrier = renumbered(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
+        data_ranks, order = mesh.data_ranks_along(*axes)
+        ranks = self._own_part(mesh.groups(*axes))
+        carrier = renumber_ranks(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
         return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
         """Return the carrier between the ranks that differ only along these axes. See `canonical` for the arguments."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        ranks = self._part_of(parts)
+        ranks = self._own_part(parts)
         return self._groups.carrier(self._groups.part(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}")
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
         """Return a torch DeviceMesh of the ranks that differ only along these axes, for use on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        group = self._groups.part(parts, self._part_of(parts), side_stream=False)
+        group = self._groups.part(parts, self._own_part(parts), side_stream=False)
         # from_group uses the existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
@@ -104,8 +104,8 @@ class World:
         If there are several ranks, all of them must call this method in the same order.
         """
         assert self._store is not None
-        self._stores += 1
-        return dist.PrefixStore(f"{use} {self._stores}", self._store)  # type: ignore[attr-defined]
+        self._store_count += 1
+        return dist.PrefixStore(f"{use} {self._store_count}", self._store)  # type: ignore[attr-defined]
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
@@ -131,7 +131,7 @@ class World:
         """Return the rank in torch.distributed of rank `rank` of this world."""
         return self._groups.number(rank) if self._groups is not None else rank
 
-    def _part_of(self, parts: list[list[int]]) -> list[int]:
+    def _own_part(self, parts: list[list[int]]) -> list[int]:
         """Return the entry of `parts` that contains this rank."""
         [ranks] = [ranks for ranks in parts if self.rank in ranks]
         return ranks
@@ -215,10 +215,10 @@ class World:
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
-    def say(self, figures: dict[str, float]) -> None:
+    def say(self, metrics: dict[str, float]) -> None:
         """Add metrics of the run, which `agree_to_stop` and `meet` compare across ranks."""
         if self._agreement is not None:
-            self._agreement.figures.update(figures)
+            self._agreement.metrics.update(metrics)
 
     @property
     def figures_differ(self) -> bool:
@@ -290,7 +290,7 @@ class World:
         as long as all ranks send heartbeats. A rank that fails in the block leaves it immediately and doesn't make the
         other ranks wait.
         """
-        self._untimed += 1
+        self._untimed_count += 1
         try:
             yield
         finally:
@@ -298,11 +298,11 @@ class World:
                 arrivals = self._store.add(_ARRIVED, 1) if self._store is not None else 0
         if arrivals:
             with translate_peer_errors():
-                self._wait_for_arrivals(self._untimed * self.size)
+                self._wait_for_arrivals(self._untimed_count * self.size)
 
     def _wait_for_arrivals(self, count: int) -> None:
         """Poll the store. A blocking wait would time out, and would block all other users of the connection."""
-        pause_s, longest_s = _POLLS_S
+        pause_s, longest_s = _POLL_PAUSES_S
         while int(self._store.get(_ARRIVED)) < count:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
@@ -319,7 +319,7 @@ class World:
 
         Each rank must be in exactly one group. All ranks must call this method. Don't close the returned world.
         """
-        ranks = self._part_of(groups)
+        ranks = self._own_part(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
         if all(len(members) == 1 for members in groups):
             return World(info, self.device)
@@ -338,7 +338,7 @@ class World:
             self._groups.close()
 
 
-class Gathered(Protocol):
+class RendezvousResult(Protocol):
     """The result of a rendezvous (ranks/rendezvous.py). `store` is None if there is only one rank."""
 
     @property
@@ -355,7 +355,7 @@ class Gathered(Protocol):
 
 
 def open_world(
-    rendezvous: Gathered, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
+    rendezvous: RendezvousResult, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
 ) -> World:
     """Create the process groups after a rendezvous, and return the world of this rank. All ranks must call this.
 
@@ -375,7 +375,7 @@ def open_world(
     if rendezvous.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
-        _stay_on_this_host(info.launcher == "lockstep")
+        _use_loopback_interface(info.launcher == "lockstep")
     if tensor_backend == "nccl":
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
@@ -389,11 +389,11 @@ def open_world(
         second = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    carry = staged if on_gpu and tensor_backend == "gloo" else direct
+    carry = staged_carrier if on_gpu and tensor_backend == "gloo" else direct_carrier
     groups = ProcessGroups(first, second, timeout, carry, tensor_backend, None if existing is None else backends)
     world = World(info, device, groups, group_store)
     if world.on_gpu:
-        world.sharing = _sharing(world, tensor_backend)
+        world.sharing = _find_sharing_ranks(world, tensor_backend)
     return world
 
 
@@ -430,7 +430,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
     return cuda_device
 
 
-def _stay_on_this_host(launched: bool) -> None:
+def _use_loopback_interface(launched: bool) -> None:
     """Make gloo, NCCL and RPC listen on the loopback interface, because all ranks are on this host.
 
     If the user has set these variables, their values are kept. The exception is `launched`: if Lockstep launched the
@@ -440,7 +440,7 @@ def _stay_on_this_host(launched: bool) -> None:
         os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
 
 
-def _sharing(world: World, backend: str) -> list[list[int]]:
+def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
     """Return the groups of ranks that share a device.
 
     If there are any and the backend is NCCL, raises UsageError on all ranks, because NCCL's own error would be unclear.

@@ -29,20 +29,20 @@ class AuditSchedule:
         """Return the audited micro-batch of `rank`, or the last micro-batch of the step if the rank has none."""
         leaves = min(self.microbatches, step.samples)
         own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
-        return own_indices[self._audit_index(step) // self._other_ranks % len(own_indices)][0]
+        return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]
 
     def assignment(self, rank: int, step: Step) -> int | None:
         """Return the micro-batch that `rank` recomputes in `step`, or None if the step isn't audited."""
         if not self.due(step):
             return None
-        distance = 1 + self._audit_index(step) % self._other_ranks
+        distance = 1 + self._audit_index(step) % self._peer_count
         return self.target((rank + distance) % self.mesh.size, step)
 
     def _audit_index(self, step: Step) -> int:
         return step.number // self.every
 
     @property
-    def _other_ranks(self) -> int:
+    def _peer_count(self) -> int:
         return max(1, self.mesh.size - 1)
 
 

@@ -21,10 +21,13 @@ from lockstep.core import random
 from lockstep.core.shard import NamedTensors, Shard
 
 _BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
-_AT_ONCE: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
-_AT_ONCE_ELSEWHERE: Final = 128
-_SMALL: Final = _BLOCK  # elements; tensors up to this size are digested together, with cached keys
-_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by element size in bytes; larger elements are split into int32 words
+_BLOCKS_PER_PRODUCT: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
+_BLOCKS_PER_PRODUCT_ON_GPU: Final = 128
+_MAX_SMALL_ELEMENTS: Final = _BLOCK  # elements; tensors up to this size are digested together, with cached keys
+_WORD_DTYPES: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+}  # by element size in bytes; larger elements are split into int32 words
 
 
 class _Piece(NamedTuple):
@@ -35,7 +38,7 @@ class _Piece(NamedTuple):
     tensor: Tensor
 
 
-class Noted(NamedTuple):
+class TensorDigest(NamedTuple):
     """The digest of a tensor, with its dtype and shape, which are needed to locate a flipped bit."""
 
     digest: Tensor
@@ -52,8 +55,8 @@ class Digests:
     """Computes digests of tensors and caches the keys."""
 
     def __init__(self) -> None:
-        self._of_blocks: dict[torch.device, Tensor] = {}
-        self._small: dict[Any, Tensor] = {}  # concatenated word keys of each group of small tensors
+        self._block_keys: dict[torch.device, Tensor] = {}
+        self._small_keys: dict[Any, Tensor] = {}  # concatenated word keys of each group of small tensors
 
     def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
         """Return the digest of a tensor as a 0-dim int64 tensor on the same device.
@@ -66,9 +69,9 @@ class Digests:
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
         head = min(-first % _BLOCK, len(words))
         full = (len(words) - head) // _BLOCK * _BLOCK
-        word_keys = _keys_within(words.device)
+        word_keys = _keys_within_block(words.device)
         sums = [(words[:head] * word_keys[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
-        at_once = _AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE)
+        at_once = _BLOCKS_PER_PRODUCT.get(words.device.type, _BLOCKS_PER_PRODUCT_ON_GPU)
         blocks = words[head : head + full].view(-1, _BLOCK)
         sums += [(group * word_keys).sum(1) for group in torch.split(blocks, at_once)]
         if remainder := len(words) - head - full:
@@ -77,9 +80,9 @@ class Digests:
         begin, end = first // _BLOCK, first // _BLOCK + len(sums_of_blocks)
         return (sums_of_blocks * self._keys_of_blocks(words.device, end)[begin:end]).sum()
 
-    def noted(self, tensor: Tensor) -> Noted:
+    def noted(self, tensor: Tensor) -> TensorDigest:
         """Return the digest of a tensor, with its dtype and shape."""
-        return Noted(self.digest(tensor), tensor.dtype, tensor.shape)
+        return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
         """Return this rank's part of the digest of named tensors. The digest is the sum over all ranks.
@@ -91,10 +94,10 @@ class Digests:
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
         for piece in _pieces(tensors, owned):
-            if piece.tensor.numel() <= _SMALL:
+            if piece.tensor.numel() <= _MAX_SMALL_ELEMENTS:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
-                parts.append(self.digest(piece.tensor, piece.first) * _key_of(piece.name))
+                parts.append(self.digest(piece.tensor, piece.first) * _key_of_name(piece.name))
         parts += [self.digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
@@ -104,22 +107,22 @@ class Digests:
         """Return the sum of the digests of pieces with the same dtype and device, with a single multiplication."""
         words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
-        if layout not in self._small:
-            self._small[layout] = torch.cat([self._keys_of(piece) for piece in pieces])
-        return (words * self._small[layout]).sum()
+        if layout not in self._small_keys:
+            self._small_keys[layout] = torch.cat([self._keys_of_piece(piece) for piece in pieces])
+        return (words * self._small_keys[layout]).sum()
 
-    def _keys_of(self, piece: _Piece) -> Tensor:
+    def _keys_of_piece(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
         words, first = _words(piece.tensor, piece.first)
         word_indices = torch.arange(first, first + len(words), device=words.device)
         of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
-        return _keys_within(words.device)[word_indices % _BLOCK] * of_blocks * _key_of(piece.name)
+        return _keys_within_block(words.device)[word_indices % _BLOCK] * of_blocks * _key_of_name(piece.name)
 
     def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least `count` blocks."""
-        if device not in self._of_blocks or len(self._of_blocks[device]) < count:
-            self._of_blocks[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
-        return self._of_blocks[device]
+        if device not in self._block_keys or len(self._block_keys[device]) < count:
+            self._block_keys[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
+        return self._block_keys[device]
 
 
 def differing_bit(first_text: str, second_text: str) -> str:
@@ -129,9 +132,9 @@ def differing_bit(first_text: str, second_text: str) -> str:
     power of two that divides the difference, and the quotient is the key of very few words, usually of a single one. A
     different change looks like a single flipped bit with the same probability with which two digests collide.
     """
-    (first, *tensor), (second, *as_well) = first_text.split(" "), second_text.split(" ")
+    (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
     change = int(second, 16) - int(first, 16)
-    if not change or tensor != as_well or len(tensor) != 2:
+    if not change or tensor != second_tensor or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
     # Number of words per element, and index of the bit within its word.
@@ -139,7 +142,7 @@ def differing_bit(first_text: str, second_text: str) -> str:
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
-    word_keys = _keys_within(torch.device("cpu"))
+    word_keys = _keys_within_block(torch.device("cpu"))
     for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
         key_products = (word_keys[: count - block * _BLOCK] * key) << bit
         for position in torch.nonzero((key_products == signed) | (key_products == -signed)):
@@ -150,13 +153,13 @@ def differing_bit(first_text: str, second_text: str) -> str:
 
 
 @cache
-def _keys_within(device: torch.device) -> Tensor:
+def _keys_within_block(device: torch.device) -> Tensor:
     """Return the keys of the words within a block."""
     return _keys(0, _BLOCK).to(device)
 
 
 @cache
-def _key_of(name: str) -> int:
+def _key_of_name(name: str) -> int:
     """Return the odd key of a tensor name, reinterpreted as int64."""
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
@@ -182,4 +185,4 @@ def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
     """Return the tensor as words, and the word offset that corresponds to the element offset `first`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
-    return flat.view(_WORDS.get(size, torch.int32)), first * max(1, size // 4)
+    return flat.view(_WORD_DTYPES.get(size, torch.int32)), first * max(1, size // 4)

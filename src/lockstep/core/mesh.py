@@ -63,7 +63,7 @@ class Mesh(NamedTuple):
             groups.setdefault(group_key, []).append(rank)
         return list(groups.values())
 
-    def added_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
+    def data_ranks_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
         """Return the data ranks of a group along these axes, sorted by leaves, and their indices within the group."""
         lengths = {axis: getattr(self, axis) for axis in axes}
         shard = lengths.pop("shard", 1)  # its ranks alternate between leaves; other axes have contiguous parts

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_FOLDED: Final = 64 << 20  # elements per copy, unless a single tensor has more
+_MAX_FOLDED_ELEMENTS: Final = 64 << 20  # elements per copy, unless a single tensor has more
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -34,14 +34,14 @@ def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
     if tensors and _is_folded(tensors[0]):
         return folded_norms(matrices)
-    return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in matrices]
+    return [torch.linalg.vector_norm(rows, dim=1, dtype=_sum_dtype(rows)).double() for rows in matrices]
 
 
 def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
     """Return the row norms of each tensor of shape [R, n], added by repeated halving: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
     for group in _groups(matrices):
-        squares = torch.cat([matrices[index].to(_wide(matrices[index])) for index in group]).square_()
+        squares = torch.cat([matrices[index].to(_sum_dtype(matrices[index])) for index in group]).square_()
         width = squares.shape[1]
         while width > 1:
             half = -(-width // 2)
@@ -72,20 +72,20 @@ def _is_folded(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of tensors with the same row width and sum dtype, in groups of at most `_FOLDED` elements.
+    """Yield groups of indices of tensors with the same row width and sum dtype, up to _MAX_FOLDED_ELEMENTS elements.
 
     A tensor with more elements forms a group by itself.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
     for index, rows in enumerate(matrices):
-        key = rows.shape[1], _wide(rows)
-        if elements[key] and elements[key] + rows.numel() > _FOLDED:
+        key = rows.shape[1], _sum_dtype(rows)
+        if elements[key] and elements[key] + rows.numel() > _MAX_FOLDED_ELEMENTS:
             yield groups.pop(key)
             elements[key] = 0
         groups.setdefault(key, []).append(index)

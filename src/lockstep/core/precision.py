@@ -12,10 +12,10 @@ SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-t
 APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
 # Names of precisions in other frameworks, and the corresponding names in Lockstep.
-_ELSEWHERE: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
+_FOREIGN_NAMES: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
 
 
-_REFUSED: Final = {
+_UNSUPPORTED: Final = {
     "fp8": (
         "its products require a GPU with compute capability 8.9 or higher, and have not been shown to give the same "
         "bits on every placement; use bf16-compute, or bf16"
@@ -35,11 +35,11 @@ def translate_precision(name: object) -> object:
     text = str(name)
     if text in APEX:
         return APEX[text]
-    for refused, reason in _REFUSED.items():
+    for refused, reason in _UNSUPPORTED.items():
         if text.startswith(refused):
             raise ValueError(f"{text} is not supported: {reason}")
-    if text in _ELSEWHERE:
-        raise ValueError(f"{text} is named {_ELSEWHERE[text]} in Lockstep; use {_ELSEWHERE[text]}")
+    if text in _FOREIGN_NAMES:
+        raise ValueError(f"{text} is named {_FOREIGN_NAMES[text]} in Lockstep; use {_FOREIGN_NAMES[text]}")
     return name
 
 

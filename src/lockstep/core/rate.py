@@ -40,9 +40,9 @@ class Rate:
         epoch = samples_seen / self.samples_per_epoch
         if self.each == "epoch":
             epoch = math.floor(epoch)
-        return self._falling(epoch) * self._warmup(epoch)
+        return self._decayed(epoch) * self._warmup(epoch)
 
-    def _falling(self, epoch: float) -> float:
+    def _decayed(self, epoch: float) -> float:
         progress = min(epoch / self.epochs, 1.0)
         match self.curve:
             case "constant":

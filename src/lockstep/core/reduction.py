@@ -41,34 +41,36 @@ class Shares:
 
     def part_of(self, rank: int, length: int) -> range:
         """Return the part of a vector of this length that `rank` holds. The range is empty if it holds no part."""
-        position = self.places.get(rank)
+        position = self.positions.get(rank)
         return range(0) if position is None else self._parts(position, 1, length)
 
-    def gathering(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
+    def gather_rounds(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
         """Yield the parts that `rank` sends and receives in each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
         (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own. Their number doubles per round.
         """
-        position, size, held_parts = self.places[rank], len(self.ranks), 1
+        position, size, held_parts = self.positions[rank], len(self.ranks), 1
         while held_parts < size:
             count = min(held_parts, size - held_parts)
             before, behind = (self.ranks[(position + distance) % size] for distance in (-held_parts, held_parts))
-            sent, received = (self._wrapped(first % size, count, length) for first in (position, position + held_parts))
+            sent, received = (
+                self._wrapped_parts(first % size, count, length) for first in (position, position + held_parts)
+            )
             yield [Part(before, part) for part in sent], [Part(behind, part) for part in received]
             held_parts += count
 
-    def _wrapped(self, position: int, count: int, length: int) -> list[range]:
+    def _wrapped_parts(self, position: int, count: int, length: int) -> list[range]:
         """Return the parts of `count` ranks from `position` on, as two ranges, because they can wrap around."""
         parts = self._parts(position, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the same parts as in order.part: with this formula, `over` finds the part of an element in constant time.
+    # Not the same parts as in order.part: with this formula, `parts_over` finds an element's part in constant time.
     def _parts(self, position: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * position // size, length * (position + count) // size)
 
-    def over(self, part: range, length: int) -> Iterator[Part]:
+    def parts_over(self, part: range, length: int) -> Iterator[Part]:
         """Yield the ranks that hold elements of `part`, a part of a vector of this length, with these elements."""
         size = len(self.ranks)
         if part:
@@ -78,7 +80,7 @@ class Shares:
                 if overlap := range(max(part.start, own_part.start), min(part.stop, own_part.stop)):
                     yield Part(self.ranks[position], overlap)
 
-    def joined(self, other: Shares) -> Shares:
+    def union(self, other: Shares) -> Shares:
         """Return the union of the ranks of both, in an order in which each rank keeps most of its share."""
         smaller, larger = sorted((self, other), key=lambda shares: len(shares.ranks))
         centers = smaller.centers | larger.centers
@@ -86,7 +88,7 @@ class Shares:
             return larger
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
-    def thinned(self, limit: int) -> Shares:
+    def evenly_spaced(self, limit: int) -> Shares:
         """Return at most `limit` of the ranks, evenly spaced."""
         size = len(self.ranks)
         return (
@@ -99,7 +101,7 @@ class Shares:
         return {rank: (2 * position + 1) / (2 * len(self.ranks)) for position, rank in enumerate(self.ranks)}
 
     @cached_property
-    def places(self) -> dict[int, int]:
+    def positions(self) -> dict[int, int]:
         """The position of each rank in the order."""
         return {rank: position for position, rank in enumerate(self.ranks)}
 
@@ -121,11 +123,11 @@ class Move(NamedTuple):
 
     def sent(self, rank: int, length: int) -> list[Part]:
         """Return the parts of a vector of this length that `rank` sends, with their receivers."""
-        return [part for part in self.target.over(self.source.part_of(rank, length), length) if part.rank != rank]
+        return [part for part in self.target.parts_over(self.source.part_of(rank, length), length) if part.rank != rank]
 
     def received(self, rank: int, length: int) -> list[Part]:
         """Return the parts that `rank` holds after the move, each with its sender. The sender can be `rank` itself."""
-        return [*self.source.over(self.target.part_of(rank, length), length)]
+        return [*self.source.parts_over(self.target.part_of(rank, length), length)]
 
 
 class Round(NamedTuple):
@@ -141,12 +143,12 @@ class Reduction(NamedTuple):
     rounds: list[Round]
     shares: Shares
 
-    def of_rank(self, rank: int) -> Reduction:
+    def for_rank(self, rank: int) -> Reduction:
         """Return the schedule with only the sums and moves in which `rank` takes part."""
         rounds = [
             Round(
-                [entry for entry in sums if rank in entry.shares.places],
-                [entry for entry in moves if rank in entry.source.places or rank in entry.target.places],
+                [entry for entry in sums if rank in entry.shares.positions],
+                [entry for entry in moves if rank in entry.source.positions or rank in entry.target.positions],
             )
             for sums, moves in self.rounds
         ]
@@ -163,30 +165,30 @@ def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Red
     ready = dict.fromkeys(shares, 0)  # first round in which a block can move or be added
     rounds: list[Round] = []
 
-    def round_of(block: int) -> Round:
+    def round_for(block: int) -> Round:
         while len(rounds) <= ready[block]:
             rounds.append(Round([], []))
         return rounds[ready[block]]
 
-    def deal(block: int, target: Shares) -> None:
+    def reshard(block: int, target: Shares) -> None:
         while (source := shares[block]) != target:
-            shares[block] = target.thinned(FAN_OUT * len(source.ranks))
-            round_of(block).moves.append(Move(block, source, shares[block]))
+            shares[block] = target.evenly_spaced(FAN_OUT * len(source.ranks))
+            round_for(block).moves.append(Move(block, source, shares[block]))
             ready[block] += 1
 
     half = 1
     while half < leaves:
         for left in [first for first in shares if first % (2 * half) == 0 and first + half in shares]:
             right = left + half
-            target = shares[left].joined(shares[right])
-            deal(left, target)
-            deal(right, target)
+            target = shares[left].union(shares[right])
+            reshard(left, target)
+            reshard(right, target)
             ready[left] = max(ready[left], ready.pop(right))
-            round_of(left).sums.append(Sum(left, right, target))
+            round_for(left).sums.append(Sum(left, right, target))
             del shares[right]
         half *= 2
     if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != leaves:
         raise KeyError(f"the blocks of all ranks are not {leaves} leaves")
     idle = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
-    deal(0, shares[0].joined(Shares(idle)))
+    reshard(0, shares[0].union(Shares(idle)))
     return Reduction(rounds, shares[0])

@@ -76,10 +76,10 @@ class SampleOrder:
         return hashlib.sha256(self._indices(epoch).tobytes()).hexdigest()[:16]
 
     def _indices(self, epoch: int) -> NDArray[np.int64]:
-        return self._cached(epoch)
+        return self._cached_indices(epoch)
 
     @cached_property
-    def _cached(self) -> Callable[[int], NDArray[np.int64]]:
+    def _cached_indices(self) -> Callable[[int], NDArray[np.int64]]:
         return lru_cache(2)(self._compute)  # the data loader can be an epoch ahead
 
     def _compute(self, epoch: int) -> NDArray[np.int64]:

@@ -20,7 +20,9 @@ from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-FEW: Final = 4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
+MAX_SORTED_SAMPLES: Final = (
+    4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
+)
 # With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, this is only measurable
 # below 1,000 samples.
 _ROUNDS: Final = 8
@@ -28,7 +30,7 @@ _ROUNDS: Final = 8
 
 def shuffle(seed: int, epoch: int, length: int) -> Order:
     """Return the shuffled order of `length` samples in `epoch`."""
-    if length <= FEW:
+    if length <= MAX_SORTED_SAMPLES:
         return permutation(seed, epoch, length).__getitem__
     keys = [random.key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
     return Network(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
@@ -64,8 +66,8 @@ class Network:
     def _permute(self, numbers: UInt64) -> UInt64:
         rows, columns = np.divmod(numbers, np.uint64(self._columns))
         for across, down in self.keys:
-            columns = _around(columns, random.below(across, rows, self._columns), self._columns)
-            rows = _around(rows, random.below(down, columns, self._rows), self._rows)
+            columns = _rotate(columns, random.below(across, rows, self._columns), self._columns)
+            rows = _rotate(rows, random.below(down, columns, self._rows), self._rows)
         return np.asarray(rows * np.uint64(self._columns) + columns)
 
     @cached_property
@@ -77,7 +79,7 @@ class Network:
         return -(-self.length // self._columns)
 
 
-def _around(numbers: UInt64, by: UInt64, end: int) -> UInt64:
+def _rotate(numbers: UInt64, by: UInt64, end: int) -> UInt64:
     """Return `(numbers + by) % end` if both are below `end`. Overwrites `by`."""
     by += numbers
     return np.asarray(np.minimum(by, by - np.uint64(end)))  # if `by` is below `end`, the difference wraps around

@@ -55,24 +55,24 @@ class Counter(Generic[T]):
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._held: dict[LeafBlock, T] = {}
+        self._partial_sums: dict[LeafBlock, T] = {}
 
     def push(self, leaf: int, value: T) -> None:
         """Add a leaf, and merge all pairs of sibling blocks that become complete."""
-        self.take(LeafBlock(leaf, 1), value)
+        self.add_block(LeafBlock(leaf, 1), value)
 
-    def take(self, block: LeafBlock, value: T) -> None:
+    def add_block(self, block: LeafBlock, value: T) -> None:
         """Add a block of leaves, and merge all pairs of sibling blocks that become complete."""
-        while (sibling := block.sibling) in self._held:
-            sibling_value = self._held.pop(sibling)
+        while (sibling := block.sibling) in self._partial_sums:
+            sibling_value = self._partial_sums.pop(sibling)
             value = self._add(sibling_value, value) if block.is_right else self._add(value, sibling_value)
             block = LeafBlock(min(block.first, sibling.first), 2 * block.size)
-        self._held[block] = value
+        self._partial_sums[block] = value
 
     def pieces(self) -> dict[LeafBlock, T]:
         """Return the remaining blocks with their sums, from left to right, and clear the counter."""
-        blocks_by_position = {block: self._held[block] for block in sorted(self._held)}
-        self._held.clear()
+        blocks_by_position = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
+        self._partial_sums.clear()
         return blocks_by_position
 
 
@@ -83,17 +83,17 @@ def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) 
     leaf is missing. `add(left, right)` may modify `left` in place.
     """
 
-    return _value(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
+    return _block_sum(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
 
 
 # Not a closure: a recursive closure is a reference cycle and would keep the pieces alive until garbage collection.
-def _value(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
+def _block_sum(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     if block in pieces:
         return pieces[block]
     if block.size == 1:
         raise KeyError(f"no piece covers leaf {block.first}")
     half = block.size // 2
-    left = _value(LeafBlock(block.first, half), pieces, leaves, add)
+    left = _block_sum(LeafBlock(block.first, half), pieces, leaves, add)
     if block.first + half >= leaves:
         return left
-    return add(left, _value(LeafBlock(block.first + half, half), pieces, leaves, add))
+    return add(left, _block_sum(LeafBlock(block.first + half, half), pieces, leaves, add))

@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 # micro-batches, which up to eight processes can share. The default is the same on every machine, so that the results
 # don't depend on the machine.
 MICROBATCH: Final = 32
-_EARLIER: Final = 8  # default number of micro-batches before MICROBATCH was introduced
+_EARLIER_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
 
 
 def check_work(processes: int, microbatches: int) -> None:
@@ -62,4 +62,4 @@ def default_microbatches(batch: int, microbatch: int | None = None) -> int:
 
 def earlier_microbatches(batch: int) -> int:
     """Return the default number of micro-batches in earlier versions, to resume runs that started with this default."""
-    return min(_EARLIER, batch)
+    return min(_EARLIER_MICROBATCHES, batch)

@@ -30,10 +30,10 @@ _LIBRARIES: Final = frozenset(
 )
 # Exact types, because accessing a subclass can import modules.
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
-_HOLDERS: Final = frozenset(
+_CONTAINER_TYPES: Final = frozenset(
     (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
 )
-_DEPTH: Final = 6  # maximum nesting depth of the search
+_MAX_DEPTH: Final = 6  # maximum nesting depth of the search
 
 Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping keeps the tensors alive
 
@@ -51,7 +51,7 @@ def new_tensors_dropped() -> Iterator[None]:
         yield
     finally:
         if any(id(tensor) not in before for tensor in _all_tensors()):
-            _drop(before, variables)
+            _drop_new(before, variables)
 
 
 def _all_tensors() -> list[Tensor]:
@@ -78,10 +78,10 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     tensors: list[Tensor] = []
     visited: set[int] = set()
     level = [*values]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         next_level: list[Any] = []
         for value in level:
-            if type(value) in _HOLDERS:
+            if type(value) in _CONTAINER_TYPES:
                 if id(value) not in visited:
                     visited.add(id(value))
                     next_level += _contents(value)
@@ -114,7 +114,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
+def _drop_new(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
     visited: set[int] = set()
     for owner, namespace in _namespaces():
         old_variables = variables.get(id(owner), {})
@@ -124,11 +124,11 @@ def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
             elif isinstance(value, Tensor) and id(value) not in before:
                 delattr(owner, name)
             else:
-                _drop_inside(value, before, _DEPTH, visited)
+                _drop_nested(value, before, _MAX_DEPTH, visited)
 
 
-def _drop_inside(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
-    if not depth or type(value) not in _HOLDERS or id(value) in visited:
+def _drop_nested(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
+    if not depth or type(value) not in _CONTAINER_TYPES or id(value) in visited:
         return
     visited.add(id(value))
     if isinstance(value, _lru_cache_wrapper):
@@ -142,7 +142,7 @@ def _drop_inside(value: Any, before: Tensors, depth: int, visited: set[int]) -> 
     elif type(value) is set:
         value -= {item for item in value if _is_new(item, before)}
     for item in _contents(value):
-        _drop_inside(item, before, depth - 1, visited)
+        _drop_nested(item, before, depth - 1, visited)
 
 
 def _is_new(value: Any, before: Tensors) -> bool:

@@ -19,7 +19,7 @@ from lockstep.device.ports import command
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
 # Reasons for reduced clocks. Idle GPUs and clocks that somebody set low aren't a problem, so they aren't in this list.
-_SLOWED: Final[Mapping[str, str]] = {
+_SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "slowdown by hardware",
     "SwThermalSlowdown": "heat",
@@ -100,8 +100,8 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
         driver=driver,
         libraries=_libraries(),
         kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),
-        files=_files(root / "dev"),
-        library=_library(),
+        files=_device_files(root / "dev"),
+        library=_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=() if raised else tuple(_device(index, device_count) for index in range(device_count)),
         raised=raised,
@@ -164,7 +164,9 @@ def _card(nvml: Any, handle: Any) -> Card:
         uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
         repair=tuple(reason for reason, is_due in repair.items() if is_due),
         slowed=tuple(
-            reason for name, reason in _SLOWED.items() if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
+            reason
+            for name, reason in _SLOWDOWN_REASONS.items()
+            if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
         ),
         power_limit_w=watts("EnforcedPowerLimit"),
         power_default_w=watts("PowerManagementDefaultLimit"),
@@ -199,13 +201,13 @@ def _libraries() -> dict[str, str | None]:
     }
 
 
-def _files(folder: Path) -> dict[str, bool]:
+def _device_files(folder: Path) -> dict[str, bool]:
     """Return the device files of the driver, and whether the current user can open them."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 
 
-def _library() -> str:
+def _libcuda_error() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Final, final
 import torch
 
 _SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # of this thread: ns on a core, ns in the run queue, time slices
-_LONGEST: Final = 64
+_MAX_LINE_BYTES: Final = 64
 _PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 
@@ -32,18 +32,18 @@ class Clock:
             self._schedstat = -1
         self._spent: dict[str, float] = defaultdict(float)
         self._activity = first
-        self._before = self._read()
+        self._last_times = self._read()
 
     def turn_to(self, activity: str) -> None:
         """Assign the time from now on to `activity`."""
         times = self._read()
-        wall, on_core, for_core = (after - before for after, before in zip(times, self._before, strict=True))
+        wall, on_core, for_core = (after - before for after, before in zip(times, self._last_times, strict=True))
         if self._activity == self._split:
             for part, seconds in zip(_PARTS, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True):
                 self._spent[part] += seconds
         else:
             self._spent[self._activity] += wall
-        self._activity, self._before = activity, times
+        self._activity, self._last_times = activity, times
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -73,5 +73,5 @@ class Clock:
 
     def _read(self) -> tuple[float, float, float]:
         """Return the current wall-clock time, the time on a core and the time in the run queue, in seconds."""
-        waited = os.pread(self._schedstat, _LONGEST, 0).split()[1] if self._schedstat >= 0 else b"0"
+        waited = os.pread(self._schedstat, _MAX_LINE_BYTES, 0).split()[1] if self._schedstat >= 0 else b"0"
         return time.perf_counter(), time.thread_time(), int(waited) / 1e9

@@ -18,12 +18,12 @@ from lockstep.common.version import __version__
 from lockstep.device import machine
 
 _PACKAGE: Final = "lockstep-train"
-_FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
-_SHOWN: Final = re.compile(
+_TEST_EXTRA: Final = re.compile(r"extra == ['\"]test['\"]")
+_VISIBLE_VARIABLES: Final = re.compile(
     r"(OMP|KMP|MKL|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|NVIDIA|TORCH|PYTORCH|TP|ATEN|ONEDNN|DNNL|MALLOC|TIMM)_.*"
     r"|PYTHONHASHSEED|LD_PRELOAD|DISABLE_ADDMM_CUDA_LT"
 )
-_SECRET: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
+_SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def facts() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def facts() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python, Lockstep and its required and optional packages. None means not installed."""
-    required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(requirement)]
+    required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _TEST_EXTRA.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.source()
     own_versions = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
@@ -66,4 +66,8 @@ def memory() -> dict[str, int | None]:
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of compute and communication libraries, except those that may be secret."""
-    return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if _VISIBLE_VARIABLES.fullmatch(name) and not _SECRET_VARIABLES.search(name)
+    }

@@ -53,15 +53,15 @@ def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mappi
     return next((entry for entry in entries if entry.applies(call)), None)
 
 
-def _along_a_dim(call: Call) -> bool:
+def _has_dim(call: Call) -> bool:
     return "dim" in call
 
 
-def _multiplies(call: Call) -> bool:
+def _is_product(call: Call) -> bool:
     return call.get("reduce") in ("prod", "multiply")
 
 
-def _along_its_only_dim(call: Call) -> bool:
+def _is_single_scan(call: Call) -> bool:
     """Whether a single scan covers the whole tensor. CUDA then splits it among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
@@ -77,16 +77,16 @@ _ATOMIC: Final = "its gradient is added in any order (atomic additions)"
 _FIXED_WINDOWS: Final = "use windows of a fixed size (AvgPool2d, MaxPool2d), or an output of 1 x 1, which is a mean"
 _CALL_INTERPOLATE: Final = "call torch.nn.functional.interpolate instead, which takes a different path on CUDA"
 _CALL_PAD: Final = "call torch.nn.functional.pad instead, which takes a different path on CUDA"
-_PADS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
+_PADDINGS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
 _CPU: Final = "compute it on the CPU, or remove it"
 
 _FACTORS: Final = "factors are multiplied in any order"
-_OPEN: Final = "any of several equal values can be returned"
+_AMBIGUOUS: Final = "any of several equal values can be returned"
 _OVERWRITTEN: Final = "equal indices overwrite each other"
-_LONGER: Final = "add a second dim longer than 1, or use"
-_SCAN: Final = ("cumprod", f"{_LONGER} exp of the cumsum of logarithms")
-_LOG_SCAN: Final = ("logcumsumexp", f"{_LONGER} log of the cumsum of exponentials")
-_SCANNED: Final = "its thread blocks combine their results in the order in which they finish"
+_ADD_DIM: Final = "add a second dim longer than 1, or use"
+_SCAN: Final = ("cumprod", f"{_ADD_DIM} exp of the cumsum of logarithms")
+_LOG_SCAN: Final = ("logcumsumexp", f"{_ADD_DIM} log of the cumsum of exponentials")
+_SCAN_ORDER: Final = "its thread blocks combine their results in the order in which they finish"
 
 
 def _backward(
@@ -128,7 +128,7 @@ REFUSED: Final = (
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in a fixed order",
     ),
     _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
-    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADS),
+    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADDINGS),
     _backward(
         "aten::upsample_linear1d",
         "interpolate, mode linear",
@@ -170,18 +170,18 @@ REFUSED: Final = (
         "use index_add_, which adds in a fixed order in Lockstep",
         lambda call: call.get("weights") is not None,
     ),
-    Refused("aten::median", "median along a dim", _OPEN, "use sort", _along_a_dim),
-    Refused("aten::nanmedian", "nanmedian along a dim", _OPEN, "use sort", _along_a_dim),
+    Refused("aten::median", "median along a dim", _AMBIGUOUS, "use sort", _has_dim),
+    Refused("aten::nanmedian", "nanmedian along a dim", _AMBIGUOUS, "use sort", _has_dim),
     _backward("aten::grid_sampler_2d", "grid_sample of images", _CPU),
     _backward("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
     _backward("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
     Refused(
-        "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _multiplies
+        "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _is_product
     ),
-    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _multiplies),
+    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _is_product),
     Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
     *(
-        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCANNED, by, _along_its_only_dim, torch_raises=False)
+        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, by, _is_single_scan, torch_raises=False)
         for name, by in (_SCAN, _LOG_SCAN)
     ),
     _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),

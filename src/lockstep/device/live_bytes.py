@@ -17,8 +17,10 @@ from typing import Final, final
 
 import psutil
 
-_EVERY_S: Final = 0.0002
-_SWITCH_S: Final = 0.0001  # switch interval of the GIL; by default, the polling thread would wait 5 ms for the GIL
+_POLL_INTERVAL_S: Final = 0.0002
+_SWITCH_INTERVAL_S: Final = (
+    0.0001  # switch interval of the GIL; by default, the polling thread would wait 5 ms for the GIL
+)
 
 
 def can_count() -> bool:
@@ -60,11 +62,11 @@ class LiveBytes:
         stop = threading.Event()
 
         def watch() -> None:
-            while not stop.wait(_EVERY_S):
+            while not stop.wait(_POLL_INTERVAL_S):
                 peak[0] = max(peak[0], self._bytes() - self._start)
 
         switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         thread = threading.Thread(target=watch)
         thread.start()
         try:

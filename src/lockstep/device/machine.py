@@ -25,7 +25,7 @@ _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "a
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
-_SHOWN: Final = 12  # hex digits of a hash; enough to avoid collisions
+_HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
 def environment() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def source() -> str:
     sha256 = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         sha256.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
-    return sha256.hexdigest()[:_SHOWN]
+    return sha256.hexdigest()[:_HASH_DIGITS]
 
 
 def numerics_differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -124,14 +124,14 @@ def _gpu_libraries() -> dict[str, Any]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """Return the commit of `folder` and whether there are uncommitted changes, or None outside of a repository."""
-    commit = _git_says(folder, "rev-parse", "HEAD")
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changes = _git_says(folder, "status", "--porcelain")
+    changes = _run_git(folder, "status", "--porcelain")
     return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes)}
 
 
-def _git_says(folder: Path, *arguments: str) -> str | None:
+def _run_git(folder: Path, *arguments: str) -> str | None:
     # The commit is only informational, so a repository on a slow network file system must not delay a run.
     line = ["git", "-C", str(folder), *arguments]
     try:

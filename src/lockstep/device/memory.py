@@ -12,16 +12,16 @@ from torch import Tensor
 
 _M_TRIM_THRESHOLD: Final = -1  # constants of <malloc.h>
 _M_MMAP_THRESHOLD: Final = -3
-_NEVER: Final = 2**31 - 1
-_LARGEST_BYTES: Final = 32 << 20  # the maximum in glibc; larger blocks are always returned to the kernel
+_NEVER_TRIM: Final = 2**31 - 1
+_MAX_THRESHOLD_BYTES: Final = 32 << 20  # the maximum in glibc; larger blocks are always returned to the kernel
 
 
 def keep_freed_memory() -> None:
     """Keep freed memory in this process and its forks. This is a no-op if the C library isn't glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _NEVER)
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+        mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD_BYTES)
 
 
 def host_like(tensor: Tensor) -> Tensor:

@@ -24,13 +24,13 @@ class Meter:
     def restart(self) -> None:
         """Reset the counts and the clock. Call this after time that wasn't spent on training."""
         self._samples = self._weight = 0
-        self._since = time.perf_counter()
+        self._start_s = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
         """Return the samples and the weight per second since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._start_s
         rates = (self._samples / seconds, self._weight / seconds) if self._samples else (0.0, 0.0)
         self.restart()
         return rates

@@ -30,7 +30,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
         family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)
         # Debian maps the host's own name to a loopback address, which other hosts can't reach.
         if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
-            return _everywhere(port)
+            return _listen_on_all_interfaces(port)
         return socket.create_server(address, family=family)
     except socket.gaierror as error:
         raise unknown(host, port, error) from error
@@ -64,7 +64,7 @@ def loopback() -> str:
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
 
 
-def _everywhere(port: int) -> socket.socket:
+def _listen_on_all_interfaces(port: int) -> socket.socket:
     """Return a socket that listens on all interfaces, for when the address that other hosts use is unknown here."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)

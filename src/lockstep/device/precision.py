@@ -13,27 +13,30 @@ from lockstep.core.engine_recipe import LossScale
 from lockstep.core.precision import SCALED, Precision
 from lockstep.errors import PreflightError, UsageError
 
-_AUTOCAST: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPUTING: Final[Mapping[Precision, torch.dtype]] = {
+_AUTOCAST_DTYPES: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE_DTYPES: Final[Mapping[Precision, torch.dtype]] = {
     "bf16-compute": torch.bfloat16,
     "fp16-compute": torch.float16,
     "fp16-true": torch.float16,
 }
 _TF32_CAPABILITY: Final = (8, 0)
 
-_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
-_EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with these values, matrix products don't depend on other streams
+_WORKSPACE_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_WORKSPACES: Final = (
+    ":4096:8",
+    ":16:8",
+)  # with these values, matrix products don't depend on other streams
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """Return a reusable context manager for the forward pass in `precision`."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = _AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def computing_dtype(precision: Precision) -> torch.dtype | None:
     """Return the compute dtype of the full model, or None if the weights or autocast determine the dtype."""
-    return _COMPUTING.get(precision)
+    return _COMPUTE_DTYPES.get(precision)
 
 
 def stored_dtype(precision: Precision) -> torch.dtype | None:
@@ -79,10 +82,10 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     torch.backends.cudnn.benchmark = False
     # Filling uninitialized memory is a debugging feature of torch. It costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _keep_float32()
+    _disable_reduced_precision()
     if precision == "tf32":
-        _take_tf32()
-    _choose_attention()
+        _enable_tf32()
+    _set_attention_backends()
     # In evaluation, the fast path of torch's attention layers fuses their forward. Modules with hooks, such as those of
     # fully_shard, don't use the fast path, so the same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
@@ -93,11 +96,11 @@ def fix_workspace() -> None:
 
     If you have set a deterministic value, it is kept. For any other value, raises UsageError.
     """
-    setting = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
-    if setting not in _EXACT_WORKSPACES:
+    setting = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+    if setting not in _DETERMINISTIC_WORKSPACES:
         raise UsageError(
-            f"{_WORKSPACE}={setting}: cuBLAS may compute a product in a different order each time; "
-            f"unset it, or use {' or '.join(_EXACT_WORKSPACES)}"
+            f"{_WORKSPACE_VARIABLE}={setting}: cuBLAS may compute a product in a different order each time; "
+            f"unset it, or use {' or '.join(_DETERMINISTIC_WORKSPACES)}"
         )
 
 
@@ -112,7 +115,7 @@ def attention() -> str:
     return ", ".join(name for name, on in enabled.items() if on)
 
 
-def _choose_attention() -> None:
+def _set_attention_backends() -> None:
     """Disable cuDNN attention, because its backward adds in any order.
 
     With use_deterministic_algorithms, the backward of flash attention and of memory-efficient attention adds in a fixed
@@ -125,7 +128,7 @@ def _choose_attention() -> None:
     torch.backends.cuda.enable_math_sdp(True)
 
 
-def _keep_float32() -> None:
+def _disable_reduced_precision() -> None:
     """Compute in at least the precision of the tensors. By default, cuDNN uses TF32 and cuBLAS may add in 16 bits."""
     # The first setting affects every operation without a separate setting, and the next two affect the rest. The legacy
     # settings (allow_tf32) are set too, because torch raises an error if they contradict the newer settings.
@@ -141,7 +144,7 @@ def _keep_float32() -> None:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 
 
-def _take_tf32() -> None:
+def _enable_tf32() -> None:
     """Round the factors of all fp32 products on CUDA to TF32: matrix products, convolutions and RNNs."""
     # Legacy settings first, as above. They also affect matrix products on the CPU, which must stay in fp32.
     torch.set_float32_matmul_precision("high")

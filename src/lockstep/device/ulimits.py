@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.errors import PreflightError
 
-_WHY: Final[Mapping[int, str]] = {
+_REASONS: Final[Mapping[int, str]] = {
     errno.EAGAIN: "this user or container has reached its limit on processes (ulimit -u)",
     errno.EMFILE: "this process has reached its limit on open files (ulimit -n)",
     errno.ENOMEM: "out of memory",
@@ -16,7 +16,7 @@ _WHY: Final[Mapping[int, str]] = {
 
 def limit_error(action: str, error: OSError) -> PreflightError:
     """Return the error for a run that couldn't perform `action` because of `error`."""
-    return _error(f"cannot {action}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
+    return _error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
@@ -29,7 +29,7 @@ def too_many_files(error: BaseException) -> PreflightError | None:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | RuntimeError) and text in str(cause):
-            return _error(text, _WHY[errno.EMFILE])
+            return _error(text, _REASONS[errno.EMFILE])
         cause = cause.__cause__ or cause.__context__
     return None
 

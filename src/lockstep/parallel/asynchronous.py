@@ -62,16 +62,18 @@ class AsynchronousEngine:
         self._server: _Server | None = None
         self._calls: Rpc | None = None
 
-        def pushing(trained: Sequence[Named], _: Norms) -> Optimizer:
+        def make_push_optimizer(trained: Sequence[Named], _: Norms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
-            self._pushing = _Pushing(trained, self._exchange)
-            return self._pushing
+            self._push_optimizer = _PushOptimizer(trained, self._exchange)
+            return self._push_optimizer
 
         local_world = World(ALONE, world.device)
         # Each rank numbers its micro-batches from 0. The seed depends on the rank, so that dropout masks differ.
         local_numerics = replace(numerics, peers=world.size, peer=world.rank)
         make_layout = replicated(local_world, Mesh(), bucket_bytes=1)
-        self._local_engine = DataParallelEngine(problem, pushing, local_world, local_numerics, Mesh(), make_layout)
+        self._local_engine = DataParallelEngine(
+            problem, make_push_optimizer, local_world, local_numerics, Mesh(), make_layout
+        )
         self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
         self._advice = against_nonfinite(numerics.recipe)
@@ -92,7 +94,7 @@ class AsynchronousEngine:
             sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
             self._check(sums, step)
         if observe:
-            return self._of_all(sums, step)
+            return self._sum_over_ranks(sums, step)
         weight = sum(microbatch.weight for microbatch in microbatches)
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
@@ -107,13 +109,13 @@ class AsynchronousEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
-        self._level()
+        self._sync_weights()
         with self._local_engine.evaluation() as predict:
             yield predict
 
     def state(self) -> State:
         """See Engine. The state of rank 0, which is the one that is saved, has the state of the shared optimizer."""
-        self._level()
+        self._sync_weights()
         state = self._local_engine.state()
         if self._server is None:
             return state
@@ -126,7 +128,7 @@ class AsynchronousEngine:
         scalars = {**state.scalars, "optimizer": self._local_engine.state().scalars["optimizer"]}
         self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
-            self._server.load(self._pushing.weights(), state)
+            self._server.load(self._push_optimizer.weights(), state)
         self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
 
     def close(self) -> None:
@@ -139,10 +141,10 @@ class AsynchronousEngine:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
         assert self._calls is not None
-        newest: list[Tensor] = self._calls.ask("exchange", lr, [tensor.cpu() for tensor in gradients])
+        newest: list[Tensor] = self._calls.call_server("exchange", lr, [tensor.cpu() for tensor in gradients])
         return newest
 
-    def _of_all(self, sums: Sums, step: Step) -> Sums:
+    def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
         """Return the sums over all ranks. This blocks until all ranks call it."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | {_LOSS: sums.total}
@@ -158,15 +160,15 @@ class AsynchronousEngine:
                 f"{self._world.rank}; {self._advice}"
             )
 
-    def _level(self) -> None:
+    def _sync_weights(self) -> None:
         """Load the newest weights on all ranks, and the remaining state of the model from rank 0."""
         self._world.barrier()  # all earlier pushes have been applied, because a push returns after its update
         if self._server is not None:
-            self._pushing.take(self._server.newest())
+            self._push_optimizer.load_weights(self._server.newest())
             self._local_engine.load(self._local_engine.state())  # copies the weights into the model
         self._world.barrier()
         if self._server is None and self._calls is not None:
-            model, ema = self._calls.ask("_snapshot")
+            model, ema = self._calls.call_server("_snapshot")
             self._local_engine.load(replace(self._local_engine.state(), model=model, ema=ema))
         self._world.barrier()  # rank 0 must not continue before the other ranks have received its state
 
@@ -185,37 +187,37 @@ class _Server:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
         self.optimizer = make_optimizer(self.trained, whole_norms)
         keep_ratios(self.optimizer)
-        self._one = Lock()  # each call runs in a separate thread
+        self._lock = Lock()  # each call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
         """Apply a gradient with this learning rate, and return the new weights."""
-        with self._one:
+        with self._lock:
             for (_, weight), gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient.to(weight.device)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(SCALE, 1.0)
             self.optimizer.step()
-            return self._copies()
+            return self._copy_weights()
 
     def newest(self) -> list[Tensor]:
         """Return the weights."""
-        with self._one:
-            return self._copies()
+        with self._lock:
+            return self._copy_weights()
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor], state: State) -> None:
         """Load these weights and the state of the optimizer."""
-        with self._one:
+        with self._lock:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
             tensors = {name: local_tensor(tensor) for name, tensor in state.optimizer.items()}
             load_optimizer_state(self.trained, self.optimizer, tensors, state.scalars["optimizer"])
 
-    def _copies(self) -> list[Tensor]:
+    def _copy_weights(self) -> list[Tensor]:
         return [weight.detach().to("cpu", copy=True) for _, weight in self.trained]
 
 
 @final
-class _Pushing(Optimizer):
+class _PushOptimizer(Optimizer):
     """An optimizer whose `step` pushes the gradients to the server and pulls the new weights."""
 
     def __init__(self, trained: Sequence[Named], exchange: Exchange) -> None:
@@ -225,10 +227,10 @@ class _Pushing(Optimizer):
 
     def step(self) -> None:  # type: ignore[override]
         """Push the gradients to the server and load the new weights."""
-        self.take(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
+        self.load_weights(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
 
     @torch.no_grad()
-    def take(self, weights: list[Tensor]) -> None:
+    def load_weights(self, weights: list[Tensor]) -> None:
         """Copy `weights` into this rank's weights."""
         torch._foreach_copy_(self._trained, weights)
 

@@ -24,13 +24,29 @@ from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import OTHER_HOSTS, SHOWN, TAKE_OUT, changed_on_the_way, link_verdict, name_ranks
+from lockstep.parallel.audit_digests import (
+    ComparedResult,
+    DigestNotes,
+    Findings,
+    describe_flipped_bit,
+    short_hash,
+    tensor_findings,
+)
+from lockstep.parallel.corruption import (
+    MAX_SHOWN_NAMES,
+    OTHER_HOSTS,
+    REMOVE_HOST,
+    find_changed_link,
+    link_verdict,
+    name_ranks,
+)
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Opinions = dict[Subject, list[tuple[int, str]]]  # rank and digest of each result; only subjects whose digests differ
+Opinions = dict[
+    ComparedResult, list[tuple[int, str]]
+]  # rank and digest of each result; only subjects whose digests differ
 
 
 @dataclass(eq=False)
@@ -157,27 +173,27 @@ class Audit:
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise CorruptionError on all ranks if a message differs between its sender and its receiver."""
         digests = [
-            {peer: hash_of(entries) for peer, entries in by_peer(messages, direction).items()}
+            {peer: short_hash(entries) for peer, entries in by_peer(messages, direction).items()}
             for direction in (SENT, RECEIVED)
         ]
         links = [[*map(list, digest_by_peer.items())] for digest_by_peer in digests]
         reports = self._world.told_by_all({"host": self._world.host, "links": links})
         sent, received = ([dict(report["links"][direction]) for report in reports] for direction in (0, 1))
-        if link := changed_on_the_way(sent, received):
+        if link := find_changed_link(sent, received):
             raise link_verdict(step, *link, reports)
 
-    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[Subject, dict[str, str]]]:
+    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
         yield Part([replace(microbatch, note=notes.note)], beside=True)
         return _microbatch(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
         """Return the subjects on which the ranks disagree. All ranks must call this method."""
-        summaries = [[*subject, hash_of(digests)] for subject, digests in findings]
+        summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, summaries_of_rank in enumerate(self._world.told_by_all(summaries)):
             for kind, rows, result in summaries_of_rank:
-                opinions.setdefault(Subject(kind, rows), []).append((rank, result))
+                opinions.setdefault(ComparedResult(kind, rows), []).append((rank, result))
         return {
             subject: rank_results
             for subject, rank_results in opinions.items()
@@ -202,18 +218,18 @@ class Audit:
         return _verdict(step, subject, disputes[subject], self._world.told_by_all(report))
 
 
-def _microbatch(index: int) -> Subject:
-    return Subject(f"micro-batch {index}")
+def _microbatch(index: int) -> ComparedResult:
+    return ComparedResult(f"micro-batch {index}")
 
 
 def _verdict(
-    step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
+    step: Step, subject: ComparedResult, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
 ) -> CorruptionError:
     """Return the error for a disputed `subject`. `reports` contains the host and the digests of each rank."""
     all_digests = [digests for report in reports for digests in report["found"]]
     names = [name for name in all_digests[0] if len({digests.get(name) for digests in all_digests}) > 1]
-    first, second = [*{hash_of(digests): digests for digests in all_digests}.values()][:2]
-    label = f"{subject.kind} ({list_some(names, SHOWN)}{which_bit(subject, names, first, second)})"
+    first, second = [*{short_hash(digests): digests for digests in all_digests}.values()][:2]
+    label = f"{subject.kind} ({list_some(names, MAX_SHOWN_NAMES)}{describe_flipped_bit(subject, names, first, second)})"
     start = f"audit at step {step.number + 1}"
     odd_ranks = odd_ones(opinions)
     results: dict[int, list[str]] = {}
@@ -230,6 +246,6 @@ def _verdict(
     repetition = f"; the fault {'occurred again' if persists else 'did not occur again'} when the step was repeated"
     return CorruptionError(
         f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
-        f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {TAKE_OUT}",
+        f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {REMOVE_HOST}",
         odd_ranks,
     )

@@ -47,10 +47,12 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module, *, counted: bool = True) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
+        self._layers = [
+            m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks_statistics(m)
+        ]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         padded_buffers = [_pad(buffer) for buffer in buffers]
-        self._calls_at = sum(map(len, padded_buffers))  # offset of the call counts
+        self._calls_offset = sum(map(len, padded_buffers))  # offset of the call counts
         calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
         self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
@@ -64,9 +66,9 @@ class RunningStatistics:
         self._averaging = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
-        self._kept_shares = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
+        self._kept_fractions = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
         self._regions: list[slice] = []
-        self._lie_in_scratch()
+        self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._counted = counted
         self._observing = False  # whether a forward is in progress whose statistics will be read
@@ -74,7 +76,7 @@ class RunningStatistics:
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
         # Buffers for the further calls, by layer and call number, and the buffers written in this micro-batch.
-        self._beside: dict[tuple[int, int], Tensor] = {}
+        self._extra_buffers: dict[tuple[int, int], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if counted:
             for number, layer in enumerate(self._layers):
@@ -100,22 +102,22 @@ class RunningStatistics:
         """Return the statistics observed in the last forward times its sample count: float64 of shape [size]."""
         self._observing = False
         if self._written:
-            self._fold()
+            self._combine_calls()
         calls = self._calls if self._counted else [int(layer.training) for layer in self._layers]
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
             counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
             for vector in (self._running, self._scratch):  # reused if the next forward makes the same number of calls
-                vector[self._calls_at :] = torch.tensor(counted, dtype=vector.dtype)
+                vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
-    def with_loss(self, loss: Tensor, samples: int, *beside: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, the float64 vectors `beside` and the batch statistics as one vector.
+    def with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
-        The vector is a leaf of the reduction tree. It is float64 of shape [1 + len(beside) + size].
+        The vector is a leaf of the reduction tree: float64, with 1 + total length of `extra` + size elements.
         """
         value = loss.detach().to(torch.float64, copy=True).reshape(1)  # a copy, because the tree adds in place
-        parts = [value, *beside, self.observations(samples)] if self.size else [value, *beside]
+        parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
         return torch.cat(parts) if len(parts) > 1 else value
 
     def settle(self, applied: bool, mean: Tensor) -> None:
@@ -129,7 +131,7 @@ class RunningStatistics:
         if applied:
             # If micro-batches call a layer different numbers of times, the mean number of calls is a fraction. Round it
             # up, so that a layer that was called at all has at least one call.
-            calls = mean[self._calls_at :].ceil()
+            calls = mean[self._calls_offset :].ceil()
             self._batches_so_far += calls
             for number in self._averaging:
                 batches = self._batches_so_far[number].float()
@@ -149,10 +151,10 @@ class RunningStatistics:
         self._running.copy_(self._scratch)
         self._batches_so_far.copy_(self._batches)
 
-    def _lie_in_scratch(self) -> None:
+    def _move_buffers_to_scratch(self) -> None:
         start = 0
         for layer, batches in zip(self._layers, self._batches, strict=True):
-            region = slice(start, start + 2 * _room(layer.num_features))
+            region = slice(start, start + 2 * _padded_width(layer.num_features))
             layer.momentum = 1.0
             layer.running_mean, layer.running_var = _views(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
@@ -167,15 +169,15 @@ class RunningStatistics:
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
         if torch._C._current_graph_task_id() != -1:  # this call is a recomputation, because a backward is running
-            return self._call_beside(number, 0, forward, inputs, named)
+            return self._call_with_extra_buffers(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
         if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
             return forward(*inputs, **named)
-        outputs = self._call_beside(number, calls, forward, inputs, named)
-        self._written.append((number, self._beside[number, calls]))
+        outputs = self._call_with_extra_buffers(number, calls, forward, inputs, named)
+        self._written.append((number, self._extra_buffers[number, calls]))
         return outputs
 
-    def _call_beside(
+    def _call_with_extra_buffers(
         self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
         """Call a layer's forward with separate buffers for the statistics of this call.
@@ -183,22 +185,22 @@ class RunningStatistics:
         All recomputations have call number 0 and share its buffers.
         """
         layer, region = self._layers[number], self._regions[number]
-        if (number, call) not in self._beside:
+        if (number, call) not in self._extra_buffers:
             with torch.inference_mode(False):
-                self._beside[number, call] = torch.zeros_like(self._running[region])
+                self._extra_buffers[number, call] = torch.zeros_like(self._running[region])
         buffers = _buffers(layer)
-        layer.running_mean, layer.running_var = _views(self._beside[number, call], layer.num_features)
+        layer.running_mean, layer.running_var = _views(self._extra_buffers[number, call], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
             layer.running_mean, layer.running_var = buffers
 
-    def _fold(self) -> None:
+    def _combine_calls(self) -> None:
         """Combine the statistics of all further calls of each layer in the scratch vector."""
         for number, statistics in self._written:
             region = self._regions[number]
             observed = self._scratch[region]
-            observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics)
+            observed.sub_(self._running[region]).mul_(self._kept_fractions[number]).add_(statistics)
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -226,7 +228,7 @@ class _ObservedForward:
         return partial, (self._forward,)
 
 
-def _tracks(layer: nn.modules.batchnorm._NormBase) -> bool:
+def _tracks_statistics(layer: nn.modules.batchnorm._NormBase) -> bool:
     return layer.training and layer.track_running_stats and layer.running_mean is not None
 
 
@@ -248,11 +250,11 @@ def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
     checks the versions of tensors that it saves for backward, which include the statistics of a layer, and compiled
     code increments the version of each tensor that it writes.
     """
-    middle = _room(width)
+    middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data
 
 
-def _room(width: int) -> int:
+def _padded_width(width: int) -> int:
     """Return the number of elements reserved for a statistic, so that each statistic is aligned to 16 bytes.
 
     Compiled kernels are specialized for aligned addresses if the first address that they receive is aligned.
@@ -261,9 +263,9 @@ def _room(width: int) -> int:
 
 
 def _pad(buffer: Tensor) -> Tensor:
-    return nn.functional.pad(buffer.flatten().float(), (0, _room(buffer.numel()) - buffer.numel()))
+    return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
 def _rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     mean, _ = _buffers(layer)
-    return mean.new_full((2 * _room(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)
+    return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

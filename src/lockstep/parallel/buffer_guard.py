@@ -102,11 +102,11 @@ class _BufferWatch:
         self._guard = guard
 
     def __enter__(self) -> None:
-        self._noted = self._guard._buffer_states()
+        self._states = self._guard._buffer_states()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._guard._check_buffers(self._noted)
+            self._guard._check_buffers(self._states)
 
 
 def _refusal(path: str, module: nn.Module, name: str) -> Exception:

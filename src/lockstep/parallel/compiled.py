@@ -22,7 +22,7 @@ from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 
-_LONGEST: Final = 300  # maximum length of a torch message in an error
+_MAX_MESSAGE_LENGTH: Final = 300  # maximum length of a torch message in an error
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
@@ -35,7 +35,7 @@ def compile_blocks(model: nn.Module, device: torch.device) -> None:
     for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
         forward = torch.compile(block.forward, dynamic=False, options=dict(OPTIONS))
-        block.forward = _naming(name, unwrap(type(block).forward).__code__)(forward)
+        block.forward = _name_block_in_errors(name, unwrap(type(block).forward).__code__)(forward)
 
 
 def units_to_compile(model: nn.Module) -> list[nn.Module]:
@@ -44,7 +44,7 @@ def units_to_compile(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def _naming(name: str, code: CodeType) -> Iterator[None]:
+def _name_block_in_errors(name: str, code: CodeType) -> Iterator[None]:
     """Convert compilation failures in the block to errors that name the module `name`."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -56,14 +56,14 @@ def _naming(name: str, code: CodeType) -> Iterator[None]:
             f"make its code depend on fewer of them, or set recipe.compile to false"
         ) from error
     except TorchDynamoException as error:
-        _refuse(name, code, error)
+        _raise_compile_error(name, code, error)
 
 
-def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
+def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoReturn:
     frames = [*getattr(error, "real_stack", ())]  # the stack in the model's code, if torch recorded it
     code_location = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
-    words, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
-    lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
+    message, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
+    lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
         f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "
         f"code, exclude it with torch.compiler.disable, or set recipe.compile to false"

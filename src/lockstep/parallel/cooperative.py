@@ -81,10 +81,10 @@ class Cooperative:
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._running: _Part | None = None  # the function that is currently running, if there are several
+        self._running: _FunctionThread | None = None  # the function that is currently running, if there are several
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether several functions are running interleaved."""
         return self._running is not None
 
@@ -93,7 +93,7 @@ class Cooperative:
 
         All functions must reach the same exchanges in the same order. If there is only one function, it doesn't wait.
         """
-        return joint([inputs])[0] if self._running is None else self._running.come(place, joint, inputs)
+        return joint([inputs])[0] if self._running is None else self._running.wait_at(place, joint, inputs)
 
     def run(self, functions: Sequence[Callable[[], T]], before_resume: Callable[[int], None]) -> list[T]:
         """Run the functions and return their results.
@@ -104,14 +104,16 @@ class Cooperative:
         if len(functions) == 1:
             before_resume(0)
             return [functions[0]()]
-        parts = [_Part(function, self._generators) for function in functions]
+        parts = [_FunctionThread(function, self._generators) for function in functions]
         try:
             replies = [
                 self._resume(number, part, _Continue(None, 0), before_resume) for number, part in enumerate(parts)
             ]
-            while arrivals := _at_one_place(replies):
+            while arrivals := _common_arrivals(replies):
                 last = max(arrival.nodes for arrival in arrivals)
-                computed = parts[-1].obey(_Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last))
+                computed = parts[-1].send_order(
+                    _Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last)
+                )
                 assert isinstance(computed, _Computed)
                 replies = [
                     self._resume(number, part, _Continue(result, computed.nodes), before_resume)
@@ -124,17 +126,17 @@ class Cooperative:
         return [reply.result for reply in replies if isinstance(reply, _Ended)]
 
     def _resume(
-        self, number: int, part: "_Part", order: _Continue, before_resume: Callable[[int], None]
+        self, number: int, part: "_FunctionThread", order: _Continue, before_resume: Callable[[int], None]
     ) -> _Arrived | _Ended:
         before_resume(number)
         self._running = part
-        reply = part.obey(order)
+        reply = part.send_order(order)
         assert isinstance(reply, _Arrived | _Ended)
         return reply
 
 
 @final
-class _Part:
+class _FunctionThread:
     """A function in its thread. The thread receives orders: to continue, to compute the results, or to end (None)."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
@@ -143,13 +145,15 @@ class _Part:
         self._orders: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
         self._replies: SimpleQueue[_Arrived | _Computed | _Ended | BaseException] = SimpleQueue()
         # These settings are thread-local in torch, so the new thread doesn't inherit them from the caller.
-        self._grad = torch.is_grad_enabled()
+        self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.stream(torch.cuda.current_stream()) if cuda else nullcontext()
-        self._thread = Thread(target=contextvars.copy_context().run, args=(self._body,), name="together", daemon=True)
+        self._thread = Thread(
+            target=contextvars.copy_context().run, args=(self._run_thread,), name="together", daemon=True
+        )
         self._thread.start()
 
-    def obey(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
+    def send_order(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
         """Send an order to the thread and return its reply. Raises the exception of the function, if any."""
         self._orders.put(order)
         reply = self._replies.get()
@@ -157,17 +161,17 @@ class _Part:
             raise reply
         return reply
 
-    def come(self, place: str, joint: Joint, inputs: Any) -> Any:
+    def wait_at(self, place: str, joint: Joint, inputs: Any) -> Any:
         """Reach an exchange and wait for its result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Arrived(place, joint, inputs, _nodes()))
+        self._replies.put(_Arrived(place, joint, inputs, _next_sequence_number()))
         while isinstance(order := self._orders.get(), _Compute):
-            _make_nodes(order.nodes)
+            _advance_sequence_number(order.nodes)
             results = order.joint(order.inputs)
-            self._replies.put(_Computed(results, _nodes()))
+            self._replies.put(_Computed(results, _next_sequence_number()))
         if order is None:
             raise _Cancelled
-        _make_nodes(order.nodes)
+        _advance_sequence_number(order.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
         return order.result
@@ -177,11 +181,11 @@ class _Part:
         self._orders.put(None)
         self._thread.join()
 
-    def _body(self) -> None:
+    def _run_thread(self) -> None:
         if self._orders.get() is None:
             return
         try:
-            with torch.set_grad_enabled(self._grad), self._stream:
+            with torch.set_grad_enabled(self._grad_enabled), self._stream:
                 self._replies.put(_Ended(self._function()))
         except BaseException as error:
             self._replies.put(error)
@@ -191,7 +195,7 @@ class _Cancelled(BaseException):
     """Ends a function whose result isn't needed. A BaseException, because the function may catch any Exception."""
 
 
-def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
+def _common_arrivals(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     """Return the arrivals of all functions at the same exchange, or [] if all functions have ended.
 
     Raises UsageError if the functions are at different exchanges.
@@ -208,14 +212,14 @@ def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     return arrivals
 
 
-def _nodes() -> int:
+def _next_sequence_number() -> int:
     """Return the sequence number that autograd assigns to the next node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _make_nodes(count: int) -> None:
+def _advance_sequence_number(count: int) -> None:
     """Create and drop nodes until the sequence number of the next node is at least `count`."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
-        while _nodes() < count:
+        while _next_sequence_number() < count:
             leaf.view_as(leaf)

@@ -6,10 +6,10 @@ from typing import Any, Final
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
-SHOWN: Final = 3  # maximum number of tensor names in an error
+MAX_SHOWN_NAMES: Final = 3  # maximum number of tensor names in an error
 _NOT_APPLIED: Final = "The step was neither applied nor saved."
 _RESUME: Final = "start again with the same run.dir to resume from the last checkpoint"
-TAKE_OUT: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
+REMOVE_HOST: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
 OTHER_HOSTS: Final = (
     f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use different hosts, and {_RESUME}"
 )
@@ -21,7 +21,7 @@ def name_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def changed_on_the_way(
+def find_changed_link(
     sent: Sequence[Mapping[int, Any]], received: Sequence[Mapping[int, Any]]
 ) -> tuple[int, int] | None:
     """Return the sender and the receiver of a message that changed in transit, or None if there is none.

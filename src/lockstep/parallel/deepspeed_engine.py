@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import add_
-from lockstep.comm.deepspeed import its_exchanges, library
+from lockstep.comm.deepspeed import init_deepspeed, translate_deepspeed_errors
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import OwnCode
@@ -90,20 +90,20 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(self._trained, whole_norms)
         keep_ratios(optimizer)
         stage: int = configuration["zero_optimization"]["stage"]
-        self._library = library(world)
-        with its_exchanges():
+        self._library = init_deepspeed(world)
+        with translate_deepspeed_errors():
             self._engine, *_ = self._library.initialize(
                 model=model, optimizer=optimizer, config=dict(configuration), dist_init_required=False
             )
         self._optimizer: Any = self._engine.optimizer
-        self._cut_weights = stage == 3
+        self._shards_weights = stage == 3
         self._pieces = flat_pieces(self._optimizer, world.rank, stage)
         self._ema = average_of(self._model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
-        self._none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
-        self._loss, self._observed, self._weight, self._step = self._none[0], self._none[1:], 0, 0
+        self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
+        self._loss, self._observed, self._weight, self._step = self._no_statistics[0], self._no_statistics[1:], 0, 0
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -123,7 +123,7 @@ class DeepSpeedEngine:
                 statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples))
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
-        total = self._canonical(statistics.pieces(), leaves, self._none)
+        total = self._canonical(statistics.pieces(), leaves, self._no_statistics)
         self._loss, self._observed = total[0].clone(), total[1:] / step.samples
         return Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
 
@@ -132,7 +132,7 @@ class DeepSpeedEngine:
         if not self._weight:
             return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
         gather_gradient = self._library.utils.safe_get_full_grad
-        with its_exchanges():
+        with translate_deepspeed_errors():
             gradients = {name: gather_gradient(parameter) for name, parameter in self._trained}
         return {name: gradient * self._world.size for name, gradient in gradients.items()}
 
@@ -148,12 +148,12 @@ class DeepSpeedEngine:
         self._optimizer.clip_grad = max_norm or 0.0
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
-        with its_exchanges():
+        with translate_deepspeed_errors():
             self._engine.step()
         applied: bool = self._engine.was_step_applied()
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         if scale is not None:
-            self._move_scale(applied)
+            self._update_scale(applied)
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
                 f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
@@ -212,7 +212,7 @@ class DeepSpeedEngine:
         with self._guarded():
             inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
             with self._autocast:
-                with self._model_code, its_exchanges():
+                with self._model_code, translate_deepspeed_errors():
                     outputs = call(self._engine, inputs)
                 loss = self._task.loss(outputs, microbatch.batch)
         if observed.enabled and not microbatch.dummy:
@@ -228,10 +228,10 @@ class DeepSpeedEngine:
             # could still be finite.
             share += 0.0 * loss.detach()
         self._engine.set_gradient_accumulation_boundary(last)
-        with self._model_code, its_exchanges():
+        with self._model_code, translate_deepspeed_errors():
             self._engine.backward(loss * share, scale_wrt_gas=False)
 
-    def _move_scale(self, applied: bool) -> None:
+    def _update_scale(self, applied: bool) -> None:
         """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
@@ -239,7 +239,7 @@ class DeepSpeedEngine:
         self._scaler.update(self._numerics.recipe.loss_scale.static)
 
     def _predict(self, inputs: Inputs) -> Any:
-        with self._autocast, self._model_code, its_exchanges():
+        with self._autocast, self._model_code, translate_deepspeed_errors():
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _model_state(self) -> dict[str, MaybeSharded]:
@@ -250,7 +250,7 @@ class DeepSpeedEngine:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
             flat_piece = self._pieces[tensor]
             return flat_piece.piece_of(flat_piece.flat)
-        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that doesn't require a gradient
+        if isinstance(tensor, nn.Parameter) and self._shards_weights:  # a parameter that doesn't require a gradient
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
             length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
@@ -260,8 +260,8 @@ class DeepSpeedEngine:
     def _publish(self) -> None:
         """Copy the tensors that the optimizer updates to the parameters that the model computes with."""
         optimizer = self._optimizer
-        with its_exchanges():
-            if not self._cut_weights:
+        with translate_deepspeed_errors():
+            if not self._shards_weights:
                 optimizer.update_lp_params()
                 return
             optimizer.checkpoint_event_prologue()
@@ -336,11 +336,11 @@ class FlatPiece:
 
 def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
     """Return the flat piece of each parameter that DeepSpeed's `optimizer` updates."""
-    pieces_by_parameter = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
+    pieces_by_parameter = _pieces_of_parameters(optimizer, rank) if stage == 3 else _pieces_of_groups(optimizer)
     return dict(pieces_by_parameter)
 
 
-def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _pieces_of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
             mapping = parameter._hp_mapping
@@ -351,7 +351,7 @@ def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
             yield parameter, FlatPiece(flat, master.start, source.start, master.numel, parameter.shape)
 
 
-def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _pieces_of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in parameters:
             _, offset, capacity = optimizer.grad_position[optimizer.get_param_id(parameter)]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor, shard_like
-from lockstep.parallel.offloaded import lent, pieces
+from lockstep.parallel.offloaded import on_device_copies, pieces
 
 
 @final
@@ -38,7 +38,7 @@ class WeightAverage:
         """Move the average towards the current weights of the model. Call this method after each step."""
         for names in pieces((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
-            with lent(averages, self._device or averages[0].device) as on_device:
+            with on_device_copies(averages, self._device or averages[0].device) as on_device:
                 current = [self._live[name].to(average) for name, average in zip(names, on_device, strict=True)]
                 torch._foreach_lerp_(on_device, current, 1.0 - self._decay)
         for name, counter in self._counters.items():

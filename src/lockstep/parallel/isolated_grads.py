@@ -24,7 +24,7 @@ class IsolatedGradients:
         self._modules = list(model.modules())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._aliases = [{parameter: _alias(parameter) for parameter in parameters} for _ in range(count)]
-        self._states = [[_with(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
+        self._states = [[_with_aliases(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
@@ -33,11 +33,11 @@ class IsolatedGradients:
         try:
             yield
         finally:
-            _put(self._modules, attributes)
+            _set_attributes(self._modules, attributes)
 
     def use(self, number: int) -> None:
         """Switch the modules to the aliases and attributes of forward `number`."""
-        _put(self._modules, self._states[number])
+        _set_attributes(self._modules, self._states[number])
 
     def check(self) -> None:
         """Raise UsageError if a backward reached a parameter instead of its alias."""
@@ -63,7 +63,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-def _with(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+def _with_aliases(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
     parameters = attributes["_parameters"]
     return {
         **attributes,
@@ -71,6 +71,6 @@ def _with(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter])
     }
 
 
-def _put(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:
+def _set_attributes(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:
     for module, state in zip(modules, states, strict=True):
         object.__setattr__(module, "__dict__", state)

@@ -14,8 +14,8 @@ from lockstep.core.audit_schedule import is_due
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import SHOWN, TAKE_OUT, name_ranks
+from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, short_hash, tensor_findings
+from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, name_ranks
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
@@ -75,11 +75,11 @@ class KeptState:
         reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
         if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
             kind, names, bit = reports[changed_ranks[0]]["changed"]
-            label = f"{kind} ({list_some(names, SHOWN)}{bit})"
+            label = f"{kind} ({list_some(names, MAX_SHOWN_NAMES)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
                 f"audit at step {step.number + 1}: {label} of {name_ranks(changed_ranks, reports)} changed after "
-                f"{since}, although no code writes there. {TAKE_OUT}",
+                f"{since}, although no code writes there. {REMOVE_HOST}",
                 changed_ranks,
             )
         return findings
@@ -89,7 +89,7 @@ class KeptState:
         return [
             *tensor_findings(self._digests, "the weights", state.model),
             *tensor_findings(self._digests, "the optimizer state", state.optimizer),
-            (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
+            (ComparedResult("the counters"), {name: short_hash(value) for name, value in state.scalars.items()}),
             *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
         ]
 
@@ -99,5 +99,5 @@ def _changed(before: Findings, current: Findings) -> tuple[str, list[str], str] 
     for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]
-            return subject.kind, names, which_bit(subject, names, old, new)
+            return subject.kind, names, describe_flipped_bit(subject, names, old, new)
     return None

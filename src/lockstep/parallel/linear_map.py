@@ -29,10 +29,10 @@ def linear_map(
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.of_results = backward
+        ctx.backward_map = backward
         return tuple(forward(tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.of_results(gradients)
+        return None, None, *ctx.backward_map(gradients)

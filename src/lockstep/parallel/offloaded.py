@@ -18,7 +18,7 @@ from lockstep.device.memory import host_like
 # The size of a piece in bytes of full weights. Each rank has its part of one piece on the device, together with the
 # same part of the gradients and of each optimizer slot.
 _PIECE_BYTES: Final = 64 << 20
-_STAYS: Final = "step"  # torch's optimizers keep this counter on the CPU by default
+_CPU_SLOT: Final = "step"  # torch's optimizers keep this counter on the CPU by default
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def pieces(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iter
 
 
 @contextmanager
-def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+def on_device_copies(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
     """Yield copies of the tensors on `device`, and copy them back at the end of the block."""
     on_device = [tensor.to(device) for tensor in tensors]
     yield on_device
@@ -72,11 +72,11 @@ class Offloaded:
         groups = self.optimizer.param_groups
         try:
             for group in groups:
-                saved = _copied(group)
+                saved = _copy_group(group)
                 sizes = [(parameter, self.bytes_of[parameter]) for parameter in group["params"]]
                 for piece in pieces(sizes):
                     group.clear()
-                    group.update({**_copied(saved), "params": piece})
+                    group.update({**_copy_group(saved), "params": piece})
                     self.optimizer.param_groups = [group]
                     with self._on_device(piece):
                         step()
@@ -91,26 +91,26 @@ class Offloaded:
         host_values: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            _put(parameter, host.to(self.device))
+            _set_data(parameter, host.to(self.device))
             parameter.grad = None if gradient is None else gradient.to(self.device)
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
-                if isinstance(value, Tensor) and slot != _STAYS:
+                if isinstance(value, Tensor) and slot != _CPU_SLOT:
                     host_values[parameter, slot] = value
                     state[slot] = value.to(self.device)
         yield
         for parameter, host in zip(piece, hosts, strict=True):
             updated, parameter.grad = parameter.data, None
-            _put(parameter, host)
+            _set_data(parameter, host)
             if updated is not host:
                 host.copy_(updated)
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
                 if isinstance(value, Tensor) and value.device != host.device:
-                    state[slot] = _kept(value, host_values.get((parameter, slot)))
+                    state[slot] = _copy_to_host(value, host_values.get((parameter, slot)))
 
 
-def _put(parameter: Tensor, data: Tensor) -> None:
+def _set_data(parameter: Tensor, data: Tensor) -> None:
     """Replace the data of a parameter in place, because the optimizer finds its state by the identity of the parameter.
 
     The parameter stays the same object.
@@ -118,13 +118,13 @@ def _put(parameter: Tensor, data: Tensor) -> None:
     parameter.data = data
 
 
-def _kept(value: Tensor, host: Tensor | None) -> Tensor:
+def _copy_to_host(value: Tensor, host: Tensor | None) -> Tensor:
     """Copy a tensor from the device to CPU memory. Reuses the memory of `host` if it has the same shape."""
     if host is not None and host.shape == value.shape:
         return host.copy_(value)
     return host_like(value).copy_(value)
 
 
-def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a group in which tensors are cloned, so that a step can't change the original values."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

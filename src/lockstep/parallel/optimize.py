@@ -23,8 +23,8 @@ Settings = Callable[[str], Mapping[str, Any]]  # maps the name of a parameter to
 
 CONTRACT: Final = "see docs/extend.md"
 # Lockstep's own optimizers. They take precedence over optimizers of torch or timm with the same name.
-OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
-_GIVEN: Final = ("params", "lr", "norms")  # constructor arguments that aren't options
+OWN_OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
+_NON_OPTIONS: Final = ("params", "lr", "norms")  # constructor arguments that aren't options
 
 
 def make_optimizer(
@@ -53,26 +53,26 @@ def make_optimizer(
     not select one by device. In addition, torch's fused implementation for the CPU computes different bits at the end
     of a tensor than in the middle, so rows of a sharded tensor would get different bits.
     """
-    factory = _find_own(name) if ":" in name else find_optimizer(name)
+    factory = _find_custom(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     argument_names = _argument_names(factory)
     _check_options(name, argument_names, options_set, decay_bias_and_norm)
-    form: dict[str, Any] = (
+    implementation: dict[str, Any] = (
         {"foreach": True} if "foreach" in (argument_names or ()) and not options_set.get("fused") else {}
     )
-    if name.lower() in OURS:
-        form = {"norms": norms}
+    if name.lower() in OWN_OPTIMIZERS:
+        implementation = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
     # `lr_scale` isn't an option of the optimizer: Lockstep applies it.
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
     _check_options(f"{name}, recipe.optimizer.groups", argument_names, group_options, True)
     if ":" in name:
-        optimizer = _call_factory(name, factory, groups, {"lr": lr, **form, **options_set})
-        _check_kept(name, groups, optimizer)
+        optimizer = _call_factory(name, factory, groups, {"lr": lr, **implementation, **options_set})
+        _check_options_kept(name, groups, optimizer)
         return optimizer
     try:
-        return factory(groups, **{"lr": lr, **form, **options_set})
+        return factory(groups, **{"lr": lr, **implementation, **options_set})
     except (TypeError, ValueError, RuntimeError) as error:
         options_text = ", ".join(f"{key}={value}" for key, value in options_set.items()) or "nothing"
         raise UsageError(f"optimizer {name}: {error}; options passed: {options_text}") from error
@@ -90,7 +90,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return MethodType(cast(Any, step).__wrapped__, optimizer)
 
 
-def _find_own(path: str) -> Callable[..., Any]:
+def _find_custom(path: str) -> Callable[..., Any]:
     """Return the custom class or function. Raises UsageError if it is neither, or if it has no `lr` argument."""
     factory = import_callable(path, "optimizer", "a class or a function")
     argument_names = _argument_names(factory)
@@ -143,8 +143,8 @@ def _call_factory(
 def find_optimizer(name: str) -> Factory:
     """Return the optimizer with this name from Lockstep, torch or timm. Raises UsageError if there is none."""
     lower = name.lower()
-    if lower in OURS:
-        return OURS[lower]
+    if lower in OWN_OPTIMIZERS:
+        return OWN_OPTIMIZERS[lower]
     from_torch = _torch_optimizers()
     return from_torch[lower] if lower in from_torch else _timm_optimizer(name)
 
@@ -170,7 +170,7 @@ def _check_options(
     name: str, argument_names: Sequence[str] | None, requested: Iterable[str], decay_bias_and_norm: bool
 ) -> None:
     keys = [*requested] if decay_bias_and_norm else [*requested, "weight_decay"]
-    options = [argument for argument in argument_names or () if argument not in _GIVEN]
+    options = [argument for argument in argument_names or () if argument not in _NON_OPTIONS]
     for key in keys:
         if key == "lr":
             raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
@@ -199,7 +199,7 @@ def _groups(
     return list(groups.values())
 
 
-def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def _check_options_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
     """Raise UsageError if a custom optimizer dropped an option of a parameter group."""
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for group in groups:

@@ -19,7 +19,7 @@ from lockstep.common import plainfile
 from lockstep.common.own_code import OwnCode, own_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import AlikeInRows
-from lockstep.parallel.optimize import CONTRACT, OURS
+from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbers_of, optimizer_state
 
 Make = Callable[[Iterable[Named]], Optimizer]
@@ -29,7 +29,18 @@ Make = Callable[[Iterable[Named]], Optimizer]
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
-_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # gradient magnitudes for the 16-bit trials
+_GRADIENT_MAGNITUDES: Final = (
+    1.0,
+    0.1,
+    1e-2,
+    5e-3,
+    1e-3,
+    1e-4,
+    1e-5,
+    1e-6,
+    1e-7,
+    0.0,
+)  # gradient magnitudes for the 16-bit trials
 _STEPS_IN_16_BITS: Final = 3
 
 
@@ -40,7 +51,7 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
     a checkpoint can't store.
     """
-    optimizer = make([(f"parameter{dim}", _tiny(dim)) for dim in sorted(set(dims))])
+    optimizer = make([(f"parameter{dim}", _small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
@@ -58,7 +69,7 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
             )
 
 
-def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
+def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
     """Return whether an optimizer updates rows differently than a full tensor. Raises the errors of check_optimizer.
 
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
@@ -67,9 +78,9 @@ def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
     for some values, so a trial might not detect it.
     """
     optimizer = _small_optimizer(make)
-    if type(optimizer) in OURS.values():
+    if type(optimizer) in OWN_OPTIMIZERS.values():
         return False
-    return _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES)
+    return _is_fused(optimizer) or not all(_matches_in_rows(make, shape, dtype) for shape in _SHAPES)
 
 
 def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
@@ -79,7 +90,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
     UsageError if the update of a tensor depends on other tensors, which can be on other ranks. For example, the
     optimizer clips the norm of all gradients or estimates a common step size.
     """
-    if not needs_wholes(make, dtype):
+    if not needs_full_tensors(make, dtype):
         return False
     name = type(_small_optimizer(make)).__name__
     if not lends_wholes:
@@ -89,13 +100,13 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
-        alike = _alike_apart(make, dtype)
+        matches = _matches_apart(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
             f"gradient, as those of other ranks have none: {own_error(error) or error}; skip such tensors"
         ) from error
-    if not alike:
+    if not matches:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
             f"tensors, which other ranks have; use strategy ddp, or an optimizer that updates each tensor by itself"
@@ -109,7 +120,7 @@ def check_flat(make: Make, strategy: str) -> None:
     When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
-    if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
+    if _is_fused(optimizer) or not all(_matches_when_flat(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
             f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
@@ -124,14 +135,14 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
     in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
     divide by zero.
     """
-    optimizer = make([("parameter", _tiny(2))])
-    wide, narrow = (_longest_steps(make, each) for each in (torch.float32, dtype))
-    for size, longest in zip(_SIZES, narrow.tolist(), strict=True):
-        if math.isfinite(longest) and longest <= 2 * float(wide.max()):
+    optimizer = make([("parameter", _small_parameter(2))])
+    wide, narrow = (_largest_steps(make, each) for each in (torch.float32, dtype))
+    for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
+        if math.isfinite(largest) and largest <= 2 * float(wide.max()):
             continue
         name = str(dtype).removeprefix("torch.")
         step_text = (
-            f"{longest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(longest) else longest
+            f"{largest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(largest) else largest
         )
         eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
         eps_advice = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
@@ -169,28 +180,28 @@ def check_own(path: str, make: Make) -> None:
 
 def _small_optimizer(make: Make) -> Optimizer:
     check_optimizer(make, dims=(2,))
-    return make([("parameter", _tiny(2))])
+    return make([("parameter", _small_parameter(2))])
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _longest_steps(make: Make, dtype: torch.dtype) -> Tensor:
+def _largest_steps(make: Make, dtype: torch.dtype) -> Tensor:
     """Return the largest step for a constant gradient of each size, divided by the learning rate: shape [sizes]."""
-    parameter = Parameter(torch.zeros(len(_SIZES), 1, dtype=dtype))
+    parameter = Parameter(torch.zeros(len(_GRADIENT_MAGNITUDES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
-    longest = torch.zeros(len(_SIZES))
+    largest = torch.zeros(len(_GRADIENT_MAGNITUDES))
     for _ in range(_STEPS_IN_16_BITS):
         previous = parameter.detach().float().clone()
-        parameter.grad = torch.tensor(_SIZES).to(dtype).unsqueeze(1)
+        parameter.grad = torch.tensor(_GRADIENT_MAGNITUDES).to(dtype).unsqueeze(1)
         _step(optimizer)
         step_sizes = (parameter.detach().float() - previous).abs().squeeze(1) / float(optimizer.defaults["lr"])
-        longest = torch.where(step_sizes.isnan(), step_sizes, torch.maximum(longest, step_sizes))
-    return longest
+        largest = torch.where(step_sizes.isnan(), step_sizes, torch.maximum(largest, step_sizes))
+    return largest
 
 
-def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with AlikeInRows() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
@@ -198,7 +209,7 @@ def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None
         return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _alike_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
+def _matches_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
     """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
     whole = _after_steps(make, shape).flatten()
     third = whole.numel() // 3
@@ -245,14 +256,14 @@ def _after_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _alike_apart(make: Make, dtype: torch.dtype | None) -> bool:
+def _matches_apart(make: Make, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
     together = _pair_after_steps(make, (True, True), dtype)
     first, second, idle = (
         _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
     )
-    alike = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
-    return alike and together[2] == first[2] == second[2] == idle[2]
+    matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
+    return matches and together[2] == first[2] == second[2] == idle[2]
 
 
 def _pair_after_steps(
@@ -275,7 +286,7 @@ def _step(optimizer: Optimizer) -> None:
     cast(Callable[[], object], optimizer.step)()
 
 
-def _tiny(dim: int) -> Parameter:
+def _small_parameter(dim: int) -> Parameter:
     parameter = Parameter(torch.ones((2,) * dim))
     parameter.grad = torch.ones_like(parameter)
     return parameter

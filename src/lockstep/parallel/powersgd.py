@@ -65,7 +65,7 @@ def elements_sent(shape: Sequence[int], columns: int) -> int:
     return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
 
 
-def worth_it(shape: Sequence[int], columns: int) -> bool:
+def is_compressible(shape: Sequence[int], columns: int) -> bool:
     """Return whether two matrices with `columns` columns are smaller than a gradient of this shape."""
     return elements_sent(shape, columns) < Size(shape).numel()
 
@@ -108,7 +108,9 @@ class PowerSgd:
         for number, part in parts.items():
             if number in self._errors:
                 part += self._errors[number]
-        matrices = {n: part.reshape(len(part), -1) for n, part in parts.items() if worth_it(part.shape, self._columns)}
+        matrices = {
+            n: part.reshape(len(part), -1) for n, part in parts.items() if is_compressible(part.shape, self._columns)
+        }
         unreduced = [part for number, part in parts.items() if number not in matrices]
         # Phase 1: sum P and the uncompressed gradients.
         projections = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
@@ -178,7 +180,7 @@ class PowerSgd:
         if not tensors:
             return []
         # Ranks without a micro-batch also take part, because they have an error to add.
-        total = self._across.of_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        total = self._across.sum_over_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 

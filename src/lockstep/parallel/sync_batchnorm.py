@@ -48,7 +48,7 @@ class StepSums:
         self._holders = canonical
         self._local: Sequence[int] = (0,)
         self._leaves = 1
-        self._strays = torch.zeros((), dtype=torch.bool)
+        self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
     def begin(self, leaves: int, local: Sequence[int]) -> None:
         """Start a step with `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
@@ -56,8 +56,8 @@ class StepSums:
         If `local` is empty, this rank only computes dummies.
         """
         self._leaves, self._local = leaves, local
-        self._holders = self._all.of_holders(leaves) if local else self._all
-        self._strays = torch.zeros((), dtype=torch.bool)
+        self._holders = self._all.for_holders(leaves) if local else self._all
+        self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
     def total(self, layer: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of float64 vectors over all micro-batches of the step.
@@ -71,12 +71,12 @@ class StepSums:
         for leaf, part in zip(self._local, parts, strict=True):
             counter.push(leaf, torch.cat([part, part.new_full((1,), layer)]))
         total = self._holders(counter.pieces(), self._leaves, parts[0].new_empty(len(parts[0]) + 1))
-        self._strays = (total[-1] != layer * self._leaves).logical_or_(self._strays.to(total.device))
+        self._has_mismatch = (total[-1] != layer * self._leaves).logical_or_(self._has_mismatch.to(total.device))
         return total[:-1]
 
     def check(self) -> None:
         """Raise UsageError if ranks have added vectors of different layers."""
-        if self._strays:
+        if self._has_mismatch:
             raise UsageError(
                 "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
                 "different order; make every micro-batch go through the same layers in the same order, independent of "

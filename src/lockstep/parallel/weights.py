@@ -58,7 +58,7 @@ class Weights:
             for name, tensor in tensors.items()
         }
 
-    def let_go(self) -> None:
+    def release_weights(self) -> None:
         """Drop the references to all trained weights, because the caller keeps them."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 

@@ -82,21 +82,21 @@ def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
         expert_slice = Slice(row_places, rank, primary=not mesh.coordinate(world.rank).replicate)
         across = world.canonical(mesh, "replicate", side_stream=False)
-        experts = [_sums_of(layer, across) for layer in layers.values()]
+        experts = [_expert_sums(layer, across) for layer in layers.values()]
         return SlicedLayout(world, expert_slice, weights), _ExpertGradients(sums, experts, data_ranks)
 
     return make
 
 
-def _sums_of(layer: CutLayer, across: Sum) -> "_Sums":
+def _expert_sums(layer: CutLayer, across: Sum) -> "_ExpertSums":
     experts = layer.module.forward
     assert isinstance(experts, Experts)
     assert isinstance(experts.make, Dispatch)
-    return _Sums(experts.make, layer.module, across)
+    return _ExpertSums(experts.make, layer.module, across)
 
 
 @dataclass(eq=False)
-class _Sums:
+class _ExpertSums:
     """The gradient sums of the experts of a module, by parameter name and the rank that computed the micro-batches."""
 
     dispatch: Dispatch
@@ -114,7 +114,7 @@ class _Sums:
 
     def push(self, indices: Sequence[int | None]) -> None:
         """Add the gradients of a round. `indices` contains the micro-batch of each rank, or None for a dummy."""
-        received = self.dispatch.take()
+        received = self.dispatch.pop_gradients()
         for rank, index in enumerate(indices):
             if index is None:
                 continue
@@ -133,7 +133,7 @@ class _Sums:
             for rank in range(self.dispatch.ranks):
                 rank_counter = self.counters.get((name, rank))
                 for block, part in rank_counter.pieces().items() if rank_counter is not None else ():
-                    counter.take(block, part.reshape(-1))
+                    counter.add_block(block, part.reshape(-1))
             like = parameter.new_empty(parameter.numel(), dtype=sum_dtype(parameter))
             parameter.grad = self.across(counter.pieces(), leaves, like).view(parameter.shape)
 
@@ -142,7 +142,7 @@ class _Sums:
 class _ExpertGradients:
     """Sums the gradients of the experts. `shared` sums the gradients of all other parameters."""
 
-    def __init__(self, shared: GradientSum, experts: Sequence[_Sums], data_ranks: Sequence[DataRank]) -> None:
+    def __init__(self, shared: GradientSum, experts: Sequence[_ExpertSums], data_ranks: Sequence[DataRank]) -> None:
         self._shared = shared
         self.before_backward = shared.before_backward
         self._experts = experts

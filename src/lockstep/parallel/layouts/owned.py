@@ -194,17 +194,17 @@ class OwnedLayout:
         device = self._world.device  # rows can be in CPU memory, which NCCL can't send
         outgoing = [
             (torch.cat([each.reshape(-1) for each in tensors]).to(device), rank)
-            for rank, tensors in sent.to_others(own)
+            for rank, tensors in sent.for_peers(own)
         ]
         incoming = [
             (torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=device), rank)
-            for rank, tensors in received.to_others(own)
+            for rank, tensors in received.for_peers(own)
         ]
         self._world.exchange(outgoing, incoming)
-        for (buffer, _), (_, tensors) in zip(incoming, received.to_others(own), strict=True):
+        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own), strict=True):
             parts = torch.split(buffer, [each.numel() for each in tensors])
             torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
-        for target, source in zip(received.of(own), sent.of(own), strict=True):
+        for target, source in zip(received.for_rank(own), sent.for_rank(own), strict=True):
             target.copy_(source)
 
 
@@ -218,11 +218,11 @@ class _Messages:
     def add(self, rank: int, tensor: Tensor) -> None:
         self._tensors.setdefault((rank, tensor.dtype), []).append(tensor)
 
-    def of(self, rank: int) -> list[Tensor]:
+    def for_rank(self, rank: int) -> list[Tensor]:
         """Return the tensors for rank `rank`."""
         return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
 
-    def to_others(self, own: int) -> list[tuple[int, list[Tensor]]]:
+    def for_peers(self, own: int) -> list[tuple[int, list[Tensor]]]:
         return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
 
 

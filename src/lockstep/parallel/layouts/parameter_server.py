@@ -57,7 +57,7 @@ class Server:
     def __init__(self, ranks: int, timeout_s: float) -> None:
         self._workers = ranks - 1
         self._timeout_s = timeout_s
-        self._changed = Condition()
+        self._condition = Condition()
         self._pushed: defaultdict[int, list[Pieces]] = defaultdict(list)
         self._weights: list[Tensor] = []
         self._updates = 0
@@ -65,17 +65,17 @@ class Server:
 
     def push(self, number: int, pieces: Pieces) -> None:
         """Store the pieces that a worker pushes for sum `number`."""
-        with self._changed:
+        with self._condition:
             self._pushed[number].append(pieces)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def collect(self, number: int) -> list[Pieces]:
         """Wait until all workers have pushed their pieces of sum `number`, and return the pieces.
 
         Raises PeerLostError if this times out.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
+        with self._condition:
+            if not self._condition.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
                 missing = self._workers - len(self._pushed[number])
                 raise PeerLostError(
                     f"got no gradient from {missing} of {self._workers} workers within {self._timeout_s:g} s"
@@ -84,7 +84,7 @@ class Server:
 
     def release(self, weights: list[Tensor]) -> None:
         """Publish the weights of the next update to the workers. Don't modify these tensors after the call."""
-        with self._changed:
+        with self._condition:
             self._weights = weights
             self._updates += 1
             futures, self._waiting = self._waiting, []
@@ -94,7 +94,7 @@ class Server:
     def pull(self, update: int) -> Future[list[Tensor]]:
         """Return a future for the weights of update number `update`."""
         future: Future[list[Tensor]] = Future()
-        with self._changed:
+        with self._condition:
             if self._updates < update:
                 self._waiting.append(future)
                 return future
@@ -116,7 +116,7 @@ class PushedSum:
         """See Sum."""
         self._number += 1
         if not self._serves:
-            self._calls.ask("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
+            self._calls.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
         all_pieces = dict(pieces)
         for pushed in self._server.collect(self._number):
@@ -175,5 +175,5 @@ class ServedLayout:
             # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
-            torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))
+            torch._foreach_copy_(weights, self._calls.call_server("pull", self._updates))
         self._weights.publish()

@@ -53,15 +53,15 @@ class RowLayout:
         self._world = world
         self._whole = trainable_parameters(model)
         self._weights = Weights(model, dtype)
-        self._shards = {name: self._cut(parameter) for name, parameter in self._whole}
+        self._shards = {name: self._own_shard(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
         self._offload = offload
         self._has_separate_memory = offload or self._copies  # whether the trained rows don't share the model's memory
-        self.trained = [(name, nn.Parameter(self._rows_here(parameter))) for name, parameter in self._whole]
-        self._weights.let_go()
+        self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._whole]
+        self._weights.release_weights()
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
-        self._packs = self._sort()
+        self._packs = self._group_for_sending()
         self._keeps_whole = False
         self._sums: list[Tensor] = []  # full gradient sums of a step in the order of `trained`, if they are kept
 
@@ -95,7 +95,7 @@ class RowLayout:
             assert parameter.grad is not None
             shard = self._shards[name]
             gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
-            row.grad = self._copied(gradient)
+            row.grad = self._copy_rows(gradient)
             if self._keeps_whole:
                 self._sums.append(parameter.grad)
             parameter.grad = None
@@ -128,7 +128,7 @@ class RowLayout:
         for rows in self._packs:
             rows.exchange()
 
-    def _cut(self, parameter: Tensor) -> Shard:
+    def _own_shard(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
         return self._rows_of(parameter.detach(), self._world.rank)
@@ -137,14 +137,14 @@ class RowLayout:
         rows = part(len(tensor), self._world.size, rank)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
-    def _rows_here(self, parameter: nn.Parameter) -> Tensor:
-        rows = self._cut(self._weights.weight_of(parameter)).tensor
-        return self._copied(rows) if self._has_separate_memory else rows
+    def _trained_rows(self, parameter: nn.Parameter) -> Tensor:
+        rows = self._own_shard(self._weights.weight_of(parameter)).tensor
+        return self._copy_rows(rows) if self._has_separate_memory else rows
 
-    def _copied(self, rows: Tensor) -> Tensor:
+    def _copy_rows(self, rows: Tensor) -> Tensor:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
 
-    def _sort(self) -> "list[_Packed]":
+    def _group_for_sending(self) -> "list[_RowExchange]":
         """Group the parameters: one group to send directly from memory, and one group per dtype to pack."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
@@ -154,13 +154,13 @@ class RowLayout:
             kinds.setdefault(None if is_dense else parameter.dtype, []).append(dense if is_dense else parameter)
         ranks = range(self._world.size)
         return [
-            _Packed(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
+            _RowExchange(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
             for dtype, tensors in kinds.items()
         ]
 
 
 @final
-class _Packed:
+class _RowExchange:
     """Rows of several parameters by rank. Each rank sends its own rows, as a single tensor if `packed` is set."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
-from lockstep.comm.fsdp import Narrow, Sharded, own_gradient, rows_per_member
+from lockstep.comm.fsdp import GatherDtype, Sharded, local_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -41,10 +41,10 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 # How many communications can be pending while backward computes the next unit. This corresponds to about two units,
 # whose full gradients stay in memory.
-_UNDER_WAY: Final = 4
+_MAX_PENDING: Final = 4
 # A member that calls its units in a different order may hand over its gradients only after gathers that this member has
 # yet to join. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
-_PATIENCE_S: Final = 10.0
+_MAX_WAIT_S: Final = 10.0
 
 
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
@@ -96,7 +96,7 @@ class ShardedLayout:
         with torch.no_grad():
             for parameter in model.parameters():  # fully_shard doesn't support other memory formats
                 parameter.data = parameter.data.contiguous()
-        narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
+        narrow = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
         self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, narrow)
         sums.model = self._sharded
@@ -105,7 +105,7 @@ class ShardedLayout:
         self._shards = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._shards.items()]
         self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
-        self._gradients = [(parameter, partial(own_gradient, parts[name][1])) for name, parameter in self.trained]
+        self._gradients = [(parameter, partial(local_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -117,14 +117,14 @@ class ShardedLayout:
 
     def spans(self, shape: torch.Size) -> Sequence[Span]:
         """See SpansRows."""
-        found = []
+        row_spans = []
         for number in range(self._world.size):
             rank = self._mesh.data_rank(number)
             height = rows_per_member(shape, rank.members)
             first = min(rank.member * height, shape[0])
             own = min(height, shape[0] - first)
-            found.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
-        return found
+            row_spans.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
+        return row_spans
 
     def collect(self) -> None:
         """See Layout."""
@@ -150,11 +150,11 @@ class _ShardSums:
     3. In the last round, once a unit and all units before it in `_order` have been handed over, the stream also sums
        the rows of the unit over the replicas.
 
-    `_under_way` contains the communications that this thread hasn't waited for yet.
+    `_pending` contains the communications that this thread hasn't waited for yet.
     """
 
     rank: DataRank
-    deal: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows for this member
+    scatter_rows: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows for this member
     across: CanonicalSum
     stream: CommStream
     units: Sequence[str]
@@ -168,8 +168,8 @@ class _ShardSums:
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
     _round: tuple[int, int] = field(default=(0, 0), init=False)  # a round without micro-batches
     _remaining: int = field(default=0, init=False)
-    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False)
-    _patient: bool = field(default=True, init=False)
+    _pending: deque[Pending[None]] = field(default_factory=deque, init=False)
+    _may_block: bool = field(default=True, init=False)
     _outputs: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -205,13 +205,13 @@ class _ShardSums:
         """Receive the gradients of a unit, [M * N] (comm/fsdp.py). After the last round, `output` [N] is the sum."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
-        while may_wait and self._patient and len(self._under_way) >= _UNDER_WAY:
+        while may_wait and self._may_block and len(self._pending) >= _MAX_PENDING:
             try:
-                self._under_way[0](_PATIENCE_S)
-                self._under_way.popleft()
+                self._pending[0](_MAX_WAIT_S)
+                self._pending.popleft()
             except TimeoutError:
-                self._patient = False
-        self._under_way.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
+                self._may_block = False
+        self._pending.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:
             self._outputs[unit] = output
             self._complete_ready(everything=False)
@@ -219,8 +219,8 @@ class _ShardSums:
     def finish(self) -> None:
         """See GradientSum."""
         self._complete_ready(everything=True)
-        while self._under_way:
-            self._under_way.popleft()()
+        while self._pending:
+            self._pending.popleft()()
 
     def _complete_ready(self, everything: bool) -> None:
         # Complete units during backward, so that the partial sums and the sums of all units aren't in memory together.
@@ -229,10 +229,10 @@ class _ShardSums:
             unit = self._incomplete.popleft()
             if unit in self._outputs:
                 job = partial(self._complete, unit, self._outputs.pop(unit))
-                self._under_way.append(self.stream.submit(job))
+                self._pending.append(self.stream.submit(job))
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
-        for number, part in enumerate(self.deal(gradients, holders)):
+        for number, part in enumerate(self.scatter_rows(gradients, holders)):
             self._counters[unit].push(self._first + first + number, part)
 
     def _complete(self, unit: int, output: Tensor) -> None:

@@ -36,7 +36,7 @@ class _TracedCall:
     name: str
     arguments: dict[str, int] = field(default_factory=dict)  # path -> identity of each argument without values
     produced: set[int] = field(default_factory=set)  # identities of the tensors without values that it creates
-    read_behind: set[int] = field(default_factory=set)  # identities of the tensors that the code after it uses
+    read_after: set[int] = field(default_factory=set)  # identities of the tensors that the code after it uses
     operations: int = 0
 
 
@@ -72,7 +72,7 @@ class CallTrace:
         producers = {key: call.name for call in self._calls[:place] for key in call.produced}
         entering = {*self._calls[place].arguments.values()}
         for call in self._calls[place:]:
-            for key in call.read_behind:
+            for key in call.read_after:
                 if key in producers:
                     return f"code between modules also uses an output of {producers[key]} after {call.name}"
             for key in call.arguments.values():
@@ -89,7 +89,7 @@ class CallTrace:
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
-        direct_tensors = [self._tensors[self._names[key]] for key in call.read_behind if key in self._names]
+        direct_tensors = [self._tensors[self._names[key]] for key in call.read_after if key in self._names]
         of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 
@@ -98,7 +98,7 @@ class CallTrace:
             intercept(leaf, partial(self._note_call, name))
         states = generators()
         try:
-            with torch.no_grad(), _Reading(self):
+            with torch.no_grad(), _ReadRecorder(self):
                 outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
@@ -133,7 +133,7 @@ class CallTrace:
     def _read(self, values: Any) -> None:
         """Record that code between modules, or the return of the forward, uses these tensors."""
         if self._calls:
-            self._calls[-1].read_behind |= {
+            self._calls[-1].read_after |= {
                 id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
             }
 
@@ -146,18 +146,18 @@ class CallTrace:
 
 
 @final
-class _Reading(TorchFunctionMode):
+class _ReadRecorder(TorchFunctionMode):
     """Records the inputs and outputs of code between modules. Reading only the shape of a tensor doesn't count."""
 
-    def __init__(self, line: CallTrace) -> None:
+    def __init__(self, trace: CallTrace) -> None:
         super().__init__()
-        self._line = line
+        self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._line._inside and (result is None or batches.tensors_of(result)):
-            self._line._read((args, kwargs))
-            self._line._record_produced(result)
+        if not self._trace._inside and (result is None or batches.tensors_of(result)):
+            self._trace._read((args, kwargs))
+            self._trace._record_produced(result)
         return result
 
 
@@ -234,10 +234,10 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
 def _signature(arguments: Any) -> Any:
     """Return a key for the output shapes. Objects other than tensors and plain values are compared by identity."""
     leaves, form = pytree.tree_flatten(arguments)
-    return str(form), tuple(_form(leaf) for leaf in leaves)
+    return str(form), tuple(_leaf_key(leaf) for leaf in leaves)
 
 
-def _form(leaf: Any) -> Any:
+def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool | None) else id(leaf)

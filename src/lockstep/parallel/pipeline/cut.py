@@ -52,7 +52,7 @@ def find_cut(
 def _find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
 ) -> PipelineCut:
-    blank, runs = _blank(model, example)
+    blank, runs = _meta_copy(model, example)
     blocks = _names_to_compile(blank) if whole_blocks else frozenset()
     regions = region_names(blank)
     if "" in regions:
@@ -62,8 +62,8 @@ def _find_cut(
         )
     start = PipelineCut(kept=blocks | regions, example=example)
 
-    def find(start: PipelineCut, runs: bool) -> "_Found":
-        return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
+    def find(start: PipelineCut, runs: bool) -> "_CutResult":
+        return _cut_before(blank, stages, names, start, runs) if names else _cut_by_cost(blank, stages, start, runs)
 
     try:
         traced = find(start, runs)
@@ -74,13 +74,13 @@ def _find_cut(
             return find(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
-    if names or not traced.shut or traced.dearest <= EVEN_ENOUGH / stages:
+    if names or not traced.shut or traced.highest_cost <= EVEN_ENOUGH / stages:
         return traced.cut
     try:  # check if replaying the code allows a better cut
         replayed = find(replace(start, replayed=True), True)
     except UsageError:
         return traced.cut
-    return replayed.cut if replayed.dearest < traced.dearest else traced.cut
+    return replayed.cut if replayed.highest_cost < traced.highest_cost else traced.cut
 
 
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
@@ -156,7 +156,7 @@ def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
     return line.obstacle(place)
 
 
-def _trains(used: Mapping[int, Tensor]) -> bool:
+def _is_trainable(used: Mapping[int, Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in used.values())
 
 
@@ -193,7 +193,7 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
 
-def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_Found":
+def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_CutResult":
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
@@ -219,23 +219,23 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Pipe
             raise UsageError(
                 f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; name a different module"
             )
-        if not any(map(_trains, line.used[part.start : part.stop])):
+        if not any(map(_is_trainable, line.used[part.start : part.stop])):
             raise UsageError(
                 f"strategy pipeline: cut: stage {number} has no trainable parameter; name different modules"
             )
     ownership(model, cut)
-    return _Found(cut)
+    return _CutResult(cut)
 
 
-class _Found(NamedTuple):
+class _CutResult(NamedTuple):
     """A cut, the cost fraction of its most expensive stage, and whether some modules couldn't be entered."""
 
     cut: PipelineCut
-    dearest: float = 0.0
+    highest_cost: float = 0.0
     shut: bool = False
 
 
-def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _Found:
+def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _CutResult:
     # Modules that can't be entered. With replay, code within a block would read the values that cross a cut there.
     closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     initially_closed = len(closed)
@@ -244,7 +244,7 @@ def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> 
         line = line_of(model, start, training=True)
         costs = _costs(line, start.example if runs else None)
         allowed = {place: name for name, place in line.calls.items() if place and _obstacle(model, line, place) is None}
-        places = balance(costs, stages, allowed, [*map(_trains, line.used)])
+        places = balance(costs, stages, allowed, [*map(_is_trainable, line.used)])
         if places is not None:
             cut = replace(start, begins=tuple(allowed[place] for place in places))
             cost = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
@@ -253,20 +253,20 @@ def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> 
         failures += best is not None
         if lowest_cost <= EVEN_ENOUGH / stages:
             break
-        name = _dearest(model, line, costs, closed)
-        while name is not None and not _can_be_entered(model, _entering(start, name)):
+        name = _most_expensive_module(model, line, costs, closed)
+        while name is not None and not _can_be_entered(model, _with_entered(start, name)):
             closed.add(name)
-            name = _dearest(model, line, costs, closed)
+            name = _most_expensive_module(model, line, costs, closed)
         if name is None:
             break
-        start = _entering(start, name)
+        start = _with_entered(start, name)
     if best is None:
         raise UsageError(_refusal(model, line, stages))
     ownership(model, best)
-    return _Found(best, lowest_cost, len(closed) > initially_closed)
+    return _CutResult(best, lowest_cost, len(closed) > initially_closed)
 
 
-def _entering(cut: PipelineCut, name: str) -> PipelineCut:
+def _with_entered(cut: PipelineCut, name: str) -> PipelineCut:
     return replace(cut, entered=cut.entered | {name})
 
 
@@ -292,7 +292,7 @@ def _shares(amounts: list[int]) -> list[float]:
     return [amount / whole for amount in amounts]
 
 
-def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
+def _most_expensive_module(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
     """Return the most expensive module that could be entered, or None. Modules of torch are never entered."""
     modules = dict(model.named_modules())
     candidates = [
@@ -339,7 +339,7 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
     return names
 
 
-def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
+def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
     """Return a copy of the model on the meta device, and whether its forward runs there on `example`.
 
     If the model can't be copied, returns the model itself and False.
@@ -373,7 +373,7 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     places = [place for place in sorted(set(allowed)) if 0 < place < length]
     ends = [*places, length]
 
-    def cheapest(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
+    def best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
         """Return the smallest cost (combined by `add`) of a split with parts up to `max_cost`, and its positions."""
         # best[end]: the best split of the items before `end`. Its number of parts grows by one in each round.
         best: dict[int, tuple[float, tuple[int, ...]]]
@@ -392,6 +392,6 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
         return best.get(length)
 
     # Two passes, because the beginning of an optimal split isn't always an optimal split of its items.
-    minimal = cheapest(math.inf, max)
-    split = minimal and cheapest(minimal[0], lambda total, cost: total + cost * cost)
+    minimal = best_split(math.inf, max)
+    split = minimal and best_split(minimal[0], lambda total, cost: total + cost * cost)
     return None if split is None else list(split[1])

@@ -50,7 +50,7 @@ from lockstep.parallel.pipeline.links import Links
 from lockstep.parallel.pipeline.part import keep_only, part_of
 from lockstep.parallel.pipeline.place import PipelineShape, StagePlace
 from lockstep.parallel.pipeline.schedule import Action, actions
-from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
+from lockstep.parallel.pipeline.stage import BackwardInputs, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
@@ -58,7 +58,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @dataclass(eq=False)
-class _Passing:
+class _InFlightLeaf:
     """A leaf that passes through a stage, the generator states that it arrived with, and the states to send along."""
 
     leaf: MicroBatch
@@ -96,7 +96,7 @@ class PipelineEngine:
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
         # From here on, tensors of other ranks have no memory.
-        own_slice = self._keep_own(cut_model)
+        own_slice = self._keep_own_tensors(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
         self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.stages}
         numerics.prepare(self._model, world.device)
@@ -127,7 +127,7 @@ class PipelineEngine:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         return OptimizerNames(trained, make_optimizer(trained, whole_norms))
 
-    def _keep_own(self, cut_model: CutModel) -> Slice:
+    def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
         """Keep only the tensors that this rank's stages own or borrow. Returns this rank's slice of them."""
         if self._pipe.tensor > 1:
             keep_own_chunks(self._model, self._world, self._place.mesh)
@@ -156,7 +156,7 @@ class PipelineEngine:
         for action in actions(
             pipe.schedule, place.coordinate.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)
         ):
-            self._act(action, cuts[action.microbatch], step)
+            self._run_action(action, cuts[action.microbatch], step)
         self._links.finish()
         for stage in self._stages.values():
             stage.add_gradients(leaves, self._across)
@@ -221,7 +221,7 @@ class PipelineEngine:
     def close(self) -> None:
         """See Engine."""
 
-    def _act(self, action: Action, leaves: MicroBatches, step: Step) -> None:
+    def _run_action(self, action: Action, leaves: MicroBatches, step: Step) -> None:
         number, microbatch = action.stage, leaves[0].index
         stage = self._stages[number]
         match action.kind:
@@ -233,55 +233,57 @@ class PipelineEngine:
             case "backward" | "backward_input":
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
                 arrived = [
-                    Arrived(self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index))
+                    BackwardInputs(
+                        self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index)
+                    )
                     for leaf in leaves
                 ]
                 with self._model_code:
                     results = backward(microbatch, arrived)
                 for leaf, result in zip(leaves, results, strict=True):
                     for tie, gradient in zip(self._ties.of_borrower(number), result.borrowed, strict=True):
-                        self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
+                        self._links.send([gradient], self._links.tied_weight_line(tie), tie.owner, leaf.index)
                     if number:
                         previous = number - 1
-                        self._links.send([*result.inputs], self._links.gradients_of(previous), previous, leaf.index)
+                        self._links.send([*result.inputs], self._links.gradient_line(previous), previous, leaf.index)
 
     def _forward(self, number: int, leaves: MicroBatches, step: Step) -> None:
-        passings, forwards = [], []
+        leaves_in_flight, forwards = [], []
         for leaf in leaves:
             model_inputs = self._numerics.prepare_inputs(self._leaves.inputs(leaf))
             values: Values = [None, *tensors_of(model_inputs)]
             states, *inputs = values if number == 0 else self._links.receive(number, number - 1, leaf.index)
-            passings.append(_Passing(leaf, model_inputs, states))
-            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passings[-1], step)))
+            leaves_in_flight.append(_InFlightLeaf(leaf, model_inputs, states))
+            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, leaves_in_flight[-1], step)))
         stage_outputs = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
-        for passing, outputs in zip(passings, stage_outputs, strict=True):
-            index = passing.leaf.index
+        for in_flight, outputs in zip(leaves_in_flight, stage_outputs, strict=True):
+            index = in_flight.leaf.index
             if number == self._place.last:
-                loss = _tensor(outputs[0]).detach()
+                loss = _as_tensor(outputs[0]).detach()
                 self._own_losses.append(loss)
                 self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
             else:
-                self._links.send([passing.drawn, *outputs], number + 1, number + 1, index)
+                self._links.send([in_flight.drawn, *outputs], number + 1, number + 1, index)
 
-    def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
+    def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
         """Return the values that leave the stage for a leaf. For the last stage, this is only the loss."""
-        leaf = passing.leaf
-        initial_states = self._seed(step, leaf.index, passing.arrived)
+        leaf = in_flight.leaf
+        initial_states = self._seed(step, leaf.index, in_flight.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
             self._ties.begin_forward()
             with self._model_code, self._leaves.around():
-                outputs = _check(self._code[number].training(values, passing.model_inputs))
+                outputs = _check(self._code[number].training(values, in_flight.model_inputs))
             self._ties.end_forward()
             if number == self._place.last:
                 outputs = [self._loss_of(leaf, outputs)]
             else:
-                passing.drawn = self._generator_states(initial_states, passing.arrived)
+                in_flight.drawn = self._generator_states(initial_states, in_flight.arrived)
             # Don't leave autocast before all leaves have ended, because leaving clears the cache that they share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
     def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
-        prepared = self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in outputs]))
+        prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
         loss = self._task.loss(prepared, leaf.batch)
         if self._observed.enabled and not self._place.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
@@ -291,13 +293,13 @@ class PipelineEngine:
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
         """Return the gradients of the outputs of a stage. For the last stage, this is the seed of the loss."""
         if number != self._place.last:
-            return self._links.receive(self._links.gradients_of(number), number + 1, index)
+            return self._links.receive(self._links.gradient_line(number), number + 1, index)
         return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients of lent parameters that the borrowing stages have computed for a leaf."""
         arrived = [
-            (tie, self._links.receive(self._links.of_tie(tie), tie.borrower, index)[0])
+            (tie, self._links.receive(self._links.tied_weight_line(tie), tie.borrower, index)[0])
             for tie in self._ties.of_owner(number)
         ]
         return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
@@ -343,7 +345,7 @@ class PipelineEngine:
             if number != self._place.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
         shared_outputs = self._links.share_outputs(outputs)
-        return self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in shared_outputs]))
+        return self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in shared_outputs]))
 
     def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
@@ -366,7 +368,7 @@ def _check(values: Sequence[object]) -> list[Tensor | int]:
     return fitting
 
 
-def _tensor(value: Value) -> Tensor:
+def _as_tensor(value: Value) -> Tensor:
     assert isinstance(value, Tensor)
     return value
 

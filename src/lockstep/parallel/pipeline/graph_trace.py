@@ -76,8 +76,10 @@ class GraphTrace:
             if node.op == "call_module":
                 self.calls.setdefault(_name(node), place)
         self._unfit: frozenset[str] = frozenset()  # names of nodes whose values are neither tensors nor integers
-        self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
-        if any(node.target is getattr for node in self._given):  # these can be None, which a trace can't represent
+        self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
+        if any(
+            node.target is getattr for node in self._output_nodes
+        ):  # these can be None, which a trace can't represent
             raise UntraceableError(
                 "its outputs are attributes of a module's output; return tensors from its forward, or use a different "
                 "strategy"
@@ -118,7 +120,7 @@ class GraphTrace:
                     copied[weight] = graph.node_copy(weight)
             copied[node] = graph.node_copy(node, lambda argument: copied[argument])
         last = stop == len(self.body)
-        results = self._given if last else self._crossing(stop)
+        results = self._output_nodes if last else self._crossing(stop)
         graph.output([copied[node] for node in results])
         return fx.GraphModule(self._root, graph)
 
@@ -217,8 +219,8 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
     except Exception as error:  # user code can raise any exception if there are no real tensors
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
-            f"its code {_blame(error)} depends on values or shapes of tensors ({type(error).__name__}: {first}); "
-            f"{UntraceableError.advice}"
+            f"its code {_error_location(error)} depends on values or shapes of tensors ({type(error).__name__}: "
+            f"{first}); {UntraceableError.advice}"
         ) from error
     problem = None
     if generators() != states:
@@ -236,7 +238,7 @@ def generators() -> list[object]:
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 
 
-def _blame(error: Exception) -> str:
+def _error_location(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     library_folders = [Path(torch.__file__).parent, Path(__file__).parent]
     user_frames = [

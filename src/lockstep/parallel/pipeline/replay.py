@@ -73,7 +73,7 @@ class Replay:
         leaf_modules_inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
             if module not in leaf_modules_inside:
-                self._hide(path, module, own)
+                self._hide_tensors(path, module, own)
 
     def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
         """Return the function of a stage, which maps incoming values and the model inputs to outgoing values."""
@@ -91,7 +91,7 @@ class Replay:
             current.run, current.inside = None, False
         if part.end is not None:
             _refuse(f"{part.end}, at which the next stage begins, was not called")
-        return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
+        return batches.tensors_of(batches.map_tensors(partial(_arrived_value, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, skip or end at a module that is never split. Replaces the forward of the module."""
@@ -99,20 +99,20 @@ class Replay:
         if run is None or self._current.inside:
             return forward(*args, **kwargs)
         if not run.begun and name == run.part.begin:
-            _begin(run, args, kwargs)
+            _begin_stage(run, args, kwargs)
         if not run.begun:
             return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
-            raise _StageEnd([_real(run, leaves[path]) for path in run.part.leaving])
-        args, kwargs = batches.map_tensors(partial(_real, run), (args, kwargs))
+            raise _StageEnd([_arrived_value(run, leaves[path]) for path in run.part.leaving])
+        args, kwargs = batches.map_tensors(partial(_arrived_value, run), (args, kwargs))
         self._current.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
             self._current.inside = False
 
-    def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
+    def _hide_tensors(self, path: str, module: nn.Module, own: Collection[str]) -> None:
         """Replace tensors of other ranks with fake tensors, which code between modules can then use."""
         blank = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
@@ -120,7 +120,7 @@ class Replay:
                 vars(module)[name] = getattr(blank, name)  # takes precedence over the module's parameter or buffer
 
 
-def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.equal(run.drawn, torch.get_rng_state()):
         _refuse("code between modules draws random numbers before this stage begins")
     leaves = dict(paths_of((args, kwargs)))
@@ -129,7 +129,7 @@ def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     run.begun = True
 
 
-def _real(run: _Run, value: Any) -> Any:
+def _arrived_value(run: _Run, value: Any) -> Any:
     """Return the value that arrived for a fake tensor, or any other value unchanged."""
     if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value

@@ -83,7 +83,7 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
     order = _alternating(forward_actions, backward_actions, warm_up)
-    return list(_weights_later(order, rank) if schedule == "zero_bubble" else order)
+    return list(_delay_weight_gradients(order, rank) if schedule == "zero_bubble" else order)
 
 
 def _in_rounds(kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]) -> Iterator[Action]:
@@ -101,7 +101,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) 
         yield backward
 
 
-def _weights_later(order: Iterator[Action], delay: int) -> Iterator[Action]:
+def _delay_weight_gradients(order: Iterator[Action], delay: int) -> Iterator[Action]:
     """Delay each weight gradient until `delay` more backwards have run."""
     delayed: list[Action] = []
     for action in order:

@@ -39,7 +39,7 @@ from lockstep.parallel.isolated_grads import IsolatedGradients
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
-Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that a borrowing stage also uses, with its gradients
+LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that a borrowing stage also uses, with its gradients
 
 _SENT_BYTES: Final = 32 << 20  # bucket size of a sum, so that not all gradients of a stage are in memory twice
 
@@ -52,14 +52,14 @@ class Forward(NamedTuple):
     compute: Compute
 
 
-class Arrived(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The inputs of a backward: the gradients of the stage's outputs, and the gradients of borrowing stages."""
 
     gradients: Values
-    lent: Lent = ()
+    lent: LentGradients = ()
 
 
-class Back(NamedTuple):
+class BackwardResult(NamedTuple):
     """The results of a backward: the gradients of the stage's inputs, and the gradients of borrowed parameters."""
 
     inputs: Gradients
@@ -125,21 +125,21 @@ class Stage:
         self.running.before_forward()
         with self._guarded():
             if self.recompute:
-                _, outputs = self._start([_forgetting(forward) for forward in forwards], module)
+                _, outputs = self._start([_without_saved_tensors(forward) for forward in forwards], module)
                 self._in_flight[number] = lambda: self._start(forwards, module)[0]
             else:
                 in_flight, outputs = self._start(forwards, module)
                 self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observations(samples))
-        return [[_cut_off(output) for output in leaf_outputs] for leaf_outputs in outputs]
+        return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
-    def backward(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
+    def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
         """Run the full backward of micro-batch `number`, and return the results for each leaf."""
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
-        _run_back([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _pairs(leaf, gradients)])
+        _run_backward([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _gradient_pairs(leaf, gradients)])
         if isolated is not None:
             isolated.check()
         results = []
@@ -147,26 +147,26 @@ class Stage:
             if isolated is not None:
                 isolated.hand(index)
             self._gradients.push(leaf.number, _take_gradients(self.parameters, borrowed_gradients))
-            results.append(Back(leaf.input_gradients(), self._of_borrowed()))
+            results.append(BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients()))
         return results
 
-    def backward_input(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
+    def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
         """Return the same results as `backward`, but defer computation that only the weight gradients need.
 
         If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf.
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
-        pairs = _pairs(leaf, gradients)
+        pairs = _gradient_pairs(leaf, gradients)
         if not leaf.differentiable_inputs and not self.borrowed:
-            in_flight.finish = lambda: _finish_whole(pairs, self.parameters, borrowed_gradients)
+            in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, borrowed_gradients)
         else:  # torch's split backward would lose the weight gradients of outputs that don't depend on an input
-            taken_gradients = _finish_whole(pairs, self.parameters, borrowed_gradients)
+            taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
             in_flight.finish = lambda: taken_gradients
         self._split[number] = in_flight
-        return [Back(leaf.input_gradients(), self._of_borrowed())]
+        return [BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
         """Run the part of the backward that `backward_input` deferred."""
@@ -214,7 +214,7 @@ class Stage:
                 started = self.cooperative.run([partial(_start_forward, forward) for forward in forwards], isolated.use)
         return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
-    def _of_borrowed(self) -> Gradients:
+    def _pop_borrowed_gradients(self) -> Gradients:
         """Return the gradients of the borrowed parameters, and clear the gradients."""
         gradients = []
         for tensor in self.borrowed:
@@ -255,15 +255,15 @@ def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
     return _Leaf(number, leaves, caught_gradients, len(inputs), edges), outputs
 
 
-def _cut_off(output: Tensor | int) -> Tensor | int:
+def _detach(output: Tensor | int) -> Tensor | int:
     return output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
 
 
-def _forgetting(forward: Forward) -> Forward:
+def _without_saved_tensors(forward: Forward) -> Forward:
     """Return a forward that saves no tensors for a backward, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
-        with saved_tensors_hooks(_drop, _drop):
+        with saved_tensors_hooks(_discard, _discard):
             return forward.compute(values)
 
     return Forward(forward.number, [_copy(value) for value in forward.inputs], compute)
@@ -274,27 +274,29 @@ def _copy(value: Value) -> Value:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _drop(_: Any) -> Any:
+def _discard(_: Any) -> Any:
     return None
 
 
-def _pairs(leaf: _Leaf, gradients: Values) -> Pairs:
+def _gradient_pairs(leaf: _Leaf, gradients: Values) -> Pairs:
     pairs = zip(leaf.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
-def _run_back(pairs: Pairs) -> None:
+def _run_backward(pairs: Pairs) -> None:
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
-    _run_back(pairs)
+def _run_full_backward(
+    pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+) -> list[Tensor]:
+    _run_backward(pairs)
     return _take_gradients(parameters, borrowed_gradients)
 
 
 def _split(
-    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent
+    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
@@ -315,7 +317,7 @@ def _reaches_input(node: Node) -> bool:
     return any(reachable.name() == "_EnterBackward" for reachable in nodes_behind(node))
 
 
-def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
+def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
     """Return the gradients and clear them. Missing gradients are zeros. Each result has the strides of its parameter.
 
     For lent parameters, the gradients of the borrowing stage are added in their dtype, in autograd's order.

@@ -24,8 +24,8 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
     be clipped.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
-    joint = [_tiny(*shape) for shape in shapes]
-    one_by_one = [_tiny(*shape) for shape in shapes]
+    joint = [_small_parameter(*shape) for shape in shapes]
+    one_by_one = [_small_parameter(*shape) for shape in shapes]
     optimizers = [make_optimizer([(f"{index}", parameter)], whole_norms) for index, parameter in enumerate(one_by_one)]
     joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], whole_norms)
     for optimizer in [joint_optimizer, *optimizers] * 3:
@@ -59,7 +59,7 @@ class OptimizerNames:
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._own_groups(slots.trained, optimizer)
         tensors = {
-            self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
+            self._global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
         report = {
             "tensors": {
@@ -111,7 +111,7 @@ class OptimizerNames:
             for number, group in enumerate(optimizer.param_groups)
         ]
 
-    def _whole_name(self, name: str, groups: list[int]) -> str:
+    def _global_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
         if not owner.startswith(GROUP):
             return name
@@ -124,7 +124,7 @@ class OptimizerNames:
         return self._place[owner]
 
 
-def _tiny(dim: int, number: int) -> Parameter:
+def _small_parameter(dim: int, number: int) -> Parameter:
     values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
     parameter = Parameter(values)
     parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values

@@ -32,10 +32,10 @@ def built_in_plan(model: nn.Module) -> dict[str, str]:
         for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
             if not layer or isinstance(getattr(module, layer), nn.Module):
                 plan[".".join(filter(None, (name, layer)))] = kind
-    return plan | _of_transformers(model)
+    return plan | _transformers_plan(model)
 
 
-def _of_transformers(model: nn.Module) -> dict[str, str]:
+def _transformers_plan(model: nn.Module) -> dict[str, str]:
     """Return the plan of a transformers model, without groups that contain unsupported kinds."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
@@ -45,10 +45,12 @@ def _of_transformers(model: nn.Module) -> dict[str, str]:
         kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{prefix_dot}{pattern}")), None)
         if kind is not None:
             groups.setdefault(name.rpartition(".")[0], {})[name] = kind
-    experts = {name: "experts" for group in groups.values() for name in group if _are_experts(model, name, group[name])}
+    experts = {
+        name: "experts" for group in groups.values() for name in group if _is_expert_module(model, name, group[name])
+    }
     usable = [group for group in groups.values() if {"colwise", "rowwise"} <= {*group.values()} <= {*_KINDS}]
     return experts | {name: _KINDS[kind] for group in usable for name, kind in group.items()}
 
 
-def _are_experts(model: nn.Module, name: str, kind: str) -> bool:
+def _is_expert_module(model: nn.Module, name: str, kind: str) -> bool:
     return kind == "moe_tp_experts" and takes_pairs(model.get_submodule(name))

@@ -47,7 +47,7 @@ class Forwards(Protocol):
     def own(self) -> range: ...
 
     @property
-    def under_way(self) -> bool: ...
+    def in_progress(self) -> bool: ...
 
     def enter(self, chunks: "Region", call: partial[Any]) -> None:
         """Announce that a forward of this rank calls a region, so that the other forwards can call it too."""
@@ -83,7 +83,7 @@ class Region:
         self.own = part(self.count, ranks, rank)
         self._across = across
 
-    def before(self, call: partial[Any]) -> None:
+    def call_for_earlier_chunks(self, call: partial[Any]) -> None:
         """Call the region for all chunks of this rank except the last. The caller then calls it for the last chunk."""
         self.forwards.enter(self, call)
         self._call(call, len(self.own) - 1)
@@ -109,7 +109,7 @@ class Region:
     @property
     def forwards(self) -> Forwards:
         """The forwards that go through the region together."""
-        return self.visited if self.visited is not None and self.visited.under_way else self._alone
+        return self.visited if self.visited is not None and self.visited.in_progress else self._alone
 
     @property
     def computing(self) -> bool:
@@ -145,7 +145,7 @@ class Region:
         region_call.inputs.append(inputs)
         if region_call.current < len(self.own) - 1:
             raise ChunkDone
-        region_call.draws.go_on()
+        region_call.draws.resume()
         del self._calls.active
         return region_call.inputs
 
@@ -156,7 +156,7 @@ class Region:
             if training:
                 draws.for_chunk(chunk)
             yield index, chunk
-        draws.go_on()
+        draws.resume()
 
     def rows(self, length: int) -> list[range]:
         """Return the range of rows for each chunk of this rank. `length` doesn't have to be a multiple of `count`."""
@@ -164,7 +164,7 @@ class Region:
 
     def gather_all(self, tensor: Tensor) -> Tensor:
         """Gather the tensors of all chunks in order along dim 0. All ranks must call this with their own chunks."""
-        return self._across.side_by_side(tensor).flatten(0, 1)
+        return self._across.stack_ranks(tensor).flatten(0, 1)
 
     def total(self, partials: Iterable[Tensor]) -> Tensor:
         """Return the sum of tensors with the same shape over all chunks. The tensors in `partials` may be overwritten.
@@ -193,7 +193,7 @@ class _OneForward:
     """A single forward, which needs no communication between forwards."""
 
     def __init__(self, chunks: Region) -> None:
-        self.count, self.own, self.under_way = 1, range(1), True
+        self.count, self.own, self.in_progress = 1, range(1), True
         self._chunks = chunks
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
@@ -249,41 +249,41 @@ class Draws:
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._saved_states = self._states()
-        self._after: list[Tensor] = []
+        self._states_after_key: list[Tensor] = []
         self._key: int | None = None
-        self._drawing: int | None = None
+        self._seeded_chunk: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
         """Seed the generators for a chunk, unless they are already seeded for it."""
-        if chunk != self._drawing:
-            self._drawing = chunk
-            self.draw_by(self.key, chunk)
+        if chunk != self._seeded_chunk:
+            self._seeded_chunk = chunk
+            self.seed_chunk(self.key, chunk)
 
     @property
     def key(self) -> int:
         """The key for the seeds of this call. It is drawn on first access."""
         if self._key is None:
             self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
-            self._after = self._states()
+            self._states_after_key = self._states()
         return self._key
 
-    def draw_by(self, key: int, chunk: int) -> None:
+    def seed_chunk(self, key: int, chunk: int) -> None:
         """Seed the generators with this key and chunk."""
         for generator in self._generators:
             generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
         """Restore the generator states from before the first layers."""
-        self._set(self._saved_states)
+        self._set_states(self._saved_states)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Restore the generator states from after the key was drawn, as if the chunks hadn't drawn any numbers."""
-        if self._after:
-            self._set(self._after)
+        if self._states_after_key:
+            self._set_states(self._states_after_key)
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _set(self, states: Sequence[Tensor]) -> None:
+    def _set_states(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

@@ -36,7 +36,7 @@ from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
 from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Draws, Region
-from lockstep.parallel.tensor.layers import align, by_chunk, calling_with, copies
+from lockstep.parallel.tensor.layers import align, by_chunk, copies, replaced_parameters
 
 
 class Pairs(NamedTuple):
@@ -70,7 +70,7 @@ class Experts:
         self.chunks = chunks
         self.make: Make = self._make
         self._forward: Callable[..., Tensor] = module.forward
-        self._of_group = group_size
+        self._group_size = group_size
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
@@ -82,8 +82,8 @@ class Experts:
         inputs = copies(self.chunks, [rows, weights.reshape(-1)])
         pairs_by_group, row_indices = [], []
         for index, group in enumerate(self.chunks.own):
-            relative = experts.reshape(-1) - group * self._of_group
-            pairs = _pairs(relative, self._of_group)
+            relative = experts.reshape(-1) - group * self._group_size
+            pairs = _pairs(relative, self._group_size)
             row_indices.append(pairs // experts.shape[-1])
             pairs_by_group.append(
                 Pairs(inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs])
@@ -105,7 +105,7 @@ class Experts:
         rows, experts, weights = pairs
         if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward
             return rows * weights[:, None]
-        with calling_with(self.module, {**self.module._parameters, **parameters}):
+        with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
 
     def _make(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
@@ -145,7 +145,7 @@ class Dispatch:
         self._carrier = carrier
         self._local_count = experts.chunks.count // ranks
         # Gradients of the current round by source rank. They are accumulated over several calls of the module.
-        self._arrived: dict[int, Gradients] = {}
+        self._gradients_by_source: dict[int, Gradients] = {}
 
     def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
         """See Make. `pairs_by_group` contains the pairs of all groups on all ranks."""
@@ -180,10 +180,10 @@ class Dispatch:
             groups = zip(*(parameter.tensor_split(self._local_count) for parameter in source_parameters), strict=True)
             for group, group_parameters in enumerate(groups, start=self._rank * self._local_count):
                 if training:
-                    draws.draw_by(counts_by_source[source][-1], group)
+                    draws.seed_chunk(counts_by_source[source][-1], group)
                 named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
                 outputs.append(self._experts.compute(named_parameters, next(received_pairs)))
-        draws.go_on()
+        draws.resume()
         [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join(outputs)])
         return list(_split(counts, rows_back))
 
@@ -223,16 +223,16 @@ class Dispatch:
 
     def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
         """Accumulate the gradients of the parameters for the micro-batch of rank `source`."""
-        gradients_of_source = self._arrived.setdefault(source, {})
+        gradients_of_source = self._gradients_by_source.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
                 gradients_of_source[name] = (
                     gradients_of_source[name] + gradient if name in gradients_of_source else gradient
                 )
 
-    def take(self) -> Mapping[int, Gradients]:
+    def pop_gradients(self) -> Mapping[int, Gradients]:
         """Return the gradients of a round by source rank, and clear the gradients."""
-        received, self._arrived = self._arrived, {}
+        received, self._gradients_by_source = self._gradients_by_source, {}
         return received
 
     def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:

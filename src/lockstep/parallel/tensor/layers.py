@@ -85,7 +85,7 @@ def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -
     parameters = layer._parameters
     present = {name: parameter for name, parameter in parameters.items() if parameter is not None}
     copied = chunks.begin(layer, partial(copies, chunks, [*present.values()]))
-    with calling_with(layer, parameters | dict(zip(present, copied, strict=True))):
+    with replaced_parameters(layer, parameters | dict(zip(present, copied, strict=True))):
         return forward(*inputs)
 
 
@@ -97,7 +97,7 @@ def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @contextmanager
-def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
+def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
     """Replace the parameters of a module with these tensors within the block."""
     original = module._parameters
     module._parameters = parameters

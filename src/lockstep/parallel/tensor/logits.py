@@ -51,7 +51,7 @@ class Logits(Tensor):
         """Run functions that work chunk by chunk. torch runs all other functions, which may only use the shape."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
-        if function_of_parts := _OF_EACH.get(function):
+        if function_of_parts := _PART_FUNCTIONS.get(function):
             return function_of_parts(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -61,14 +61,14 @@ class Logits(Tensor):
     ) -> NoReturn:
         """Reject operations that read values."""
         logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
-        _refuse(logits, f"{function} computes with them")
+        _raise_unsupported(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape and the chunks, because this rank doesn't have all values."""
         return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
 
 
-def _refuse(logits: Logits, reason: str) -> NoReturn:
+def _raise_unsupported(logits: Logits, reason: str) -> NoReturn:
     raise UsageError(
         f"recipe.model.plan: {logits.chunks.name} is vocab, so its logits are in chunks during training, but {reason}; "
         f"use these logits only in a cross entropy, or set {logits.chunks.name} to whole"
@@ -83,28 +83,28 @@ def _index(logits: Logits, index: Any) -> Logits:
     items = index if isinstance(index, tuple) else (index,)
     is_supported = all(item is Ellipsis or isinstance(item, slice) for item in items)
     if not is_supported or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
-        _refuse(logits, f"they are indexed by [{index}]")
+        _raise_unsupported(logits, f"they are indexed by [{index}]")
     return _like(logits, [part[index] for part in logits.parts])
 
 
 def _reshape(logits: Logits, *shape: Any) -> Logits:
-    return _in_shape(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
+    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
 
 
 def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
-    return _in_shape(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
+    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
 
 
-def _in_shape(logits: Logits, like: Tensor) -> Logits:
+def _reshape_parts(logits: Logits, like: Tensor) -> Logits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
-        _refuse(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
+        _raise_unsupported(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
     return _like(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
     dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), dtype)
     if any(argument not in (dtype, logits.device) for argument in args):
-        _refuse(logits, f"to({', '.join(map(str, args))}) is called on them")
+        _raise_unsupported(logits, f"to({', '.join(map(str, args))}) is called on them")
     return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
 
 
@@ -113,7 +113,7 @@ def _register_hook(logits: Logits, hook: Any) -> Any:
     return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
-_OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
+_PART_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.__getitem__: _index,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
@@ -134,9 +134,11 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
     for name, value in arguments.items():
         default = inspect.signature(F.cross_entropy).parameters[name].default
         if name not in ("input", "target", "ignore_index", "reduction") and value is not default and value != default:
-            _refuse(logits, f"the cross entropy sets {name}")
+            _raise_unsupported(logits, f"the cross entropy sets {name}")
     if logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        _refuse(logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}")
+        _raise_unsupported(
+            logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}"
+        )
     ignored = arguments.get("ignore_index", -100)
     losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
     match arguments.get("reduction", "mean"):

@@ -91,7 +91,7 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     if example is None:
         return
     try:
-        with torch.no_grad(), _InRegions(layers.values()):
+        with torch.no_grad(), _AttentionCheck(layers.values()):
             call(model, example)
     except LockstepError:
         raise
@@ -100,7 +100,7 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
 
 
 @final
-class _InRegions(TorchFunctionMode):
+class _AttentionCheck(TorchFunctionMode):
     """A torch function mode that raises UsageError if attention is called outside of the regions of these layers."""
 
     def __init__(self, layers: Iterable[CutLayer]) -> None:
@@ -173,22 +173,22 @@ class Spread:
         return part(self.count, self.ranks, self.rank)
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether forwards of chunks are running. They aren't in evaluation, which uses full sequences."""
-        return self.cooperative.under_way
+        return self.cooperative.in_progress
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
         """Announce that a forward of this rank calls a region, so that threads of other forwards visit the region."""
         states = [generator.get_state() for generator in self.generators]
-        self.cooperative.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
+        self.cooperative.exchange(_NEXT, self._share_visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
         """Announce that a forward of this rank won't call any more regions."""
-        self.cooperative.exchange(_NEXT, self._visits, None)
+        self.cooperative.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
         """Visit all regions that the forward on a different rank calls, until that forward leaves."""
-        while (visit := self.cooperative.exchange(_NEXT, self._visits, None)) is not None:
+        while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
             visit.chunks.visit(visit.call)
@@ -199,7 +199,7 @@ class Spread:
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
         """See Forwards."""
-        return [align(tensor) for tensor in self.across.side_by_side(torch.stack([*local])).flatten(0, 1)]
+        return [align(tensor) for tensor in self.across.stack_ranks(torch.stack([*local])).flatten(0, 1)]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
@@ -226,7 +226,7 @@ class Spread:
             all_pieces |= zip(blocks(part(chunks, self.ranks, rank)), tensor[index], strict=True)
         return total(all_pieces, chunks, add_)
 
-    def _visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
+    def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
         """Return the region call for each forward. For forwards of other ranks, the arguments come from these ranks."""
         own_visits = [visits_by_forward[number] for number in self.own]
         visits = [visit for visit in own_visits if visit is not None]
@@ -239,14 +239,14 @@ class Spread:
                 f"has not; with sequence_parallel, make every chunk go through the same layers in the same order"
             )
         flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.states)) for visit in visits]
-        columns = [self._of_all(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
+        columns = [self._gather_argument(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
         all_visits = [*visits_by_forward]
         for number in set(range(self.count)).difference(self.own):
             inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
             all_visits[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
         return all_visits
 
-    def _of_all(self, local: Sequence[Any]) -> Sequence[Any]:
+    def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
         """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
         first = local[0]
         if not isinstance(first, Tensor):
