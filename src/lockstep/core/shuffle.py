@@ -49,8 +49,8 @@ class Network:
 
     Each number is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
     rotates each column by a hash of the column number. Rotations are invertible, so the network is a permutation. The
-    rectangle has at most one row more cells than `length`. Its rows have an even length, so that the rotation of a row
-    is an odd permutation as often as an even permutation.
+    rectangle exceeds `length` by less than one row. Its rows have an even length, so that the rotation of a row is an
+    odd permutation as often as an even permutation.
     """
 
     length: int  # below 2**63

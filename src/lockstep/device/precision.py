@@ -45,7 +45,7 @@ def stored_dtype(precision: Precision) -> torch.dtype | None:
 
 
 def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler with a dynamic or a `static` scale. The scaler is disabled unless `precision` is fp16."""
+    """Return the loss scaler with a dynamic or a `static` scale. It is only enabled for the fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,

@@ -114,7 +114,7 @@ class AsynchronousEngine:
             yield predict
 
     def state(self) -> State:
-        """See Engine. The state of rank 0, which is the one that is saved, has the state of the shared optimizer."""
+        """See Engine. Only the state of rank 0, which is saved, contains the state of the shared optimizer."""
         self._sync_weights()
         state = self._local_engine.state()
         if self._server is None:

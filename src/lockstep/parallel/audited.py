@@ -110,7 +110,7 @@ class Audit:
     """The audits of an engine on this rank. The caller runs the computations.
 
     `log` must record the messages of the engine. `audited` is the number of steps that passed an audit. Call
-    `kept.note` after the update of each step. Every `every` steps, a step is audited.
+    `kept.note` after the update of each step. One in `every` steps is audited.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
