@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.shuffle import FEW, Network, permutation, shuffle
+from lockstep.core.shuffle import MAX_SORTED_SAMPLES, Network, permutation, shuffle
 
 Int64 = NDArray[np.int64]
-lengths = st.one_of(st.integers(1, 300), st.integers(FEW - 2, 3 * FEW))
+lengths = st.one_of(st.integers(1, 300), st.integers(MAX_SORTED_SAMPLES - 2, 3 * MAX_SORTED_SAMPLES))
 
 
 def network(length: int, epoch: int = 0, rounds: int = 8) -> Network:
@@ -89,9 +89,12 @@ def _below(key: int, counter: int, bound: int) -> int:
 
 
 def test_few_samples_are_sorted_by_their_hashes() -> None:
-    for length in (1, 1437, FEW):
+    for length in (1, 1437, MAX_SORTED_SAMPLES):
         assert (shuffle(1, 2, length)(np.arange(length)) == permutation(1, 2, length)).all()
-    assert (shuffle(1, 2, FEW + 1)(np.arange(FEW)) != permutation(1, 2, FEW + 1)[:FEW]).any()
+    assert (
+        shuffle(1, 2, MAX_SORTED_SAMPLES + 1)(np.arange(MAX_SORTED_SAMPLES))
+        != permutation(1, 2, MAX_SORTED_SAMPLES + 1)[:MAX_SORTED_SAMPLES]
+    ).any()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
