@@ -1,4 +1,4 @@
-"""Evaluation in a custom loop: the passes over `run.each`, and the sums that `run.sum` computes over them."""
+"""Evaluation in a custom loop: iteration over `run.each`, and reduction of the results with `run.sum`."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -19,7 +19,7 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 @final
 class Evaluation:
-    """The passes over datasets that evaluate the model. `run.sum` adds up values of the last pass."""
+    """Implements `run.each` and `run.sum`. An evaluation pass is one iteration over `run.each`."""
 
     def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
         self._rank = rank
@@ -28,23 +28,23 @@ class Evaluation:
         self._seed = seed
         self._pass = Pass()
         self._warned = False
-        self.default_batch = 0  # samples per batch, unless the script passes a number
+        self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
     @property
     def computing(self) -> int:
-        """0 outside of micro-batches and evaluation batches. In a pass, each batch has a different number."""
+        """0 outside of micro-batches and evaluation batches. Each batch of an evaluation pass has a different number."""
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:
-        """Return the number of samples per batch: `batch` if set, else the size of the largest micro-batch."""
+        """Return the number of samples per batch. Defaults to the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
             raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
-        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and without gradients."""
-        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients off
+        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
+        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
         self.end_pass()
         current_pass = self._pass = Pass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
@@ -68,16 +68,16 @@ class Evaluation:
             if not current_pass.is_complete:
                 self._meeting.note_left(calling() or "run.each")
             gate.open = False
-            seed_all(world, draws)  # ranks had different batches
+            seed_all(world, draws)  # ranks drew random numbers for different batches
             guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
-        """Add values of the last pass over its batches and all ranks. See `Run.sum`."""
-        # `values` may be a generator that runs the pass.
+        """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""
+        # Look up the pass only after `values` is consumed, since `values` may be a generator that runs the pass.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
     def end_pass(self) -> None:
-        """Warn, once, if several ranks went through a pass and the script didn't sum its results over the ranks."""
+        """Warn once if the script didn't sum the results of the last evaluation pass over several ranks."""
         if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
             self._warned = True
             self._rank.warn(

@@ -8,7 +8,8 @@ from lockstep.loop.model import AlikeCalls, Gate
 
 __tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
 
-# Places where a rank can be between two steps, as error messages name them. Ranks in `turns` are at the first place.
+# The calls that a rank can make between two steps, as error messages name them. Ranks exchange the index of their call.
+# Ranks that run steps are at the first place.
 _PLACES: Final = (
     "the loop over run.steps",
     "run.place",
@@ -23,15 +24,15 @@ _PLACES: Final = (
 
 @final
 class Meeting:
-    """The calls that all ranks make together, and the loops over `run.each` that they leave together."""
+    """Checks that all ranks make the same calls, and that they leave loops over `run.each` at the same batch."""
 
     def __init__(self, world: World, gate: Gate) -> None:
         self._world = world
         self._gate = gate
-        self._left_at = ""  # the line that left a loop over `run.each` early, until it is compared with the other ranks
+        self._left_at = ""  # the line that left a loop over `run.each` early, until `compare_left`
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks reach this call. Raises UsageError if a rank is at a different call."""
+        """Wait until all ranks reach this call. Raises UsageError if a rank has made a different call."""
         self.compare_left()
         mismatch = self._world.meet(_PLACES.index(call))
         if mismatch is not None:
@@ -43,14 +44,14 @@ class Meeting:
             )
 
     def note_left(self, call_site: str) -> None:
-        """Note the line where the script left a loop over `run.each` before its last batch."""
+        """Record the line where the script left a loop over `run.each` before its last batch."""
         self._left_at = call_site
 
     def compare_left(self) -> None:
-        """Raise UsageError if this rank left a loop over `run.each` early and other ranks of its group didn't.
+        """Raise UsageError if this rank left a loop over `run.each` early, but not all ranks of its group did.
 
-        Call it at the next call of Lockstep, and not when the loop is left, because an error in the script also leaves
-        the loop.
+        Each Lockstep call runs this check first. The check can't run when the script leaves the loop, because an error
+        in the script also leaves the loop.
         """
         call_site, self._left_at = self._left_at, ""
         if call_site and self._gate.alike is not None:

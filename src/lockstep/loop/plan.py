@@ -1,4 +1,4 @@
-"""The arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
+"""The validated arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,15 @@ from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
-_WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which is exact for integers below this number
+_WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
 
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """The plan of a custom loop. `weight` counts a batch on the CPU. If it is None, a batch counts its samples."""
+    """The validated arguments of `run.steps`.
+
+    `weight` returns the weight of a batch on the CPU. If it is None, the weight of a batch is its number of samples.
+    """
 
     items: Items
     steps: Steps
@@ -39,7 +42,7 @@ class OwnPlan:
 
     @property
     def too_few(self) -> str:
-        """A description of the steps that have a micro-batch of a single sample, or "" if there are none."""
+        """A text for error messages that says which steps have a micro-batch of a single sample, or ""."""
         steps, count = self.steps, self.microbatches
         last_step = steps[steps.per_epoch - 1]
         if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
@@ -54,7 +57,10 @@ class OwnPlan:
         return ""
 
     def decisive(self) -> dict[str, Any]:
-        """Return the settings that determine the weights. The length isn't among them, so you can extend a run."""
+        """Return the settings that determine the resulting weights.
+
+        The number of steps isn't included, because a resumed run may be longer.
+        """
         steps = self.steps
         of_data: dict[str, Any] = {
             "samples": len(self.items),
@@ -65,11 +71,14 @@ class OwnPlan:
         return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
 
     def weigh(self, world: World) -> Weigh | None:
-        """Return the object that weighs the micro-batches of a step on all ranks, or None without `weight`."""
+        """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
 
     def loop_plan(self, log_every: int) -> Plan:
-        """Return the plan for the training loop, which reports, and saves at the end. The user's loop does the rest."""
+        """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
+
+        The user's loop evaluates and saves whenever it wants.
+        """
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
@@ -85,7 +94,7 @@ def make_plan(
     drop_last: bool,
     order: SampleOrder,
 ) -> OwnPlan:
-    """Return the plan. Raises UsageError if the arguments are invalid."""
+    """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
         raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):

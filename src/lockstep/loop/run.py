@@ -1,4 +1,4 @@
-"""`lockstep.join`: the run handle of a rank in a training loop that you write yourself."""
+"""`lockstep.join`, and the `Run` that it returns: the API for a training loop that you write yourself."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Opt = TypeVar("Opt", bound=Optimizer)
 class Run:
     """The handle to a run, which `join` returns on each rank.
 
-    All ranks must call each method, in the same order and between steps. Methods that only concern one rank, such as
+    All ranks must call each method, in the same order and between steps. Methods that only need one rank, such as
     `log`, do their work on rank 0. If you misuse a method, it raises UsageError with the line of your script, and all
     ranks exit.
 
@@ -82,7 +82,7 @@ class Run:
         self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
         self._steps: Generator[Step] | None = None
         self._ended = False
-        # The heartbeat threads keep the run alive until it is closed.
+        # The heartbeat threads call `status`, so they hold a reference to this run until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.resources.enter_context(exchanges.intercept(self._gate.exchange))
 
@@ -113,9 +113,9 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Your own values that must survive a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
+        """A dict for your own values that checkpoints must save. `place` restores them if it resumes from a checkpoint.
 
-        Checkpoints save this dict. If `place` resumes from a checkpoint, it restores the saved values. Tensors must be
+        Values can be numbers, strings, tensors, lists and dicts, and must be the same on all ranks. Tensors must be
         detached and must be on `device`.
         """
         return self._state.values
@@ -134,7 +134,7 @@ class Run:
         """Distribute a model and its optimizer over the ranks, and resume if the run folder contains a checkpoint.
 
         Returns the model and the optimizer. Call the model only within micro-batches and evaluations. You can read and
-        change the settings of the optimizer, but its steps are done by `step.update`.
+        change the settings of the optimizer, but call `step.update` instead of `optimizer.step`.
 
         `strategy` is a name (docs/strategies.md), or a mapping with `name` and the options of the strategy. The
         default, auto, selects single on one process and ddp on several. On one process, strategies that shard weights
@@ -146,9 +146,9 @@ class Run:
         `lockstep.load` returns it. `chunks` and `plan` have the same meaning as in a recipe (docs/model-parallel.md),
         for the strategies tensor, expert and mesh. They change the resulting weights under any strategy.
 
-        Call this method once per run. It moves the model to `run.device`. If the model is sharded or split into chunks,
-        it has other parameters than before. Raises UsageError if the strategy doesn't fit the model or the number of
-        ranks, or if the checkpoint was saved by a different loop.
+        Call this method once per run. It moves the model to `run.device`. Sharding and chunks replace the parameters of
+        the model. Raises UsageError if the strategy doesn't support the model or the number of ranks, or if the
+        checkpoint was saved by a different loop.
         """
         self._begin_call("run.place")
         if self._placed is not None:
@@ -268,13 +268,13 @@ class Run:
                 "run.save: the run has no folder",
                 'pass one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
-        # Report before saving: a run that is killed in between resumes after this step, and wouldn't report it again.
+        # Report before saving. If the run is killed after the save, it resumes after this step and never reports it.
         self._sequence.report_saved()
         for saved in self._checkpoints.save():
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights, which is the same on every rank and for every placement.
+        """Return the SHA-256 of the weights as hex. It is the same on every rank and for every placement.
 
         Checkpoints record the same hash. All ranks must call this method. Raises UsageError if the weights differ
         between ranks.
@@ -284,9 +284,9 @@ class Run:
         return sha256
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: wait until checkpoints are written, and leave the other ranks. The end of a script does so, too.
+        """End the run after all checkpoints are written. Lockstep calls this method at the end of your script.
 
-        If you pass an `error`, all ranks exit. If this is the only rank, the error is raised.
+        If you pass an `error`, all ranks exit. On a single rank, the error is raised instead.
         """
         if self._ended:
             return
@@ -309,7 +309,7 @@ class Run:
             self._rank.enter("ending")
             for saved in checkpoints.wait() if checkpoints else []:
                 self._rank.write(saved)
-            self._world.barrier()  # rank 0 may still be writing, and a launcher ends the other ranks when one exits
+            self._world.barrier()  # a launcher may end rank 0, which may still be writing, when a different rank exits
             if checkpoints is not None:
                 checkpoints.close()
             if self._placed is not None:
@@ -343,13 +343,13 @@ class Run:
         return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
-        """Close the run, even if the current step isn't finished."""
+        """Close the run even if the current step has no update yet."""
         self._sequence.abandon()
-        if self._steps is not None:  # so that `close` doesn't take the loop for one that the script left early
+        if self._steps is not None:  # otherwise `close` would treat the loop as stopped early, and save a checkpoint
             self._steps.close()
         try:
             self.close()
-        finally:  # in case a save failed
+        finally:  # `close` may raise if a save failed
             self._member.close(None)
 
     def _begin_placed_call(self, call: str) -> Placed:
@@ -385,7 +385,7 @@ def join(
     placement: Mapping[str, Any] | Placement | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Join the other ranks of a job, or start a run with a single process, and return a handle to the run.
+    """Join the other ranks of a job, or start a run on a single process, and return a handle to the run.
 
     Seeds PyTorch, NumPy and Python with `seed`, and sets the number of threads and the kernels for this process. If
     `dir` contains a checkpoint, the run resumes from it. If `dir` is not set, nothing is saved. `precision` and

@@ -1,4 +1,4 @@
-"""The arguments of `step.update`: the learning rate, the norm to clip to, and the optimizer groups to update."""
+"""Validates the arguments of `step.update`: the learning rate, the clipping norm and the optimizer groups."""
 
 import math
 from typing import NamedTuple
@@ -10,9 +10,12 @@ __tracebackhide__ = True  # a test shows the user's line, which broke the contra
 
 
 class UpdateSettings(NamedTuple):
-    """The settings of an update. `groups` are the indices of the groups to update, or None for all groups.
+    """The settings of an update.
 
-    `shown` is the reported learning rate. If a scheduler sets the rates, each group uses its own rate with `rate` 1.
+    - `rate`: The learning rate to pass to the engine. If a scheduler sets the rates of groups, it is 1.
+    - `shown`: The learning rate to report.
+    - `clip`: The gradient norm to clip to, or None.
+    - `groups`: The indices of the groups to update, or None for all groups.
     """
 
     rate: float
@@ -24,9 +27,9 @@ class UpdateSettings(NamedTuple):
 def update_settings(
     step: int, placed: Placed, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
-    """Return the settings for an update of a step. `audited` says whether the step is audited.
+    """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
 
-    Raises UsageError for invalid settings.
+    `audited` says whether the step is audited.
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
@@ -61,7 +64,7 @@ def _number(value: object) -> float:
 
 
 def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
-    """Return the indices of the groups with this name."""
+    """Return the indices of the groups named `of`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,
         "with ema": placed.numerics.ema_decay is not None,
