@@ -1,4 +1,4 @@
-"""Checks that involve several keys. They run before types are validated, so that all problems are reported together."""
+"""Checks that involve several keys. They run before type validation, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,8 @@ from lockstep.core.work import default_microbatches, too_few
 def problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
-    `shares_steps`: The processes share the micro-batches of a step, so each process needs at least one.
+    `shares_steps` says whether the processes split the micro-batches of a step. In this case, it is a problem if there
+    are fewer micro-batches than processes.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
     process_problems = _processes(placement, recipe) if shares_steps else ()
@@ -33,7 +34,8 @@ def _name(placement: dict[str, Any]) -> Any:
 
 
 def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) not in ("auto", FASTEST):  # the check depends on the strategy, which needs torch
+    # With other strategies, the check needs the strategy itself, which imports torch. It runs later.
+    if _name(placement) not in ("auto", FASTEST):
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     microbatches, microbatch = recipe.get("microbatches"), recipe.get("microbatch")

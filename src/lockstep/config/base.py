@@ -1,10 +1,10 @@
-"""Base class and types of all configuration sections: strict types, no unknown keys, immutable after loading."""
+"""The base class and the value types of all configuration sections. Sections are strict and immutable."""
 
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Larger than any realistic count. The sum of two such counts fits into 64 bits, and their product is a finite float.
+# A limit above all realistic counts. The sum of two such counts fits into 64 bits, and their product is a finite float.
 _MOST: Final = 10**12
 _LONGEST_NAME: Final = 255  # bytes
 
@@ -19,7 +19,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _path(text: str) -> str:
-    """Reject paths that no file system can store, before a run has begun to write."""
+    """Raise ValueError for a path that no file system can store, before a run starts to write."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
     if longest > _LONGEST_NAME:
         raise ValueError(f"has a name of {longest} bytes; use names of at most {_LONGEST_NAME} bytes")
@@ -32,21 +32,21 @@ Location = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_
 
 
 class Section(BaseModel):
-    """Base class of the configuration's mappings."""
+    """The base class of all mappings in a configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, section: Any) -> Any:
-        """Drop known keys that are null. They get their defaults, as if they weren't set."""
+        """Drop known keys with the value null, so that they get their defaults."""
         if not isinstance(section, dict):
             return section
         return {name: value for name, value in section.items() if value is not None or name not in cls.model_fields}
 
 
 def values(section: Section) -> dict[str, Any]:
-    """Return the values of a section as plain mappings and lists, without keys that aren't set (None)."""
+    """Return the values of a section as plain mappings and lists. Keys with the value None are omitted."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     plain = {name: _plain(value) for name, value in fields.items() if value is not None}
     return plain | (section.model_extra or {})

@@ -1,8 +1,8 @@
-"""YAML parser that returns plain values and the position of every key.
+"""A YAML parser that returns plain values and the position of every key.
 
-Only the events of PyYAML are used, not its loaders. The loaders read `1e-3` as text and `on` as true (YAML 1.1), let
-the last of duplicate keys win, discard positions, and follow aliases, which expand nine lines to a billion values.
-This parser follows the core schema of YAML 1.2. Aliases, tags and duplicate keys are problems.
+The parser uses the events of PyYAML, but not its loaders. The loaders parse `1e-3` as text and `on` as true (YAML 1.1),
+keep the last of duplicate keys, discard positions, and follow aliases, so nine lines can expand to a billion values.
+This parser follows the core schema of YAML 1.2. It reports aliases, tags and duplicate keys as problems.
 
 ruamel.yaml 0.19.1 was tested as an alternative. Its loaders stop at the first error, and convert dates and `1_000`. Its
 events work with the same code, but take 1.3 to 1.6 times as long.
@@ -20,7 +20,7 @@ Path = tuple[str | int, ...]
 
 
 class Mark(Enum):
-    """Placeholder for a value whose problem is already reported. An enum member stays identical when it is copied."""
+    """A placeholder for a value with a problem that is already reported. Copies of an enum member are identical."""
 
     UNREADABLE = "unreadable"
 
@@ -28,12 +28,12 @@ class Mark(Enum):
 UNREADABLE: Final = Mark.UNREADABLE
 
 DEEPEST: Final = 32
-_MOST: Final = 10_000  # keys and values, which take PyYAML about a second
-_LONGEST: Final = 200  # characters of a key in a message
-# Errors of PyYAML whose position can be after the mistake.
+_MOST: Final = 10_000  # the maximum number of keys and values. PyYAML takes about a second to parse them
+_LONGEST: Final = 200  # the maximum number of characters of a key in a message
+# Prefixes of PyYAML errors that are often reported after the actual mistake.
 _LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
 _WORDS: Final = re.compile(r"\s*[^\s#]")
-_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # nothing can be nested below it
+_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # a key with a value on its line, so nothing is nested below
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
@@ -45,7 +45,7 @@ _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class SourcePosition(NamedTuple):
-    """The source of a value: a line and column of a file, counted from 1. Overrides have no line."""
+    """The position of a value in a file. Lines and columns are counted from 1. Overrides have no line."""
 
     source: str
     line: int = 0
@@ -56,7 +56,7 @@ class SourcePosition(NamedTuple):
 
 
 class KeyProblem(NamedTuple):
-    """A problem with a key. The empty path stands for the whole document."""
+    """A problem with the key at `path`, or with the whole document if the path is empty."""
 
     position: SourcePosition
     path: Path
@@ -72,9 +72,9 @@ class KeyProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The values of a YAML text, the position of each key and list item, and the problems.
+    """A parsed YAML text: its values, the positions of its keys and list items by path, and its problems.
 
-    The position of the whole text has the empty path.
+    The empty path has the position of the whole text.
     """
 
     values: Any
@@ -83,25 +83,25 @@ class Document:
 
 
 def format_key(path: Path) -> str:
-    """Format a path as in an override: `recipe.optimizer.lr`."""
+    """Format a path as a dotted key, such as `recipe.optimizer.lr`."""
     return ".".join(map(str, path))
 
 
 def locate(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
-    """Return the position of a key, or of the innermost enclosing mapping or list that has one."""
+    """Return the position of a key, or of the innermost enclosing mapping or list that has a position."""
     while path not in positions:
         path = path[:-1]
     return positions[path]
 
 
 def mapping_at(values: Any, name: str) -> dict[str, Any]:
-    """Return the mapping `name` in a document's values, or an empty mapping if there is none."""
+    """Return the mapping `name` in the values of a document, or an empty mapping if it doesn't exist."""
     inner = values.get(name) if isinstance(values, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse one YAML document. Problems don't raise; they are listed in `problems` of the result."""
+    """Parse a YAML document. This function never raises for invalid YAML. The result contains a list of problems."""
     reader = _Reader(text, source)
     try:
         values = reader.document()
@@ -124,9 +124,9 @@ def parse(text: str, source: str) -> Document:
 
 
 def _mislaid(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
-    """Look for a missing space after a colon or a wrong indentation, in the line of an error and in the line above.
+    """Look for a missing space after a colon or a wrong indentation, in the line of an error and the line above it.
 
-    Returns the position and a description, or None if neither is found.
+    Returns the position and a description of the mistake, or None if both lines look correct.
     """
     lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _WORDS.match(line)]
     previous, current = [(0, ":"), (0, ":"), *lines][-2:]
@@ -196,7 +196,7 @@ class _Reader:
         if isinstance(event, yaml.AliasEvent):
             return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
         if isinstance(event, yaml.ScalarEvent):
-            value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, not quoted
+            value = scalar(event.value) if event.implicit[0] else event.value  # `implicit` means unquoted
         elif isinstance(event, yaml.MappingStartEvent):
             value = self._mapping(path)
         else:
@@ -228,7 +228,7 @@ class _Reader:
         return values
 
     def _skip(self, event: yaml.Event) -> None:
-        """Consume the events of a value without building it."""
+        """Skip the events of a value."""
         depth = 0
         while True:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -238,7 +238,7 @@ class _Reader:
             event = next(self._events)
 
     def _limit(self, event: Any, depth: int) -> None:
-        # The time of PyYAML grows with the square of the depth, so stop instead of looking for more problems.
+        # PyYAML takes quadratic time in the depth, so stop instead of looking for more problems.
         if depth > DEEPEST:
             raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=event.start_mark)
         self._read += 1

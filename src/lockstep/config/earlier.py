@@ -1,7 +1,7 @@
-"""Defaults of earlier versions, for runs that began with them.
+"""Keeps the defaults of earlier Lockstep versions for runs that began with these versions.
 
-The config.yaml in a run folder contains every value. If a recipe doesn't set a key whose default has changed since the
-run began, the run resumes with the value that it began with.
+The config.yaml in a run folder contains every value. If the default of a key has changed since the run began, and the
+recipe doesn't set this key, the run resumes with its original value.
 """
 
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ _KEY: Final[Path] = ("recipe", "microbatches")
 
 
 def keep_earlier_defaults(document: Document) -> None:
-    """Set `recipe.microbatches` in `document` if it resumes a run that began with the earlier default."""
+    """Set `recipe.microbatches` in `document` to the saved value if the resumed run began with the earlier default."""
     recipe, run = mapping_at(document.values, "recipe"), mapping_at(document.values, "run")
     batch, folder = recipe.get("batch"), run.get("dir")
     if recipe.get("microbatch") is not None or recipe.get("microbatches") is not None:
@@ -34,7 +34,10 @@ def keep_earlier_defaults(document: Document) -> None:
 
 
 def _read(file: FilePath) -> Any:
-    """Return the document in a run folder's config.yaml, or None if it can't be read. The start reports the reason."""
+    """Return the document in a run folder's config.yaml, or None if it can't be read.
+
+    In this case, the start of the run reports the reason later.
+    """
     try:
         return parse(plainfile.content(file, _LARGEST).decode(), str(file))
     except (OSError, ValueError):  # ValueError: not UTF-8, or a path with a NUL character

@@ -22,15 +22,15 @@ from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-_LARGEST: Final = 1 << 18  # bytes; a larger file isn't a recipe, and would take long to parse
+_LARGEST: Final = 1 << 18  # in bytes. A larger file isn't a recipe, and would take long to parse
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A valid configuration, the name of its recipe, and the origin of each value by dotted key.
 
-    An origin is `file:line:column`, `override` or `default`. Keys that aren't set have no origin. `notes` are lines for
-    the user: values that an override removed, and values that have no effect.
+    An origin is `file:line:column`, `override` or `default`. Keys with the value None have no origin. `notes` tells the
+    user about values that an override removed, and about values that have no effect.
     """
 
     config: Config
@@ -39,15 +39,16 @@ class Loaded:
     notes: Sequence[str] = ()
 
     def changed(self, section: str, values: Mapping[str, Any]) -> Self:
-        """Return a copy with different values in a section. The values are not validated."""
+        """Return a copy with new `values` in a section. The values aren't validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
-    """Split `[RECIPE] [key=value ...]` into the recipe and the overrides.
+    """Split the command line words `[RECIPE] [key=value ...]` into the recipe and the overrides.
 
-    If the first word is an override, the recipe is `default`. A word with `=` is a recipe if a file has this name.
+    If the first word is an override, the recipe is `default`. If a file has the name of the first word, the word is a
+    recipe even if it contains `=`.
     """
     if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
@@ -64,7 +65,7 @@ def _is_file(word: str) -> bool:
 def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     """Load a YAML file, or a shipped recipe by name, and apply the overrides `a.b=value` in order.
 
-    Raises ConfigError with all problems, one per line: `place  key: problem; what to do`.
+    Raises ConfigError with a list of all problems, one per line: `location  key: problem; fix`.
     """
     if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
@@ -74,14 +75,17 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def read(source: str) -> Document:
-    """Parse a YAML file of the user. Raises ConfigError if it can't be read."""
+    """Parse a YAML file that isn't a shipped recipe. Raises ConfigError if the file can't be read."""
     return _document(_read(_find(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
-    """Load a configuration from YAML or JSON text. `label` stands for the file in messages, `name` names the recipe.
+    """Load a configuration from YAML or JSON text.
 
-    If `shares_steps` is False, as in an evaluation, there can be more processes than micro-batches.
+    - `label`: The file name to use in messages.
+    - `name`: The name of the recipe.
+    - `shares_steps`: Whether the processes split the micro-batches of a step. If False, as in an evaluation, there can
+      be more processes than micro-batches.
     """
     return _load_document(_document(text, label), name, overrides, shares_steps)
 
@@ -96,10 +100,10 @@ def _load_document(before: Document, name: str, overrides: Sequence[str], shares
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
-    """Return the recipe of a run from the config.yaml in its folder, which may be from an earlier version.
+    """Return the recipe of a run. `config` is the config.yaml in its folder, possibly from an earlier Lockstep version.
 
-    A different user may have written the file. Links are therefore not followed, and a pipe doesn't block. Raises
-    ConfigError if the file can't be read or is invalid.
+    The file may come from a user who isn't trusted. Therefore symbolic links aren't followed, and opening a pipe
+    doesn't block. Raises ConfigError if the file can't be read or is invalid.
     """
     try:
         text = plainfile.content(config, _LARGEST).decode()
@@ -111,12 +115,12 @@ def read_run_recipe(config: FilePath) -> Recipe:
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """Return the whole configuration as YAML that `load` can read, with the origin of each value as a comment."""
+    """Return the full configuration as YAML that `load` can read, with the origin of each value in a comment."""
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
 def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose value differs between two recipes: `seed: 0 in the run, 1 now`."""
+    """Return a line for each key that differs between two recipes, such as `seed: 0 in the run, 1 now`."""
     before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current))
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -126,15 +130,16 @@ def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe without the locations of data and initial weights, which can move.
+    """Return the values of a recipe that two runs must have in common.
 
-    `microbatch` is omitted too, because `microbatches` determines the size of a micro-batch.
+    The locations of data and initial weights are omitted, because files can be moved. `microbatch` is omitted too,
+    because `microbatches` determines the size of a micro-batch.
     """
     return {key: value for key, value in without_locations(recipe).items() if key != "microbatch"}
 
 
 def _find(source: str) -> FilePath:
-    """Return the file of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
+    """Return the path of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
     file = FilePath(source)
     try:
         file.stat()
@@ -172,9 +177,9 @@ def _read(file: FilePath, label: str) -> str:
 
 
 def _document(text: str, label: str) -> Document:
-    """Parse a text whose top level must be a mapping.
+    """Parse a text, and check that its top level is a mapping.
 
-    If it isn't, the document has a problem and placeholder values, so that overrides are still checked.
+    If it isn't, the document gets a problem and placeholder values, so that overrides are still checked.
     """
     document = parse(text, label)
     if isinstance(document.values, dict):
@@ -203,7 +208,10 @@ def _validate(document: Document, shares_steps: bool) -> Config:
 
 
 def _origin(path: Path, document: Document) -> str:
-    """Return the position of a key, or of the bare value that stands for its mapping, or `default`."""
+    """Return the origin of the value at `path`: a position in the file, `override` or `default`.
+
+    If a bare value is a shorthand for the enclosing mapping, this is the position of the bare value.
+    """
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):

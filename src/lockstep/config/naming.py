@@ -1,7 +1,7 @@
-"""Removes values of the file that an override makes obsolete.
+"""Removes values of a configuration file that an override makes obsolete.
 
-If an override names a different model, dataset or optimizer, the options for the previous name are removed. If it sets
-one of two alternative keys, such as `epochs` and `steps`, the other key is removed.
+If an override selects a different model, dataset or optimizer, the options of the previous one are removed. If it sets
+one of two alternative keys, such as `epochs` and `steps`, the alternative key is removed.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lockstep.config.overrides import OVERRIDE, forget_positions
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
-# Sections that name an object, and their keys that don't depend on this name.
+# The sections with a `name`, and the keys of each section that are kept if an override changes the name.
 _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "task"): (),
     ("recipe", "model"): (),
@@ -38,7 +38,8 @@ _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
 def drop_foreign(before: Document, after: Document) -> list[str]:
     """Remove values from `after` that overrides made obsolete, and return a note for the user about each removal.
 
-    `after` is `before` with overrides. Values set by overrides are kept, regardless of the order of the overrides.
+    `before` and `after` are the document without and with overrides. Values that overrides set are kept, regardless of
+    the order of the overrides.
     """
     notes = []
     for section, kept_keys in _KEPT.items():
@@ -66,7 +67,7 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
 
 
 def _drop_alternatives(document: Document) -> Iterator[str]:
-    """Remove keys of the file if an override sets the alternative key. Yields a note for each removal."""
+    """Remove a key of the file if an override sets its alternative. Yields a note for each removal."""
     for pair in _EITHER:
         for key, alternative in (pair, pair[::-1]):
             override_value, value = _value_at(document, key), _value_at(document, alternative)
@@ -78,14 +79,14 @@ def _drop_alternatives(document: Document) -> Iterator[str]:
 
 
 def _name(document: Document, section: Path) -> Any:
-    """Return the name in a section: its `name`, a bare value, or the default."""
+    """Return the name of a section, from its key `name` or its bare value. Defaults to the default name."""
     value = _value_at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _default((*section, "name")) if name is None else name
 
 
 def _changes_source(before: Document, after: Document, section: Path) -> bool:
-    """Return whether an override changes the `source` of a section, so that the same name means a different object."""
+    """Return whether an override changes the `source` of a section, so that the name refers to a different object."""
     old_source, new_source = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
     return old_source != new_source and new_source is not None
 
@@ -99,7 +100,7 @@ def _default(path: Path) -> Any:
 def _name_dependent_values(
     document: Document, section: Path, kept_keys: tuple[Path, ...]
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield each value of a section that comes from the file and depends on the name."""
+    """Yield the path and value of each key in a section that comes from the file and isn't in `kept_keys`."""
     value = _value_at(document, section)
     for inner, leaf in leaves(value) if isinstance(value, dict) else ():
         is_kept = inner == ("name",) or any(inner[: len(prefix)] == prefix for prefix in kept_keys)
@@ -108,7 +109,7 @@ def _name_dependent_values(
 
 
 def _remove(document: Document, path: Path) -> None:
-    """Remove a value, and each enclosing mapping that becomes empty."""
+    """Remove a value, and all enclosing mappings that become empty."""
     while len(path) > 2:
         parent = _value_at(document, path[:-1])
         del parent[path[-1]]

@@ -1,4 +1,4 @@
-"""Collates samples of any structure into a batch of tensors, with a custom collate function or leaf by leaf."""
+"""Collates samples of any structure into a batch of tensors, and checks the results of custom collate functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from lockstep.errors import UsageError
 
 
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
-    """Return samples of the same structure as a batch of that structure, with each leaf stacked along a new dim 0.
+    """Stack samples of the same structure into a batch of this structure. Each leaf is stacked along a new dim 0.
 
     A leaf is a value that data/images/leaves.py accepts, or a list of numbers. `numbers` are the indices of the samples
-    in the dataset `label`. Raises UsageError with the indices of the samples that differ.
+    in the dataset `label`. If the samples differ in structure, shape or dtype, raises UsageError with their indices.
     """
     trees = [_tensors(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)]
     leaves = [dict(with_paths(tree)) for tree in trees]
@@ -39,9 +39,9 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
 
 
 def check_batch(label: str, result: Any, samples: int) -> Batch:
-    """Return the batch that user code made of `samples` samples. Converts other mappings to dicts.
+    """Check the batch `result` that user code returned for `samples` samples, and convert its mappings to dicts.
 
-    Raises UsageError if a leaf is not a tensor or doesn't have the samples along dim 0.
+    Raises UsageError if a leaf isn't a tensor or its dim 0 doesn't have the length `samples`.
     """
     batch = _plain(result)
     if not tensors_of(batch):
@@ -59,7 +59,7 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
 
 
 def _tensors(label: str, sample: Any) -> Batch:
-    """Return a sample with its leaves converted to tensors."""
+    """Convert the leaves of a sample to tensors."""
 
     def leaf(path: str, value: Any) -> Tensor:
         try:
@@ -90,9 +90,9 @@ def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[
 
 
 def _plain(value: Any, is_nested: bool = False) -> Any:
-    """Return the value as dicts, lists and tuples.
+    """Convert a sample to plain dicts, lists and tuples.
 
-    Lists of numbers inside the structure become arrays, which are leaves.
+    Nested lists of numbers are converted to arrays, so that they count as leaves.
     """
     if isinstance(value, Mapping):
         return {key: _plain(item, True) for key, item in value.items()}
@@ -104,14 +104,14 @@ def _plain(value: Any, is_nested: bool = False) -> Any:
 
 
 def _is_array(values: list[Any]) -> bool:
-    """Return whether a list contains only numbers, or only lists of numbers of the same length."""
+    """Return whether a list contains only numbers, or only such lists with the same length."""
     if all(isinstance(item, list) for item in values):
         return len({len(item) for item in values}) == 1 and all(map(_is_array, values))
     return all(isinstance(item, int | float) for item in values)
 
 
 def _name(path: str, sample: Any) -> str:
-    """Return the display name of a leaf: input or target for the two leaves of a pair, otherwise its path."""
+    """Return the display name of a leaf: `input` or `target` if the sample is a pair, and the path otherwise."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 

@@ -1,4 +1,4 @@
-"""Datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
+"""Imports datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
 
 import inspect
 import json
@@ -21,13 +21,13 @@ from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, target
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
-    """Call `package.module:function` with `options` and return its result as a DataSet.
+    """Call the function at the import path `path` with `options`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
-    Samples can be any structure of values that data/images/leaves.py accepts. With a `collate` (an import path, or an
-    attribute of the training set), they can be anything. The option NAMES of tasks/facts.py is reserved by Lockstep,
-    and is only passed to the function if the function accepts it. Raises UsageError if the result is invalid or the
-    options don't fit.
+    Samples can be any structure of values that data/images/leaves.py accepts. With a `collate` function (an import
+    path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option NAMES of
+    tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the result is
+    invalid, or if the options don't match the parameters of the function.
     """
     label = f"dataset {path}"
     result = _call(label, import_object(path, "dataset"), options)
@@ -40,15 +40,16 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
 
 
 def collate_of(path: str | None) -> Collate | None:
-    """Return the function at an import path, or None if no path is set."""
+    """Import the collate function at `path`. Returns None if `path` is None."""
     collate: Collate | None = None if path is None else import_callable(path, "collate", "a function of samples")
     return collate
 
 
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
-    """Return map-style datasets as a DataSet, with facts from the first sample and from the training set.
+    """Wrap map-style datasets in a DataSet.
 
-    If `class_names` is None, they are taken from the training set (tasks/facts.py).
+    The facts come from the first training sample and from the attribute `facts` of the training set. If `class_names`
+    is None, the class names come from an attribute of the training set (tasks/facts.py).
     """
     names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)
@@ -65,13 +66,13 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
 
 
 def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Return the facts that a batch of one sample shows: the shape of its inputs and the kind of its targets."""
+    """Infer the facts from a batch of one sample: the shape of its inputs and the kind of its targets."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
         facts["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-            # The model sees bytes as values in [0, 1], as ToTensor returns them. Floats are passed unchanged.
+            # uint8 images are scaled to [0, 1], as ToTensor does. Floats are passed to the model unchanged.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
     return facts | target_facts(batch, names)
 
@@ -91,7 +92,7 @@ def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options to pass to the function. Raises UsageError if they don't match its parameters."""
+    """Return the options that the function accepts. Raises UsageError if options don't match its parameters."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -127,7 +128,7 @@ def _non_empty(is_validation: bool) -> str:
 
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
-    """Return the user's DataSet, with checks around its splits and facts."""
+    """Wrap the splits of the user's DataSet in checks, and check its facts."""
     train = OwnSplit(f"{label}: training", dataset.train)
     validation = None if dataset.validation is None else OwnSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):

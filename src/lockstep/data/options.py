@@ -1,4 +1,4 @@
-"""The options of a source: a frozen dataclass defines their names and types."""
+"""Validates the options of a dataset. A frozen dataclass defines their names and types."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -22,11 +22,11 @@ Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a source that has none."""
+    """The options of a dataset without options."""
 
 
 def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the errors in the options `values` for the dataclass `options_class`, one message per option."""
+    """Yield an error for each option in `values` that is invalid for the dataclass `options_class`."""
     valid = {field.name: field for field in fields(options_class)}
     for name, value in values.items():
         if not valid:
@@ -41,15 +41,15 @@ def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[st
 
 
 def build_options(options_class: type[T], values: Mapping[str, Any]) -> T:
-    """Return the options as an `options_class`.
+    """Create an `options_class` from the options in `values`. Options that are null get their defaults.
 
-    `option_errors` must have found no errors. Options that are null get their defaults.
+    Call `option_errors` first, because the values aren't validated here.
     """
     return options_class(**{name: value for name, value in values.items() if value is not None})
 
 
 def _expectation(options_class: type, name: str, value: Any) -> str:
-    """Return the expected value of an option, or "" if `value` is valid."""
+    """Return a description of the values that an option accepts, or "" if `value` is valid."""
     annotation = get_type_hints(options_class, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
@@ -59,7 +59,7 @@ def _expectation(options_class: type, name: str, value: Any) -> str:
 
 
 def _description(annotation: Any) -> str:
-    """Return the description of an annotation, its choices, or the descriptions of its parts."""
+    """Return the description of a type annotation: its `Field` description, or its alternatives."""
     if annotation is bool:
         return "true or false"
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""The request of a recipe to a dataset, in the form that its source receives, and which datasets support which keys."""
+"""The part of a recipe that a dataset receives, and the rules for the keys that each dataset supports."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The name and location of a dataset, and the transforms of its samples, named as in the configuration."""
+    """The name and location of a dataset, and the transforms of its samples. Fields are named as in `recipe.data`."""
 
     name: str
     root: str = "data"
@@ -31,19 +31,19 @@ class DataRequest:
 
     @property
     def changes_size(self) -> bool:
-        """Whether the samples are crops of images of any size."""
+        """Whether the dataset resizes or crops its images, because the files can have different sizes."""
         return self.name in _OF_FILES
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
-    """Return the request of a recipe's section `data`, passed as plain values. Missing keys get their defaults."""
+    """Create a request from the plain values of the section `recipe.data`. Missing keys get their defaults."""
     values = {key.name: data[key.name] for key in fields(DataRequest) if key.name in data}
     low, high = data["augment"]["resized_crop_scale"]
     return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
 def misfits(request: DataRequest) -> Iterator[str]:
-    """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
+    """Yield an error for each key that the dataset doesn't support, and for each contradiction between keys."""
     if request.changes_size:
         yield from _contradictions(request)
         return
