@@ -1,7 +1,7 @@
-"""Tests whether the numbers of training code depend on the number of ranks. The code doesn't need to use Lockstep.
+"""Tests whether the results of training code depend on the number of ranks. The code doesn't need to use Lockstep.
 
-The code runs on each number of ranks, in separate processes, and reports its values to a trace. The traces are compared
-with that of the first number of ranks. Within a step, values are compared in the order in which a step computes them.
+The code runs in separate processes, once for each number of ranks, and reports its values to a trace. The first run is
+the reference for the other runs. Within a step, values are compared in the order in which they are computed.
 """
 
 import math
@@ -34,8 +34,9 @@ NORM: Final = "gradient norm"
 WEIGHTS: Final = "weights"
 EVALUATION: Final = "evaluation"
 
-_ROUNDING: Final = 1e-4  # of the largest magnitude; smaller differences can come from a different order of additions
-_SHOWN: Final = 6  # samples in a message
+# Smaller relative differences may be rounding errors, from a different order of additions.
+_ROUNDING: Final = 1e-4
+_SHOWN: Final = 6  # the maximum number of samples in a message
 
 
 @final
@@ -62,7 +63,7 @@ class Trace:
     def gradients(self, model: nn.Module, norm: float | Tensor | None = None) -> None:
         """Report the gradients that the optimizer receives. All ranks must call this method.
 
-        `norm` is the gradient norm that is used for clipping.
+        `norm` is the gradient norm that your code uses for clipping.
         """
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
@@ -77,9 +78,9 @@ class Trace:
         self._steps.append({})
 
     def metric(self, name: str, value: float | Tensor) -> None:
-        """Report a figure as your code would log it, such as a mean loss.
+        """Report a metric as your code would log it, such as a mean loss.
 
-        If you call it after `weights`, the figure belongs to the step that has just ended.
+        If you call this method after `weights`, the metric belongs to the step that has just ended.
         """
         ended = len(self._steps) > 1 and not self._steps[-1]
         self._add(EVALUATION, name, _figure(value), step=-2 if ended else -1)
@@ -97,26 +98,26 @@ Ranks = list[list[dict[str, dict[str, Tensor]]]]  # the values of each rank, by 
 
 
 def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2, 3), tolerance: float = 0.0) -> None:
-    """Assert that training code gives the same numbers on each of these numbers of ranks.
+    """Assert that training code has the same results for each world size in `worlds`.
 
-    `function` must train a few steps and report to the Trace that it receives. It is called on each rank, after the
-    process group was initialized (gloo on the CPU). Runs are compared with the run on the first number in `worlds`.
+    `function` must train a few steps and report values to the Trace that it receives. It is called on each rank, after
+    the process group is initialized (gloo on the CPU). The run with the first world size is the reference.
 
-    The comparison goes through these gates in order. A gate is skipped if `function` reports no values for it:
+    For each step, the values are compared in this order. Values that `function` doesn't report are skipped:
 
     - "order": The samples of a step, over all ranks.
-    - "random numbers": The outputs for each sample. They can also differ because BatchNorm sees different batches.
+    - "random numbers": The outputs for each sample. They can also differ because BatchNorm gets different batches.
     - "loss scale": A gradient that is a multiple of the expected gradient.
     - "gradient sum": The gradient of each parameter.
     - "gradient norm": The reported norm.
     - "weights": The weights after the update.
-    - "evaluation": The reported figures.
+    - "evaluation": The reported metrics.
 
-    By default, values must be equal. Otherwise, they may differ by `tolerance` times the largest magnitude of their
-    tensor.
+    By default, values must be equal. If you set `tolerance`, they may differ by `tolerance` times the largest magnitude
+    in their tensor.
 
-    Raises AssertionError if a run differs. The message names the first step and gate that differ for each number of
-    ranks, with both values. Raises UsageError if nothing is reported, and VerificationError if the function fails.
+    Raises AssertionError if a run differs from the reference. For each world size, the message has the first difference
+    with its step and both values. Raises UsageError if nothing is reported, and VerificationError if `function` fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
         raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
@@ -133,12 +134,12 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
 
 
 def _run(function: Function, size: int, folder: Path) -> Ranks:
-    """Run the function on this number of ranks, and return the values that they reported."""
+    """Run the function on `size` ranks, and return the values that each rank reported."""
     folder.mkdir()
     code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
-    # The files were written by the processes above, in a folder that only this user can access.
+    # torch.load is safe here: the files come from the processes above, in a folder that only this user can access.
     ranks: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
     if not any(ranks[0]):
         raise UsageError("the function reported no values; call methods of its trace, such as trace.weights(model)")
@@ -146,7 +147,7 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
 
 
 def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
-    """Run the function as one of the ranks."""
+    """Run the function on this rank, and save the values that it reported."""
     world = open_world(rendezvous, choose_device("auto", rendezvous.info))
     if world.size == 1:
         open_lone_group(world)
@@ -157,7 +158,7 @@ def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous
 
 
 def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
-    """Yield the differences, in the order in which a step computes the values."""
+    """Yield a description of each difference, in the order in which the values are computed."""
     for step, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
         expected, actual = steps[: len(reference)], steps[len(reference) :]
         expected_samples, actual_samples = (
@@ -183,7 +184,8 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
                 )
                 if difference := _first(*sides, tolerance):
                     multiple = _multiple(*sides) if gate == GRADIENT else ""
-                    # Clipped gradients only differ by rounding, but their norm still shows the loss scale.
+                    # After clipping, gradients with a different loss scale are equal up to rounding. In this case, only
+                    # their norm shows the loss scale.
                     if (
                         gate == GRADIENT
                         and not _first(*sides, _ROUNDING)
@@ -196,9 +198,9 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
 def _first(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, partial: bool = False
 ) -> str:
-    """Return a description of the first value that differs, or "" if all are equal.
+    """Return a description of the first value that differs, or "" if all values are equal.
 
-    With `partial`, values may be missing because other ranks reported them.
+    With `partial`, `actual` may lack values, because other ranks may have reported them.
     """
     if not partial and expected.keys() != actual.keys():
         return f"{list_some([*actual], _SHOWN) or 'nothing'} instead of {list_some([*expected], _SHOWN) or 'nothing'}"
@@ -211,7 +213,7 @@ def _first(
 
 
 def _by(values: Values) -> str:
-    """Return a remark if a difference is so small that it may be rounding, or ""."""
+    """Return a remark if a difference is so small that it may be a rounding error, and "" otherwise."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
     relative = values.distance / values.scale
@@ -219,9 +221,9 @@ def _by(values: Values) -> str:
 
 
 def _multiple(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Return a remark if a gradient is a multiple of the expected gradient, or "".
+    """Return a remark if a gradient is a multiple of the expected gradient, and "" otherwise.
 
-    A factor of 1, up to rounding, doesn't count.
+    A multiple with a factor of 1, up to rounding, doesn't count.
     """
     if [tensor.shape for tensor in expected.values()] != [tensor.shape for tensor in actual.values()]:
         return ""

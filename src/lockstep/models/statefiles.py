@@ -1,6 +1,6 @@
-"""Reads tensors from files of other programs: safetensors, torch.save, and folders of transformers and DeepSpeed.
+"""Reads tensors from safetensors files, from files of torch.save, and from folders of transformers and DeepSpeed.
 
-Never runs code from a file: files of torch.save are pickles, and are read with `weights_only`.
+This module never runs code from a file. Files of torch.save are pickles, so they are loaded with `weights_only`.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
 _WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
 _LARGEST_INDEX: Final = 1 << 26  # bytes
-# Keys under which training scripts save the state_dict.
+# The keys under which training scripts save the state_dict in a larger dict.
 _NESTED: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
-_WRAPPERS: Final = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+_WRAPPERS: Final = ("module.", "_orig_mod.")  # the prefixes that DistributedDataParallel and torch.compile add
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder.
+    """Read the tensors of a file or a folder.
 
-    The folder can contain a single file such as `model.safetensors`, shards with an index, or a checkpoint of
-    DeepSpeed. The tensors are on the CPU, and memory-mapped if the format allows it. Raises UsageError if there are no
-    tensors, or if a file is damaged.
+    A folder can contain a single file such as `model.safetensors`, shards with an index, or a DeepSpeed checkpoint. The
+    tensors are on the CPU, and memory-mapped if the format supports it. Raises UsageError if there are no tensors or a
+    file is damaged.
     """
     if path.is_dir():
         return _read_folder(path)
@@ -49,10 +49,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, without the prefix.
+    """Return the tensors whose names begin with `prefix`, and remove the prefix from their names.
 
-    If `prefix` is empty, removes the prefixes that wrappers add to all names: `module.` and `_orig_mod.`. Raises
-    UsageError, which begins with `label`, if no name begins with `prefix`.
+    If `prefix` is empty, removes the prefixes `module.` and `_orig_mod.`, which wrappers add to all names. Raises
+    UsageError if no name begins with `prefix`. `label` is the prefix of the error.
     """
     if prefix:
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -115,7 +115,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:  # damaged files and files of other formats may raise anything
+    except Exception as error:  # a damaged file or a different format may raise any exception
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
                 f"{path}: contains more than tensors, and is not loaded, since it could run code; if you trust it, "
@@ -126,7 +126,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state_dict, which is either the whole content or one of its entries."""
+    """Return the tensors of a state_dict. It is either the content of the file itself, or one of its entries."""
     entries = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
     for candidate in (content, *entries):
         if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):

@@ -1,4 +1,4 @@
-"""Finds the task of a recipe: a shipped task by name, a custom task by import path, or by `auto` from the data."""
+"""Finds the task of a recipe: a shipped task by name, or a custom task by import path. `auto` infers it from the data."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -28,17 +28,21 @@ Facts = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
-    """A task, and a line with its name and the reason for the choice."""
+    """A task, and a line for the user with its name and the reason for the choice."""
 
     task: Task
     line: str
 
 
 def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
-    """Return the task of a recipe, which is passed as plain values, for data with these facts.
+    """Return the task of a recipe for data with these facts.
 
-    `model` is the name of the model in errors. `example` contains a few samples as training sees them. Raises
-    UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is wrong.
+    - `recipe`: The recipe as plain values.
+    - `model`: The name of the model in errors.
+    - `example`: A batch of a few training samples.
+
+    Raises UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is
+    invalid.
     """
     options = dict(recipe["task"])
     name, reason = options.pop("name"), ""
@@ -77,7 +81,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
-    """Infer the task from the data. Returns its name and the reason."""
+    """Infer the task from the data. Returns the name of the task and the reason."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
@@ -110,7 +114,7 @@ def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Return a custom task: call the class or function at `path` with the options, and `facts` if it accepts them."""
+    """Create a custom task with the class or function at `path`, from the options and, if accepted, the `facts`."""
     factory = import_callable(path, "task", "a class")
     with OwnCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
@@ -121,7 +125,7 @@ def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Call `function` with facts and the options of a recipe, whose names and types are checked."""
+    """Check the names and types of the options, and call `function` with the options and the facts."""
     valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:
