@@ -1,4 +1,4 @@
-"""Finds the task of a recipe: a shipped task by name, or a custom task by import path. `auto` infers it from the data."""
+"""Finds the task of a recipe: a shipped task, a custom task at an import path, or a task inferred from the data."""
 
 import inspect
 from collections.abc import Callable, Mapping
