@@ -13,11 +13,11 @@ import torch
 from lockstep.core.batch import Batch, like, tensors_of
 
 T = TypeVar("T")
-Arrival = Callable[[], Batch]  # returns the copied batch, and makes the caller's current stream wait for the copy
+FinishCopy = Callable[[], Batch]  # returns the copied batch, and makes the caller's current stream wait for the copy
 
 
 @final
-class Copies:
+class DeviceCopier:
     """Copies CPU tensors to the device asynchronously. On the CPU, it returns the tensors themselves.
 
     `steps_ahead` is the number of steps between the start of a copy and the use of its batch. If it were 0, a process
@@ -30,7 +30,7 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.steps_ahead = int(on_gpu)
 
-    def start(self, batch: Batch) -> Arrival:
+    def start(self, batch: Batch) -> FinishCopy:
         """Start to copy a batch, and return a function that returns the copy.
 
         Call this function once, when you need the copy. It never blocks the process.

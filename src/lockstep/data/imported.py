@@ -30,16 +30,16 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     invalid, or if the options don't match the parameters of the function.
     """
     label = f"dataset {path}"
-    result = _call(label, import_object(path, "dataset"), options)
-    function = collate_of(collate)
+    result = _call_function(label, import_object(path, "dataset"), options)
+    function = import_collate(collate)
     with OwnCode(label):
         if isinstance(result, DataSet):
             return _wrap_splits(label, result)
-        train, validation = _pair(label, result)
+        train, validation = _check_pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
 
 
-def collate_of(path: str | None) -> Collate | None:
+def import_collate(path: str | None) -> Collate | None:
     """Import the collate function at `path`. Returns None if `path` is None."""
     collate: Collate | None = None if path is None else import_callable(path, "collate", "a function of samples")
     return collate
@@ -60,7 +60,7 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
         validation=None
         if validation is None
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
-        facts=_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
+        facts=_check_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
         skipped=find_skip_mask(batch, names),
     )
 
@@ -77,14 +77,14 @@ def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
     return facts | target_facts(batch, names)
 
 
-def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _check_json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
     problem, advice = f"{label}: facts cannot be saved as JSON", "; use plain numbers, strings, lists and dicts"
     with error_as(UsageError, (TypeError, ValueError), problem, advice):
         json.dumps(facts)
     return facts
 
 
-def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
+def _call_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
         raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
     with OwnCode(label):
@@ -107,7 +107,7 @@ def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[
     return arguments
 
 
-def _pair(label: str, result: Any) -> tuple[Any, Any]:
+def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
     for name, dataset in zip(("training", "validation"), result, strict=True):
@@ -119,11 +119,13 @@ def _pair(label: str, result: Any) -> tuple[Any, Any]:
                 f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
             )
         if not len(dataset):
-            raise UsageError(f"{label}: the {name} part has no samples; return {_non_empty(name == 'validation')}")
+            raise UsageError(
+                f"{label}: the {name} part has no samples; return {_non_empty_advice(name == 'validation')}"
+            )
     return result[0], result[1]
 
 
-def _non_empty(is_validation: bool) -> str:
+def _non_empty_advice(is_validation: bool) -> str:
     return f"at least one sample{', or None for no validation' if is_validation else ''}"
 
 
@@ -133,5 +135,7 @@ def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
     validation = None if dataset.validation is None else OwnSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
-            raise UsageError(f"{label}: the split {part} has no samples; return {_non_empty(part == 'validation')}")
-    return replace(dataset, train=train, validation=validation, facts=_json(label, dict(dataset.facts)))
+            raise UsageError(
+                f"{label}: the split {part} has no samples; return {_non_empty_advice(part == 'validation')}"
+            )
+    return replace(dataset, train=train, validation=validation, facts=_check_json(label, dict(dataset.facts)))

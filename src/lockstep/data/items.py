@@ -52,7 +52,9 @@ class Items:
         if self._tensors is not None:
             positions = torch.from_numpy(indices)
             return [tensor.index_select(0, positions) for tensor in self._tensors]
-        items = [_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()]
+        items = [
+            _fetch_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()
+        ]
         with OwnCode(f"{self._label}: collate"):
             batch = self._collate(items)
         _check_batch(self._label, batch, len(items))
@@ -83,8 +85,8 @@ class ImportedSplit:
         if not len(indices):  # an empty batch must have the same structure as other batches
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
-        samples = [_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
-        batch = _pair(
+        samples = [_fetch_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
+        batch = _to_pair(
             stack_samples(self._label, samples, numbers)
             if self._collate is None
             else self._call_collate(samples, numbers, draw)
@@ -118,7 +120,7 @@ class OwnSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         with OwnCode(f"{self._label}: fetch"):
-            return _pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+            return _to_pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
 def seed_generators(key: int) -> None:
@@ -159,7 +161,7 @@ def _length(label: str, dataset: Any) -> int:
         return len(dataset)
 
 
-def _item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
+def _fetch_item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
     seed_generators(random.key(random.SAMPLE, draw or 0, index))
     with OwnCode(label):
         return dataset[index]
@@ -178,7 +180,7 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
         )
 
 
-def _pair(batch: Batch) -> Batch:
+def _to_pair(batch: Batch) -> Batch:
     """Convert a pair to a tuple, and its integer targets to int64. Any other batch is returned unchanged."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch

@@ -29,14 +29,14 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
-from lockstep.data.copies import Arrival, Copies, prefetch
+from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
-ALONE: Final = DataRank()
-_BLOCK: Final = 64, 8192  # the maximum number of steps, and of samples over all ranks, to plan at once
+SINGLE_RANK: Final = DataRank()
+_PLAN_LIMITS: Final = 64, 8192  # the maximum number of steps, and of samples over all ranks, to plan at once
 _SHM_ADVICE: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
-_DEATH_S: Final = 0.5  # how long to wait for the exit of a loader process after its connection broke
+_EXIT_WAIT_S: Final = 0.5  # how long to wait for the exit of a loader process after its connection broke
 
 
 class _StepPlan(NamedTuple):
@@ -71,7 +71,7 @@ class _Transfer(NamedTuple):
     span: _Span
     skipped: list[int]
     weight: int
-    arrival: Arrival
+    arrival: FinishCopy
 
 
 @final
@@ -92,7 +92,7 @@ class Loader:
     transforms: DeviceTransforms
     device: torch.device
     seed: int
-    data_rank: DataRank = ALONE
+    data_rank: DataRank = SINGLE_RANK
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
@@ -100,7 +100,7 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
-        self._copies = Copies(self.device)
+        self._copies = DeviceCopier(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._rank_spans = cache(self._compute_rank_spans)
         # Cache the orders of two epochs, because loader processes can be one epoch ahead.
@@ -111,7 +111,7 @@ class Loader:
         requests = (request for plan in self._plans_from(first) for _, request in plan.requests)
         with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
-                (plan.step, [self._send(span, request, fetch(request)) for span, request in plan.requests])
+                (plan.step, [self._start_transfer(span, request, fetch(request)) for span, request in plan.requests])
                 for plan in self._plans_from(first)
             )
             for step, transfers in prefetch(copied, self._copies.steps_ahead):
@@ -120,7 +120,7 @@ class Loader:
     def microbatch(self, step: Step, index: int) -> MicroBatch:
         """Fetch the micro-batch `index` of `step` as a dummy, in this process and not in a loader process."""
         [(span, request)] = self._plan([(step, [self._span(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._send(span, request, self.data.train.fetch(*request)))
+        return self._microbatch(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
@@ -145,7 +145,7 @@ class Loader:
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _open_fetcher(split, requests, self.workers, self.device) as fetch:
-            copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
+            copied = (self._start_evaluation_transfer(request, fetch(request)) for request in requests)
             transfers = prefetch(copied, self._copies.steps_ahead)
             for number, (weight, arrival) in zip(numbers, transfers, strict=True):
                 yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
@@ -162,7 +162,7 @@ class Loader:
         """
         while first < self.steps.total:
             remaining = self.steps.per_epoch - first % self.steps.per_epoch
-            count = min(remaining, _BLOCK[0], max(1, _BLOCK[1] // self.steps.batch))
+            count = min(remaining, _PLAN_LIMITS[0], max(1, _PLAN_LIMITS[1] // self.steps.batch))
             block = range(first, min(first + count, self.steps.total))
             yield from self._plan([self._step_spans(self.steps[number]) for number in block])
             first = block.stop
@@ -193,12 +193,12 @@ class Loader:
     def _span(self, samples: int, index: int, dummy: bool) -> _Span:
         return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
 
-    def _send(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
+    def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
         arrival = self._copies.start(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
-    def _send_for_evaluation(self, request: Request, batch: Batch) -> tuple[int, Arrival]:
+    def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[int, FinishCopy]:
         self.unreadable[1].update(self._unreadable_samples(request, batch))
         return self._weight(request, batch), self._copies.start(batch)
 
@@ -246,7 +246,7 @@ def _open_fetcher(
         sampler=requests,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_begin_worker,
+        worker_init_fn=_init_worker,
         generator=torch.Generator(),  # otherwise DataLoader draws the workers' seed from the global generator
         # Fork, because a spawned worker would import torch again and keep a second copy of the split's data.
         multiprocessing_context="fork",
@@ -263,7 +263,7 @@ def _next_answer(answers: Any) -> Any:
     try:
         return next(answers)
     except (EOFError, OSError, RuntimeError) as error:  # from a connection to a dead process, or from torch
-        workers, deadline = answers._workers, time.monotonic() + _DEATH_S
+        workers, deadline = answers._workers, time.monotonic() + _EXIT_WAIT_S
         dead_workers: list[int] = []
         while not dead_workers and time.monotonic() < deadline:
             with suppress(RuntimeError):  # from torch's SIGCHLD handler, which may run during the sleep
@@ -305,7 +305,7 @@ def _unwrap_answer(answer: Any) -> Batch:
     return answer
 
 
-def _begin_worker(_: int) -> None:
+def _init_worker(_: int) -> None:
     die_with_parent()
     # A terminal, timeout(1) or a batch system sends these signals to the whole process group. The training process
     # decides when to stop, and needs data until then.

@@ -56,11 +56,11 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if errors:
         raise UsageError("\n".join(f"dataset mixture: {error}" for error in errors))
     sources = {label: build_options(_Source, settings) for label, settings in options.of.items()}
-    datasets = {label: _open(request, label, source) for label, source in sources.items()}
-    _check_alike({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
+    datasets = {label: _open_source(request, label, source) for label, source in sources.items()}
+    _check_sources_match({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
     train_splits = [dataset.train for dataset in datasets.values()]
     weights = [source.weight for source in sources.values()]
-    counts = shares(options.samples or sum(map(len, train_splits)), weights)
+    counts = split_by_weight(options.samples or sum(map(len, train_splits)), weights)
     if 0 in counts:
         label = [*datasets][counts.index(0)]
         raise UsageError(
@@ -86,7 +86,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     )
 
 
-def shares(samples: int, weights: Sequence[float]) -> list[int]:
+def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
     """Split a number of samples in proportion to positive weights. Rounding changes each share by at most one."""
     sums = [*accumulate(weights)]  # not sum(), which adds floats differently from Python 3.12 on
     ends = [round(samples * end / sums[-1]) for end in sums]
@@ -158,7 +158,7 @@ def _leaf_dtypes(split: Split) -> dict[str, str]:
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 
 
-def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+def _check_sources_match(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
     (first_label, (facts, dtypes)), *rest = descriptions.items()
     for label, (other_facts, other_dtypes) in rest:
         differences = sorted(key for key in {**facts, **other_facts} if facts.get(key) != other_facts.get(key))
@@ -171,7 +171,7 @@ def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str
             )
 
 
-def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
+def _open_source(request: DataRequest, label: str, source: _Source) -> DataSet:
     root = request.root if source.root is None else source.root
     source_request = DataRequest(source.name, root, request.download, options=source.options or {})
     if source_request.changes_size:

@@ -11,10 +11,10 @@ from lockstep.common.names import choices
 
 T = TypeVar("T")
 
-_MOST: Final = 10**12
+_MAX_COUNT: Final = 10**12
 _STRICT: Final = ConfigDict(strict=True)
 
-Count = Annotated[int, Field(ge=1, le=_MOST, description="an integer of at least 1")]
+Count = Annotated[int, Field(ge=1, le=_MAX_COUNT, description="an integer of at least 1")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
 Text = Annotated[str, Field(max_length=4000, description="a string")]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
@@ -33,7 +33,7 @@ def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[st
             yield f"options.{name}: this dataset has no options; remove it"
         elif name not in valid:
             yield f"options.{name}: unknown option{choices(name, valid)}"
-        elif value is not None and (expectation := _expectation(options_class, name, value)):
+        elif value is not None and (expectation := _describe_expected(options_class, name, value)):
             yield f"options.{name}: {expectation}, got {value!r}"
     for name, field in valid.items():
         if field.default is MISSING and values.get(name) is None:
@@ -48,17 +48,17 @@ def build_options(options_class: type[T], values: Mapping[str, Any]) -> T:
     return options_class(**{name: value for name, value in values.items() if value is not None})
 
 
-def _expectation(options_class: type, name: str, value: Any) -> str:
+def _describe_expected(options_class: type, name: str, value: Any) -> str:
     """Return a description of the values that an option accepts, or "" if `value` is valid."""
     annotation = get_type_hints(options_class, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:
-        return f"expected {_description(annotation) or error.errors()[0]['msg']}"
+        return f"expected {_describe_annotation(annotation) or error.errors()[0]['msg']}"
     return ""
 
 
-def _description(annotation: Any) -> str:
+def _describe_annotation(annotation: Any) -> str:
     """Return the description of a type annotation: its `Field` description, or its alternatives."""
     if annotation is bool:
         return "true or false"
@@ -66,4 +66,4 @@ def _description(annotation: Any) -> str:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if descriptions := [argument.description for argument in get_args(annotation) if isinstance(argument, FieldInfo)]:
         return str(descriptions[0])
-    return " or ".join(filter(None, map(_description, get_args(annotation))))
+    return " or ".join(filter(None, map(_describe_annotation, get_args(annotation))))

@@ -8,7 +8,7 @@ FILES_SIZE: Final = 224  # the default size of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
 # The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
-_OF_FILES: Final = ("folder", "webdataset")
+_FILE_DATASETS: Final = ("folder", "webdataset")
 
 OnError = Literal["raise", "skip"]
 
@@ -32,7 +32,7 @@ class DataRequest:
     @property
     def changes_size(self) -> bool:
         """Whether the dataset resizes or crops its images, because the files can have different sizes."""
-        return self.name in _OF_FILES
+        return self.name in _FILE_DATASETS
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
@@ -42,14 +42,14 @@ def request_of(data: Mapping[str, Any]) -> DataRequest:
     return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
-def misfits(request: DataRequest) -> Iterator[str]:
+def unsupported_keys(request: DataRequest) -> Iterator[str]:
     """Yield an error for each key that the dataset doesn't support, and for each contradiction between keys."""
     if request.changes_size:
         yield from _contradictions(request)
         return
-    name, only = request.name, " and ".join(_OF_FILES)
+    name, only = request.name, " and ".join(_FILE_DATASETS)
     if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
-        yield f"image_size: {request.image_size} is not supported, since {_size(name)}; remove it"
+        yield f"image_size: {request.image_size} is not supported, since {_size_reason(name)}; remove it"
     if request.resize_size is not None:
         yield f"resize_size: {request.resize_size} is only supported by the datasets {only}; remove it"
     if request.resized_crop:
@@ -60,7 +60,7 @@ def misfits(request: DataRequest) -> Iterator[str]:
         yield f"on_error: skip is only supported by the datasets {only}; remove it, and catch errors in your dataset"
 
 
-def _size(name: str) -> str:
+def _size_reason(name: str) -> str:
     if ":" in name:
         return "your function sets the size"
     native = NATIVE_SIZE.get(name)

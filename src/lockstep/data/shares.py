@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lockstep.core import random
 
-_KEY: Final = random.key(random.SPLIT)
+_SPLIT_KEY: Final = random.key(random.SPLIT)
 
 
 def in_share(name: str, share: float) -> bool:
@@ -21,7 +21,7 @@ def in_share(name: str, share: float) -> bool:
     return _name_hash(name) < share * 2**64
 
 
-def take_share(names: Sequence[str], share: float) -> list[str]:
+def select_share(names: Sequence[str], share: float) -> list[str]:
     """Select the names with the lowest hashes. Their number is `share * len(names)`, rounded.
 
     If the share isn't 0 and there are at least two names, at least one name is selected, and at least one isn't. If you
@@ -33,7 +33,7 @@ def take_share(names: Sequence[str], share: float) -> list[str]:
 
 def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
     """Return a bool array that selects a random share of `rows` rows. Adding rows later doesn't change earlier rows."""
-    return random.uniform(_KEY, np.arange(rows), 1)[:, 0] < share
+    return random.uniform(_SPLIT_KEY, np.arange(rows), 1)[:, 0] < share
 
 
 def _name_hash(name: str) -> int:

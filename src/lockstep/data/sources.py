@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lockstep.common.names import choices
-from lockstep.data.request import SYNTHETIC, DataRequest, misfits
+from lockstep.data.request import SYNTHETIC, DataRequest, unsupported_keys
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ SOURCES: Final[Mapping[str, SourceInfo]] = {
     "mnist1d": SourceInfo("mnist1d", 4000),
     "mixture": SourceInfo("mixture"),
 }
-_COLLATING: Final = "datasets"
-_OWN: Final = "package.module:function"
+_COLLATE_DATASET: Final = "datasets"
+_IMPORT_PATH: Final = "package.module:function"
 
 
 class Source(Protocol):
@@ -79,21 +79,25 @@ def open_data(request: DataRequest) -> DataSet:
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 
-        _raise_problems(request.name, list(misfits(request)))
+        _raise_problems(request.name, list(unsupported_keys(request)))
         return import_dataset(request.name, request.options, request.collate)
 
     from lockstep.data.options import build_options, option_errors
 
     source = cast(Source, import_module(f"lockstep.data.{_source_info(request.name).module}"))
-    problems = [f"collate: {request.collate} is only supported by your own datasets and by {_COLLATING}; remove it"]
-    collate = problems if request.collate and request.name != _COLLATING else []
-    _raise_problems(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
+    problems = [
+        f"collate: {request.collate} is only supported by your own datasets and by {_COLLATE_DATASET}; remove it"
+    ]
+    collate = problems if request.collate and request.name != _COLLATE_DATASET else []
+    _raise_problems(
+        request.name, [*collate, *unsupported_keys(request), *option_errors(source.Options, request.options)]
+    )
     return source.open_data(request, build_options(source.Options, request.options))
 
 
 def _source_info(name: str) -> SourceInfo:
     if name not in SOURCES:
-        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _OWN))}")
+        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _IMPORT_PATH))}")
     return SOURCES[name]
 
 

@@ -17,7 +17,7 @@ from lockstep.models.freezing import keep_in_evaluation
 
 _KEY: Final = "recipe.model.lora"
 _ADAPTER: Final = "default"  # the name of the adapter in peft, which can have several
-_PARTS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+_ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Lora:
     train: Sequence[str] = ()
 
 
-def adapt(model: nn.Module, lora: Lora) -> None:
+def add_adapters(model: nn.Module, lora: Lora) -> None:
     """Add adapters to a model, and freeze its parameters, except for parameters that match a pattern in `lora.train`.
 
     The adapters are initialized with torch's generator, and don't change the outputs of the model at first. BatchNorm
@@ -74,7 +74,7 @@ def merge_adapters(model: nn.Module) -> bool:
 
 def has_adapters(names: Iterable[str]) -> bool:
     """Return whether any of these tensor names belongs to an adapter."""
-    return any(part in name for name in names for part in _PARTS)
+    return any(part in name for name in names for part in _ADAPTER_MARKS)
 
 
 def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:

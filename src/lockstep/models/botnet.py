@@ -40,9 +40,9 @@ def botnet50(
         replace_stride_with_dilation=[False, False, last_stride == 1],
     )
     first_block, *later_blocks = network.get_submodule("layer4").children()
-    _attend(first_block, size, heads, last_stride)
+    _replace_convolution(first_block, size, heads, last_stride)
     for block in later_blocks:
-        _attend(block, size // last_stride, heads, stride=1)
+        _replace_convolution(block, size // last_stride, heads, stride=1)
     return network
 
 
@@ -60,7 +60,7 @@ def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> in
     return image_size // 16
 
 
-def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
+def _replace_convolution(block: nn.Module, size: int, heads: int, stride: int) -> None:
     """Replace the 3x3 convolution of a bottleneck block with attention. A stride of 2 becomes average pooling."""
     attention: nn.Module = Attention(_CHANNELS, heads, size, size)
     if stride == 2:

@@ -81,7 +81,7 @@ def check_model(
 
     The model runs on the meta device, without memory or arithmetic. If this fails, it runs on the CPU.
     """
-    trial = partial(_trial, build, name, evaluation, training)
+    trial = partial(_run_trial, build, name, evaluation, training)
     # Ignore warnings, because they appear again when the ranks build the model. In addition, torch warns about each
     # weight that is loaded on the meta device, because it has no values.
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
@@ -101,7 +101,7 @@ def check_model(
 
 def check_dtype(
     build: Build,
-    compute_in: Callable[[nn.Module, torch.dtype], object],
+    convert_model: Callable[[nn.Module, torch.dtype], object],
     *,
     name: str,
     inputs: Inputs,
@@ -109,8 +109,8 @@ def check_dtype(
 ) -> None:
     """Raise UsageError if the model can't compute with weights and inputs in `dtype`.
 
-    `compute_in` prepares the model for this dtype. The check runs on the meta device. If the model can't run there, the
-    check passes, and the first step of the run reports the error.
+    `convert_model` prepares the model for this dtype. The check runs on the meta device. If the model can't run there,
+    the check passes, and the first step of the run reports the error.
     """
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
         try:
@@ -120,9 +120,9 @@ def check_dtype(
         except Exception:  # the model can't be built on the meta device
             return
         _check_float32(name, model, dtype)
-        compute_in(model, dtype)
+        convert_model(model, dtype)
         try:
-            with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
+            with torch.no_grad(), _SameDtypeCheck():  # type: ignore[no-untyped-call]
                 call(
                     model,
                     map_tensors(
@@ -142,7 +142,7 @@ def check_dtype(
 
 
 @final
-class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises RuntimeError for products of tensors with different dtypes, as the CPU and CUDA do.
 
     Without this mode, the meta device would accept most of these products.
@@ -235,18 +235,18 @@ def hooked_parameter(model: nn.Module) -> str:
     return ""
 
 
-def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
+def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
     """Run the model in evaluation and in training mode. Return the outputs of both, and the summary of the model."""
     with new_tensors_dropped(), torch.device(device):
         model = build()
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluation_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
+            evaluation_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            training_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), training))
+            training_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), training))
         flops = backward_flops(counter, training_outputs) if device == "meta" else None
     parameters = list(model.parameters())
     batchnorm_layers = {
@@ -272,7 +272,7 @@ def _form(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype)
 
 
-def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
+def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
     try:
         return call(model, inputs)
     except (LockstepError, KeyboardInterrupt):
@@ -289,10 +289,12 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
                 f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
                 f"in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
-        raise OwnCodeError(f"model {name}: forward failed with inputs of {_forms(inputs)}: {message}") from error
+        raise OwnCodeError(
+            f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"
+        ) from error
 
 
-def _forms(inputs: Inputs) -> str:
+def _describe_inputs(inputs: Inputs) -> str:
     """Return a description of the shapes and dtypes of inputs, with their names if they are a mapping."""
     names = [f"{name} of " for name in inputs] if isinstance(inputs, Mapping) else [""] * len(inputs)
     values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs)]

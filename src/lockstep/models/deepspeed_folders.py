@@ -17,7 +17,7 @@ from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
 _LATEST_FILE: Final = "latest"  # the file with the name of the latest step's folder
-_LONGEST: Final = 256  # the maximum size of the latest file in bytes
+_MAX_BYTES: Final = 256  # the maximum size of the latest file in bytes
 _MODEL_FILE: Final = "mp_rank_00_model_states.pt"
 _STAGE_3_FILE: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -28,7 +28,7 @@ def model_file(folder: Path) -> Path | None:
     In a folder with several steps, this is the file of the latest step. Raises UsageError if the weights are sharded
     across the files of all ranks.
     """
-    step = _step(folder)
+    step = _find_step_folder(folder)
     if (step / _STAGE_3_FILE).is_file():
         raise UsageError(f"{step}: ZeRO stage 3 shards the weights over the files of all ranks; {_advice(step)}")
     if (step / _MODEL_FILE).is_file():
@@ -36,7 +36,7 @@ def model_file(folder: Path) -> Path | None:
     return None
 
 
-def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
+def check_full_precision(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Raise UsageError if the weights are 16-bit copies of the full-precision weights in the optimizer's files."""
     dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype in (torch.float16, torch.bfloat16)]
     if dtypes:
@@ -47,9 +47,9 @@ def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
         )
 
 
-def _step(folder: Path) -> Path:
+def _find_step_folder(folder: Path) -> Path:
     try:
-        name = plainfile.content(folder / _LATEST_FILE, _LONGEST).decode().strip()
+        name = plainfile.content(folder / _LATEST_FILE, _MAX_BYTES).decode().strip()
     except (OSError, ValueError):
         return folder
     return folder / name if Path(name).name == name else folder

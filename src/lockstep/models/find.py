@@ -76,7 +76,7 @@ def build_model(
     arguments = (
         {"options": user_options}
         if origin == "transformers"
-        else _from_data(origin, name, factory, facts) | user_options
+        else _arguments_from_facts(origin, name, factory, facts) | user_options
     )
     with _report_arguments(name, arguments), download_lock(name) if pretrained else nullcontext():
         adapts_weights = pretrained and origin == "torchvision"
@@ -108,7 +108,7 @@ def construction(*, name: str, source: Source, options: Mapping[str, Any], facts
     Transformers models aren't supported.
     """
     origin = origin_of(name, source)
-    options = _from_data(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
+    options = _arguments_from_facts(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
     match origin:
         case "timm":
             return Construction("timm:create_model", [name], options)
@@ -191,7 +191,7 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
     return typed_factory
 
 
-def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that follow from the facts of the data, if the model's function accepts them."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts

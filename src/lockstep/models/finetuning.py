@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
-from lockstep.models.adapters import Lora, adapt
+from lockstep.models.adapters import Lora, add_adapters
 from lockstep.models.freezing import freeze, freeze_batchnorm
 from lockstep.tasks.base import Build
 
@@ -47,7 +47,7 @@ def build_finetuned(build: Build, tuning: Tuning, first_weights: FirstWeights | 
     if first_weights is not None and not adapted:
         first_weights.load_into(model)
     if tuning.lora is not None:
-        adapt(model, tuning.lora)
+        add_adapters(model, tuning.lora)
     if first_weights is not None and adapted:
         first_weights.load_into(model)
     if tuning.frozen:

@@ -53,7 +53,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
 
 def keep_in_evaluation(layer: nn.Module) -> None:
     """Keep a layer in evaluation mode, regardless of the mode of its model."""
-    layer.train = partial(_stay, layer)  # type: ignore[method-assign]
+    layer.train = partial(_stay_in_evaluation, layer)  # type: ignore[method-assign]
     layer.train()
 
 
@@ -63,6 +63,6 @@ def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: S
     return all(name in frozen for name in names) if names else matches(f"{prefix}running_mean", patterns)
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+def _stay_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
     """Stay in evaluation mode. This replaces the method `train` of a layer, which `train` of the model calls."""
     return nn.Module.train(layer, False)

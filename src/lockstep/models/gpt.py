@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_SPREAD: Final = 0.02  # the standard deviation of initial weights
-_BASE: Final = 10_000.0  # the base of the frequencies of rotary positions
+_INIT_STD: Final = 0.02  # the standard deviation of initial weights
+_ROTARY_BASE: Final = 10_000.0  # the base of the frequencies of rotary positions
 
 Positions = Literal["learned", "rotary"]
 
@@ -65,7 +65,7 @@ def _initialise(model: "GPT", layers: int) -> None:
             nn.init.zeros_(parameter)
         elif parameter.ndim == 2:
             ends_branch = name.endswith(("attention.out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=_SPREAD / (2 * layers) ** 0.5 if ends_branch else _SPREAD)
+            nn.init.normal_(parameter, std=_INIT_STD / (2 * layers) ** 0.5 if ends_branch else _INIT_STD)
 
 
 @final
@@ -184,7 +184,7 @@ class Rotary(nn.Module):
 
     def __init__(self, channels: int, context: int) -> None:
         super().__init__()
-        speeds = _BASE ** -(torch.arange(0, channels, 2) / channels)
+        speeds = _ROTARY_BASE ** -(torch.arange(0, channels, 2) / channels)
         angles = torch.outer(torch.arange(context), speeds)
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)

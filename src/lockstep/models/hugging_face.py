@@ -33,9 +33,9 @@ _OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that are 
 _CLASS_FIELDS: Final = ("num_labels", "id2label", "label2id")
 _GENERAL_FIELDS: Final = (*_CLASS_FIELDS, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
-_LONGEST: Final = 300  # the length to which error messages of transformers are shortened
-_LARGEST_CONFIG: Final = 1 << 24  # the maximum size of a config.json in bytes
-_MISTYPED: Final = 0.85  # an unknown key counts as mistyped from this similarity on, as computed by difflib
+_MAX_MESSAGE_LENGTH: Final = 300  # the length to which error messages of transformers are shortened
+_MAX_CONFIG_BYTES: Final = 1 << 24  # the maximum size of a config.json in bytes
+_TYPO_SIMILARITY: Final = 0.85  # an unknown key counts as mistyped from this similarity on, as computed by difflib
 _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
@@ -92,7 +92,7 @@ def check_weights(name: str) -> None:
 
     Weights on the hub aren't checked here. They are checked when they are downloaded.
     """
-    if _is_type(_library(name), name):
+    if _is_model_type(_library(name), name):
         raise UsageError(
             f"model {name}: a model type has no weights; use a folder or a name on the hub, or set "
             f"recipe.model.pretrained=false"
@@ -154,7 +154,7 @@ def _shorten_errors(name: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
             raise  # a network error, which the caller reports
-        message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+        message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH] or type(error).__name__
         message = f"{message} not found" if isinstance(error, KeyError) else message
         source = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
         raise UsageError(f"model {name}: {message}; correct {source}") from error
@@ -164,14 +164,14 @@ def _library(name: str) -> Any:
     return import_extra("transformers", "transformers", f"model {name}")
 
 
-def _is_type(library: Any, name: str) -> bool:
+def _is_model_type(library: Any, name: str) -> bool:
     return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
 
 
 def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
     """Return the config of the model, with values from the facts of the data and from `options`."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
-    if _is_type(library, name):
+    if _is_model_type(library, name):
         default_config = library.AutoConfig.for_model(name)
     elif is_transformers_folder(name) or ("/" in name and not os.path.isdir(name)):
         default_config = library.AutoConfig.from_pretrained(
@@ -194,10 +194,10 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     if is_transformers_folder(name):
         # A config that was loaded from a file accepts all keys in the file, so compare with a new config of the type.
         type_config = library.AutoConfig.for_model(default_config.model_type)
-        _check_written(
+        _check_config_keys(
             name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
         )
-    values = _from_data(default_config, facts, is_type=_is_type(library, name)) | fields
+    values = _fields_from_facts(default_config, facts, is_type=_is_model_type(library, name)) | fields
     if any(key in fields for key in _CLASS_FIELDS):
         values = {key: value for key, value in values.items() if key in fields or key not in _CLASS_FIELDS}
     if pretrained and "vocab_size" in values and values["vocab_size"] > default_config.vocab_size:
@@ -213,27 +213,27 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     special_keys = [
         key
         for key in _SPECIAL_IDS
-        if vocabulary and key not in fields and _is_beyond(default_config.to_dict().get(key), vocabulary)
+        if vocabulary and key not in fields and _is_out_of_vocabulary(default_config.to_dict().get(key), vocabulary)
     ]
     values |= dict.fromkeys(special_keys)
-    if _is_type(library, name):
+    if _is_model_type(library, name):
         return library.AutoConfig.for_model(name, **values)
     return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_hub_arguments(name, options), **values)
 
 
-def _check_written(name: str, model_type: str, settings: Collection[str]) -> None:
+def _check_config_keys(name: str, model_type: str, settings: Collection[str]) -> None:
     """Raise UsageError if config.json has a mistyped key.
 
     An unknown key counts as mistyped if it is very similar to a setting that isn't in the file. All other unknown keys
     are accepted, because older versions of transformers and different programs write many of them.
     """
     try:
-        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
+        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _MAX_CONFIG_BYTES))
     except (OSError, ValueError):  # ignore it, because transformers was able to read the file
         return
     for key in content:
         matches = difflib.get_close_matches(
-            key, [setting for setting in settings if setting not in content], 1, _MISTYPED
+            key, [setting for setting in settings if setting not in content], 1, _TYPO_SIMILARITY
         )
         if key not in settings and matches:
             raise UsageError(
@@ -241,7 +241,7 @@ def _check_written(name: str, model_type: str, settings: Collection[str]) -> Non
             )
 
 
-def _from_data(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+def _fields_from_facts(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
     # A model in a folder or on the hub has its own vocabulary size, which is often larger than that of its tokenizer.
     if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
@@ -259,7 +259,7 @@ def _from_data(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str
     return values
 
 
-def _is_beyond(value: Any, vocabulary: int) -> bool:
+def _is_out_of_vocabulary(value: Any, vocabulary: int) -> bool:
     return isinstance(value, int) and value >= vocabulary
 
 

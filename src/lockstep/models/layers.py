@@ -50,7 +50,7 @@ def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     parameters = dict(model.named_parameters())
     number = 0
     layers: dict[str, int] = {}
-    blocks = list(_blocks(model, ""))
+    blocks = list(_block_prefixes(model, ""))
     for _, run in groupby(parameters, lambda name: next((path for path in blocks if name.startswith(path)), "")):
         names = list(run)
         number += bool(layers) and any(parameters[name].ndim > 1 for name in names)
@@ -58,11 +58,11 @@ def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return {name: decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+def _block_prefixes(module: nn.Module, path: str) -> Iterator[str]:
     """Yield the name prefix of each block, such as `layers.0.` and `layers.1.`. Nested blocks aren't yielded."""
     for name, child in module.named_children():
         prefix = f"{path}{name}."
         if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
             yield prefix
         else:
-            yield from _blocks(child, prefix)
+            yield from _block_prefixes(child, prefix)

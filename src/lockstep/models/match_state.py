@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
 _COUNTER: Final = "num_batches_tracked"  # a BatchNorm buffer that older files don't have. It then keeps its value 0
-_SHOWN: Final = 12  # the maximum number of problems in an error
+_MAX_SHOWN: Final = 12  # the maximum number of problems in an error
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,11 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequ
     targets = {name: tensor for name, tensor in state.items() if name not in skipped_names}
     problems = [*_missing(targets, tensors), *_mismatches(targets, tensors)]
     if problems:
-        remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        remainder = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
-        raise UsageError("\n".join([f"{label}: does not match the model; {advice}:", *problems[:_SHOWN], *remainder]))
+        raise UsageError(
+            "\n".join([f"{label}: does not match the model; {advice}:", *problems[:_MAX_SHOWN], *remainder])
+        )
     loaded = [name for name in targets if name in tensors]
     for name in loaded:
         if not targets[name].is_meta:

@@ -32,8 +32,8 @@ from lockstep.tasks.base import Build
 
 Loss = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
 
-_LOSS: Final = "the loss"
-_LEAF: Final = "AccumulateGrad"  # the graph node of a parameter, at which backward ends
+_LOSS_LABEL: Final = "the loss"
+_LEAF_NODE: Final = "AccumulateGrad"  # the graph node of a parameter, at which backward ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.refusals: list[Refusal] = []
         self._cuda = cuda
         self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
-        self._stack = [_LOSS]
+        self._stack = [_LOSS_LABEL]
         # Graph nodes are numbered in the order of their creation. `_numbers` has each number at which a module began or
         # ended, and `_modules` has the module that created the nodes from this number on.
-        self._numbers, self._modules = [0], [_LOSS]
+        self._numbers, self._modules = [0], [_LOSS_LABEL]
         self.node: Any = None  # the graph node whose backward is running, if any
 
     @contextmanager
@@ -153,13 +153,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, _: object) -> None:
         self._stack.append(self._names.get(module, self._stack[-1]))
-        self._mark()
+        self._record_module()
 
     def _leave(self, module: nn.Module, _: object, __: object) -> None:
         self._stack.pop()
-        self._mark()
+        self._record_module()
 
-    def _mark(self) -> None:
+    def _record_module(self) -> None:
         self._numbers.append(_get_sequence_nr())
         self._modules.append(self._stack[-1])
 
@@ -198,7 +198,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
         for (next_node, slot), gradient in zip(
             node.next_functions, _call_node(node, gradients.pop(node)), strict=False
         ):
-            if next_node is None or gradient is None or next_node.name().endswith(_LEAF):
+            if next_node is None or gradient is None or next_node.name().endswith(_LEAF_NODE):
                 continue
             if next_node not in gradients:
                 gradients[next_node] = [None] * len(next_node._input_metadata)

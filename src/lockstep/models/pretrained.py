@@ -11,7 +11,7 @@ from lockstep.common.locking import exclusive, private_folder
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError
 
-_NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
+_NETWORK_PACKAGES: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def download_lock(name: str) -> Iterator[None]:
         with exclusive(private_folder() / "pretrained.lock"):
             yield
     except Exception as error:
-        if not _is_network(error):
+        if not _is_io_error(error):
             raise
         raise UsageError(
             f"model {name}: cannot fetch the pretrained weights: {error}; check the network, copy the file to the "
@@ -53,9 +53,9 @@ def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments:
     return model
 
 
-def _is_network(error: BaseException | None) -> bool:
+def _is_io_error(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, is a network or file error."""
     if error is None:
         return False
     root = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or root in _NETWORK or _is_network(error.__cause__)
+    return isinstance(error, OSError) or root in _NETWORK_PACKAGES or _is_io_error(error.__cause__)

@@ -16,15 +16,15 @@ from lockstep.common import plainfile
 from lockstep.common.names import suggestion
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError, error_as
-from lockstep.models.deepspeed_folders import check_whole, model_file
+from lockstep.models.deepspeed_folders import check_full_precision, model_file
 
-_SAFE: Final = ".safetensors"
+_SAFETENSORS: Final = ".safetensors"
 _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
-_WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
+_FILES: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
-_LARGEST_INDEX: Final = 1 << 26  # bytes
+_MAX_INDEX_BYTES: Final = 1 << 26  # bytes
 # The keys under which training scripts save the state_dict in a larger dict.
-_NESTED: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
+_STATE_KEYS: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
 _WRAPPERS: Final = ("module.", "_orig_mod.")  # the prefixes that DistributedDataParallel and torch.compile add
 
 
@@ -41,11 +41,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path}: not found; use a file with tensors, a folder with such a file, or a run")
     if not path.is_file():
         raise UsageError(f"{path}: not a regular file; use a file with tensors, a folder with such a file, or a run")
-    if path.suffix == _SAFE:
+    if path.suffix == _SAFETENSORS:
         return _read_safetensors(path)
     if path.name.endswith(_TORCH):
         return _read_torch(path)
-    raise UsageError(f"{path}: unknown file type; use a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
+    raise UsageError(
+        f"{path}: unknown file type; use a file that ends in {', '.join([_SAFETENSORS, *_TORCH])}, or a folder"
+    )
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
@@ -71,15 +73,15 @@ def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
         return _read_shards(folder)
-    for name in _WHOLE:
+    for name in _FILES:
         if (folder / name).is_file():
             return read_tensors(folder / name)
     if (file := model_file(folder)) is not None:
         tensors = read_tensors(file)
-        check_whole(tensors, file)
+        check_full_precision(tensors, file)
         return tensors
     raise UsageError(
-        f"{folder}: contains no weights: neither {_INDEX} nor {', '.join(_WHOLE)}, nor checkpoints of a run or of "
+        f"{folder}: contains no weights: neither {_INDEX} nor {', '.join(_FILES)}, nor checkpoints of a run or of "
         f"DeepSpeed; use the path of a file"
     )
 
@@ -88,11 +90,11 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     error_types = (OSError, ValueError, KeyError, TypeError, AttributeError)
     with error_as(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
-        files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
+        files = plainfile.parse_json(plainfile.content(index, _MAX_INDEX_BYTES))["weight_map"]
         locations = {str(name): str(file) for name, file in files.items()}
     for file in set(locations.values()):
-        if Path(file).name != file or not file.endswith(_SAFE):
-            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files next to it")
+        if Path(file).name != file or not file.endswith(_SAFETENSORS):
+            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFETENSORS} files next to it")
     parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
     missing = [name for name, file in locations.items() if name not in parts[file]]
     if missing:
@@ -122,12 +124,12 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
                 f"load it yourself and save its state_dict() with safetensors.torch.save_file"
             ) from error
         raise UsageError(f"{path}: not a complete file of torch.save: {error}; write or download it again") from error
-    return _tensors(content, path)
+    return _find_state_dict(content, path)
 
 
-def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
+def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
     """Return the tensors of a state_dict. It is either the content of the file itself, or one of its entries."""
-    entries = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
+    entries = [content.get(name) for name in _STATE_KEYS] if isinstance(content, dict) else []
     for candidate in (content, *entries):
         if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
             return {str(name): value for name, value in candidate.items()}

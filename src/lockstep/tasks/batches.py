@@ -35,14 +35,14 @@ def parts(batch: Batch) -> Parts:
         return Parts({key: value for key, value in batch.items() if key != name}, batch[name])
     if isinstance(batch, tuple | list) and len(batch) > 1:
         return Parts(tuple(batch[:-1]), batch[-1])
-    raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_kind(batch)}")
+    raise UsageError(f"batch: expected (inputs, targets), or a mapping with the targets, got {_type_of(batch)}")
 
 
 def targets_of(batch: Batch) -> Tensor:
     """Return the targets of a batch. Raises UsageError if they aren't a single tensor."""
     targets = parts(batch).targets
     if not isinstance(targets, Tensor):
-        raise UsageError(f"batch: expected a single tensor of targets, got {_kind(targets)}")
+        raise UsageError(f"batch: expected a single tensor of targets, got {_type_of(targets)}")
     return targets
 
 
@@ -66,13 +66,13 @@ def predictions(outputs: Any, model: str = "model") -> Tensor:
     prediction = next((items[name] for name in _OUTPUTS if name in items), getattr(outputs, "logits", None))
     if not isinstance(prediction, Tensor):
         raise UsageError(
-            f"{model}: expected a tensor, or outputs with logits or out, got {_kind(outputs)}; return a tensor or a "
+            f"{model}: expected a tensor, or outputs with logits or out, got {_type_of(outputs)}; return a tensor or a "
             f"mapping with logits, or wrap the model in a module that does"
         )
     return prediction
 
 
-def _kind(value: Any) -> str:
+def _type_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{type_name(value)} with {', '.join(map(str, value)) or 'no items'}"
     return type_name(value)

@@ -18,8 +18,8 @@ from lockstep.tasks.own_loss import PATH_MARK, Loss, check_sum, find_own_loss, s
 
 SKIPPED: Final = -100  # the target of an unreadable sample. It is the default ignore_index of F.cross_entropy
 _TOLERANCE: Final = 1e-2  # for the sum of the weights in a mixture, which may be rounded to bfloat16
-_SHOWN: Final = 6  # the maximum number of values of a target in an error
-_MOST_COPIES: Final = 256  # the maximum number of confusion matrices to count into
+_MAX_SHOWN: Final = 6  # the maximum number of values of a target in an error
+_MAX_COPIES: Final = 256  # the maximum number of confusion matrices to count into
 
 
 @final
@@ -161,7 +161,7 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
     # Count into several matrices and sum them at the end. CUDA's deterministic scatter_add_ uses one warp per cell, and
     # most pixels are in few cells, so a single matrix would be slow. The number of matrices is limited so that all of
     # them together have about as many cells as there are predictions.
-    copies = min(_MOST_COPIES, 1 + len(cells) // size)
+    copies = min(_MAX_COPIES, 1 + len(cells) // size)
     positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
     sums.scatter_add_(0, positions, torch.ones_like(positions))
@@ -259,6 +259,6 @@ def _target_rule(classes: int) -> str:
 
 
 def _format_target(target: Tensor) -> str:
-    values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
-    ellipsis = ", ..." if target.numel() > _SHOWN else ""
+    values = [f"{value:.6g}" for value in target.flatten()[:_MAX_SHOWN].tolist()]
+    ellipsis = ", ..." if target.numel() > _MAX_SHOWN else ""
     return f"[{', '.join(values)}{ellipsis}]" if target.ndim else values[0]

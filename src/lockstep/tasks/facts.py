@@ -18,7 +18,7 @@ from lockstep.tasks.classification import check_targets, skip_mask
 NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets this fact
 DECIDE_OUTPUTS: Final = (NAMES,)  # the facts that determine the last layer of a model
 # The maximum number of classes. Each class has a name, so a wrong number could use up all memory.
-_MOST: Final = 1 << 24
+_MAX_CLASSES: Final = 1 << 24
 
 
 def facts(
@@ -45,7 +45,7 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     Raises UsageError if `option` is neither a number nor a list.
     """
     classes = getattr(train, NAMES, None) if option is None else option
-    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and 0 < classes <= _MOST:
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and 0 < classes <= _MAX_CLASSES:
         return [str(number) for number in range(int(classes))]
     if isinstance(classes, list | tuple) and classes:
         return [str(name) for name in classes]
@@ -91,7 +91,7 @@ def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tens
     return skip_mask if names and is_pair(batch) else None
 
 
-def whole_samples(data_facts: Mapping[str, Any]) -> int | None:
+def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
     """Return the number of classes if each sample has a single class, and None otherwise."""
     return None if NAMES not in data_facts or data_facts.get("pixels") else len(data_facts[NAMES])
 
@@ -108,4 +108,4 @@ def _count_classes(targets: Any) -> int:
         counted = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
     except (TypeError, ValueError, RuntimeError):  # not numbers
         return 0
-    return counted if 0 < counted <= _MOST else 0
+    return counted if 0 < counted <= _MAX_CLASSES else 0

@@ -63,7 +63,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     task: Task
     match name:
         case "classification":
-            classes = _names(name, facts, "classes")
+            classes = _required_names(name, facts, "classes")
             topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
             own_loss = find_loss(loss["name"])
 
@@ -76,7 +76,9 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
         case "language":
             task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
-            task = _build_task(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
+            task = _build_task(
+                segmentation, options, {"model": model, "classes": _required_names(name, facts, "classes")}
+            )
     return TaskChoice(task, f"task {name}{reason}")
 
 
@@ -88,7 +90,7 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
         return "classification", f": the data has {len(facts['classes'])} classes"
     if "vocabulary" in facts:
         return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
-    if "outputs" in facts or _floats(example):
+    if "outputs" in facts or _has_float_targets(example):
         return "regression", ": the targets are floats, and the data has no classes"
     raise UsageError(
         f"recipe.task: auto requires data with classes, a vocabulary or float targets; set the number of classes with "
@@ -96,7 +98,7 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     )
 
 
-def _floats(example: Batch) -> bool:
+def _has_float_targets(example: Batch) -> bool:
     try:
         targets = parts(example).targets
     except UsageError:
@@ -104,7 +106,7 @@ def _floats(example: Batch) -> bool:
     return isinstance(targets, Tensor) and targets.is_floating_point()
 
 
-def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
+def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     if fact not in facts:
         raise UsageError(
             f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
