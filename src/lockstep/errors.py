@@ -30,7 +30,7 @@ EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 # host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MOST_LINES: Final = 11  # the maximum number of problems in a message, which has one more line for their number
+_MAX_LINES: Final = 11  # the maximum number of problems in a message, which has one more line for their number
 
 
 class LockstepError(Exception):
@@ -63,7 +63,7 @@ class ConfigError(UsageError):
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        listed = problems if len(problems) <= _MOST_LINES else [*problems[: _MOST_LINES - 1]]
+        listed = problems if len(problems) <= _MAX_LINES else [*problems[: _MAX_LINES - 1]]
         overflow = [f"{len(problems) - len(listed):,} more"] if len(listed) < len(problems) else []
         super().__init__("\n".join([*listed, *overflow]))
         self.problems = tuple(problems)

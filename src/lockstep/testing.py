@@ -36,7 +36,7 @@ EVALUATION: Final = "evaluation"
 
 # Smaller relative differences may be rounding errors, from a different order of additions.
 _ROUNDING: Final = 1e-4
-_SHOWN: Final = 6  # the maximum number of samples in a message
+_LIMIT: Final = 6  # the maximum number of samples in a message
 
 
 @final
@@ -69,7 +69,7 @@ class Trace:
             if parameter.grad is not None:
                 self._add(GRADIENT, name, parameter.grad)
         if norm is not None:
-            self._add(NORM, "norm", _figure(norm))
+            self._add(NORM, "norm", _to_tensor(norm))
 
     def weights(self, model: nn.Module) -> None:
         """Report the weights after an update, and end the step. All ranks must call this method."""
@@ -83,13 +83,13 @@ class Trace:
         If you call this method after `weights`, the metric belongs to the step that has just ended.
         """
         ended = len(self._steps) > 1 and not self._steps[-1]
-        self._add(EVALUATION, name, _figure(value), step=-2 if ended else -1)
+        self._add(EVALUATION, name, _to_tensor(value), step=-2 if ended else -1)
 
     def _add(self, gate: str, name: str, value: Tensor, step: int = -1) -> None:
         self._steps[step].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
 
 
-def _figure(value: float | Tensor) -> Tensor:
+def _to_tensor(value: float | Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
@@ -123,7 +123,9 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
         raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
-        reference, *others = (_run(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds))
+        reference, *others = (
+            _run_ranks(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds)
+        )
     differences = [
         f"{size} rank{'s' * (size > 1)} against {worlds[0]}: {difference}"
         for size, ranks in zip(worlds[1:], others, strict=True)
@@ -133,10 +135,10 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
         raise AssertionError("\n".join(differences))
 
 
-def _run(function: Function, size: int, folder: Path) -> Ranks:
+def _run_ranks(function: Function, size: int, folder: Path) -> Ranks:
     """Run the function on `size` ranks, and return the values that each rank reported."""
     folder.mkdir()
-    code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
+    code, text = in_workers_silently(partial(_run_worker, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
     # torch.load is safe here: the files come from the processes above, in a folder that only this user can access.
@@ -146,7 +148,7 @@ def _run(function: Function, size: int, folder: Path) -> Ranks:
     return ranks
 
 
-def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
+def _run_worker(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
     """Run the function on this rank, and save the values that it reported."""
     world = open_world(rendezvous, choose_device("auto", rendezvous.info))
     if world.size == 1:
@@ -169,33 +171,33 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
                 [*(Counter(left) - Counter(right))]
                 for left, right in ((expected_samples, actual_samples), (actual_samples, expected_samples))
             )
-            difference = f"{list_some(unexpected, _SHOWN) or 'none'} instead of {list_some(missing, _SHOWN) or 'none'}"
+            difference = f"{list_some(unexpected, _LIMIT) or 'none'} instead of {list_some(missing, _LIMIT) or 'none'}"
             yield f"step {step}, {ORDER}: {difference}"
         outputs: dict[str, Tensor] = {}
         for rank_values in expected:
             outputs |= rank_values.get(ORDER, {})
         for rank, rank_values in enumerate(actual):
-            if difference := _first(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
+            if difference := _first_difference(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
                 yield f"step {step}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, rank_values in enumerate(actual):
                 sides, norms = (
                     (expected[0].get(gate_name, {}), rank_values.get(gate_name, {})) for gate_name in (gate, NORM)
                 )
-                if difference := _first(*sides, tolerance):
-                    multiple = _multiple(*sides) if gate == GRADIENT else ""
+                if difference := _first_difference(*sides, tolerance):
+                    multiple = _multiple_note(*sides) if gate == GRADIENT else ""
                     # After clipping, gradients with a different loss scale are equal up to rounding. In this case, only
                     # their norm shows the loss scale.
                     if (
                         gate == GRADIENT
-                        and not _first(*sides, _ROUNDING)
-                        and (norm_difference := _first(*norms, _ROUNDING))
+                        and not _first_difference(*sides, _ROUNDING)
+                        and (norm_difference := _first_difference(*norms, _ROUNDING))
                     ):
-                        difference, multiple = norm_difference, _multiple(*norms)
+                        difference, multiple = norm_difference, _multiple_note(*norms)
                     yield f"step {step}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 
-def _first(
+def _first_difference(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, partial: bool = False
 ) -> str:
     """Return a description of the first value that differs, or "" if all values are equal.
@@ -203,16 +205,16 @@ def _first(
     With `partial`, `actual` may lack values, because other ranks may have reported them.
     """
     if not partial and expected.keys() != actual.keys():
-        return f"{list_some([*actual], _SHOWN) or 'nothing'} instead of {list_some([*expected], _SHOWN) or 'nothing'}"
+        return f"{list_some([*actual], _LIMIT) or 'nothing'} instead of {list_some([*expected], _LIMIT) or 'nothing'}"
     for name in (name for name in actual if name in expected):
         values = farthest(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
-            return f"{name}{index} is {values.found}, not {values.reference}{_by(values)}"
+            return f"{name}{index} is {values.found}, not {values.reference}{_rounding_note(values)}"
     return ""
 
 
-def _by(values: Values) -> str:
+def _rounding_note(values: Values) -> str:
     """Return a remark if a difference is so small that it may be a rounding error, and "" otherwise."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
@@ -220,7 +222,7 @@ def _by(values: Values) -> str:
     return f" ({relative:.1e} of the largest value, which may be rounding: pass tolerance= to allow it)"
 
 
-def _multiple(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+def _multiple_note(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
     """Return a remark if a gradient is a multiple of the expected gradient, and "" otherwise.
 
     A multiple with a factor of 1, up to rounding, doesn't count.

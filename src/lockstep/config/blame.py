@@ -9,7 +9,7 @@ from lockstep.config.load import Loaded
 from lockstep.errors import ConfigError, UsageError
 
 # The prefixes of error messages, mapped to the section that configures the object in the message.
-_SUBJECTS: Final = {
+_SECTIONS_BY_PREFIX: Final = {
     "model ": "recipe.model",
     "dataset ": "recipe.data",
     "optimizer ": "recipe.optimizer",
@@ -19,7 +19,7 @@ _SUBJECTS: Final = {
     "strategy ": "placement.strategy",
 }
 _KEY: Final = re.compile(r"\b(?:recipe|placement|run)(?:\.\w+)+")
-_MOST: Final = 6
+_MAX_LINES: Final = 6
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
     are omitted, because they have no position in a file.
     """
     text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # ignore the list of valid alternatives
-    sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
+    sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if text.startswith(start)]
     keys: dict[str, None] = {}
     for mentioned in dict.fromkeys([*_KEY.findall(text), *sections]):
         keys_below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{mentioned}.")}
@@ -57,4 +57,4 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
         root_keys = [key for key in roots if origins.get(key, "default") != "default"]
         keys = dict.fromkeys(root_keys or [f"{section}.name" for section in sections])
     key_origins = [(key, origins.get(key, "default")) for key in keys]
-    return [f"{origin}  {key}" for key, origin in key_origins if origin not in ("default", "override")][:_MOST]
+    return [f"{origin}  {key}" for key, origin in key_origins if origin not in ("default", "override")][:_MAX_LINES]

@@ -27,19 +27,19 @@ class Mark(Enum):
 
 UNREADABLE: Final = Mark.UNREADABLE
 
-DEEPEST: Final = 32
-_MOST: Final = 10_000  # the maximum number of keys and values. PyYAML takes about a second to parse them
-_LONGEST: Final = 200  # the maximum number of characters of a key in a message
+MAX_DEPTH: Final = 32
+_MAX_NODES: Final = 10_000  # the maximum number of keys and values. PyYAML takes about a second to parse them
+_MAX_KEY_LENGTH: Final = 200  # the maximum number of characters of a key in a message
 # Prefixes of PyYAML errors that are often reported after the actual mistake.
-_LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
-_WORDS: Final = re.compile(r"\s*[^\s#]")
+_LATE_ERRORS: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
+_NOT_BLANK: Final = re.compile(r"\s*[^\s#]")
 _PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # a key with a value on its line, so nothing is nested below
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
 _FALSE: Final = frozenset({"false", "False", "FALSE"})
 _INT: Final = re.compile(r"[-+]?[0-9]+")
-_BASED: Final = re.compile(r"0o[0-7]{1,21}|0x[0-9a-fA-F]{1,16}")
+_OCTAL_OR_HEX: Final = re.compile(r"0o[0-7]{1,21}|0x[0-9a-fA-F]{1,16}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
@@ -64,7 +64,7 @@ class KeyProblem(NamedTuple):
 
     def __str__(self) -> str:
         key = format_key(self.path)
-        key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
+        key = key if len(key) <= _MAX_KEY_LENGTH else f"{key[: _MAX_KEY_LENGTH - 3]}..."
         position = str(self.position)
         position += "  " if ":" in position else " "  # separates the line number from the problem
         return f"{position}{key}: {self.text}" if key else f"{position}{self.text}"
@@ -104,13 +104,13 @@ def parse(text: str, source: str) -> Document:
     """Parse a YAML document. This function never raises for invalid YAML. The result contains a list of problems."""
     reader = _Reader(text, source)
     try:
-        values = reader.document()
+        values = reader.read_document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = reader.position(mark) if mark else SourcePosition(source)
         reason = error.problem or error.context or ""
-        if reason.startswith(_LATE):
-            position, reason = _mislaid(text, position) or (position, reason)
+        if reason.startswith(_LATE_ERRORS):
+            position, reason = _find_likely_mistake(text, position) or (position, reason)
         values, reason = UNREADABLE, "a tab; use spaces" if r"'\t'" in reason else reason
         reader.problems.append(KeyProblem(position, (), f"not valid YAML: {reason}"))
     except yaml.reader.ReaderError as error:
@@ -123,12 +123,12 @@ def parse(text: str, source: str) -> Document:
     return Document(values, reader.positions, reader.problems)
 
 
-def _mislaid(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
+def _find_likely_mistake(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
     """Look for a missing space after a colon or a wrong indentation, in the line of an error and the line above it.
 
     Returns the position and a description of the mistake, or None if both lines look correct.
     """
-    lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _WORDS.match(line)]
+    lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _NOT_BLANK.match(line)]
     previous, current = [(0, ":"), (0, ":"), *lines][-2:]
     for row, line in (previous, current):
         if colon := _NO_SPACE.match(line):
@@ -154,7 +154,7 @@ def scalar(text: str) -> Any:
 def _number(text: str) -> Any:
     if _INT.fullmatch(text):
         return int(text)
-    if _BASED.fullmatch(text):
+    if _OCTAL_OR_HEX.fullmatch(text):
         return int(text, 0)
     if _INFINITE.fullmatch(text):
         return float(text.replace(".", "", 1))
@@ -170,61 +170,67 @@ class _Reader:
     def __init__(self, text: str, source: str) -> None:
         self._source = source
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
-        self._read = 0
+        self._node_count = 0
         self.positions: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
         self.problems: list[KeyProblem] = []
 
     def position(self, mark: Any) -> SourcePosition:
         return SourcePosition(self._source, mark.line + 1, mark.column + 1)
 
-    def document(self) -> Any:
+    def read_document(self) -> Any:
         values = None
         documents = 0
         for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._tell(event, (), "a second document begins here; keep one")
+                    self._add_problem(event, (), "a second document begins here; keep one")
             elif isinstance(event, yaml.NodeEvent):
-                value = self._value(event, ())
+                value = self._read_value(event, ())
                 values = value if documents == 1 else values
         return values
 
-    def _value(self, event: Any, path: Path) -> Any:
+    def _read_value(self, event: Any, path: Path) -> Any:
         self.positions.setdefault(path, self.position(event.start_mark))
-        self._limit(event, len(path))
+        self._check_limits(event, len(path))
         if isinstance(event, yaml.AliasEvent):
-            return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
+            return self._add_problem(
+                event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
+            )
         if isinstance(event, yaml.ScalarEvent):
             value = scalar(event.value) if event.implicit[0] else event.value  # `implicit` means unquoted
         elif isinstance(event, yaml.MappingStartEvent):
-            value = self._mapping(path)
+            value = self._read_mapping(path)
         else:
-            value = self._list(path)
-        return value if event.tag is None else self._tell(event, path, f"the tag {event.tag} is not allowed; remove it")
+            value = self._read_list(path)
+        return (
+            value
+            if event.tag is None
+            else self._add_problem(event, path, f"the tag {event.tag} is not allowed; remove it")
+        )
 
-    def _mapping(self, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, path: Path) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
-                self._tell(event, path, "a key must be a word")
+                self._add_problem(event, path, "a key must be a word")
                 self._skip(event)
                 self._skip(next(self._events))
                 continue
             inner = (*path, event.value)
             if event.value in values:
                 first = self.positions[inner]
-                self._tell(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
+                self._add_problem(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
             self.positions[inner] = self.position(event.start_mark)
-            values[event.value] = self._value(next(self._events), inner)
+            values[event.value] = self._read_value(next(self._events), inner)
         return values
 
-    def _list(self, path: Path) -> list[Any]:
+    def _read_list(self, path: Path) -> list[Any]:
         values: list[Any] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            values.append(self._value(event, (*path, len(values))))
+            values.append(self._read_value(event, (*path, len(values))))
         return values
 
     def _skip(self, event: yaml.Event) -> None:
@@ -234,17 +240,21 @@ class _Reader:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth == 0:
                 return
-            self._limit(event, depth)
+            self._check_limits(event, depth)
             event = next(self._events)
 
-    def _limit(self, event: Any, depth: int) -> None:
+    def _check_limits(self, event: Any, depth: int) -> None:
         # PyYAML takes quadratic time in the depth, so stop instead of looking for more problems.
-        if depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=event.start_mark)
-        self._read += 1
-        if self._read > _MOST:
-            raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark
+            )
+        self._node_count += 1
+        if self._node_count > _MAX_NODES:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {_MAX_NODES:,} keys and values", problem_mark=event.start_mark
+            )
 
-    def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
+    def _add_problem(self, event: yaml.Event, path: Path, text: str) -> Any:
         self.problems.append(KeyProblem(self.position(event.start_mark), path, text))
         return UNREADABLE

@@ -12,7 +12,7 @@ from lockstep.config.document import Document, Path, mapping_at, parse
 from lockstep.core.work import earlier_microbatches
 
 _CONFIG: Final = "config.yaml"
-_LARGEST: Final = 1 << 18  # bytes
+_MAX_BYTES: Final = 1 << 18  # bytes
 _KEY: Final[Path] = ("recipe", "microbatches")
 
 
@@ -24,7 +24,7 @@ def keep_earlier_defaults(document: Document) -> None:
         return
     if type(batch) is not int or not isinstance(folder, str) or run.get("resume", "auto") != "auto":
         return
-    recorded = _read(FilePath(folder) / _CONFIG)
+    recorded = _read_config(FilePath(folder) / _CONFIG)
     if recorded is None:
         return
     before = mapping_at(recorded.values, "recipe")
@@ -33,12 +33,12 @@ def keep_earlier_defaults(document: Document) -> None:
         document.positions[_KEY] = recorded.positions[_KEY]
 
 
-def _read(file: FilePath) -> Any:
+def _read_config(file: FilePath) -> Any:
     """Return the document in a run folder's config.yaml, or None if it can't be read.
 
     In this case, the start of the run reports the reason later.
     """
     try:
-        return parse(plainfile.content(file, _LARGEST).decode(), str(file))
+        return parse(plainfile.content(file, _MAX_BYTES).decode(), str(file))
     except (OSError, ValueError):  # ValueError: not UTF-8, or a path with a NUL character
         return None

@@ -44,7 +44,7 @@ def _with_value(text: str, path: Path, value: Any) -> str:
     else:
         depth = len(path)
     assert key is not None
-    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end(node) :]}"
+    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end_index(node) :]}"
 
 
 def _nested_value(path: Path, value: Any) -> Any:
@@ -58,14 +58,14 @@ def _with_new_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
     if mapping.flow_style:
         position = start.index + 1
         return f"{text[:position]}{line}{', ' if mapping.value else ''}{text[position:]}"
-    position_end = _end(mapping)
+    position_end = _end_index(mapping)
     position_end += len(text[position_end:].partition("\n")[0])  # skip a comment on the last line
     return f"{text[:position_end]}\n{' ' * start.column}{line}{text[position_end:]}"
 
 
-def _end(node: Any) -> int:
+def _end_index(node: Any) -> int:
     """Return the end index of a node in the text. A block ends after its last value, before blank lines or comments."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
+        return _end_index(last[1] if isinstance(node, yaml.MappingNode) else last)
     return int(node.end_mark.index)

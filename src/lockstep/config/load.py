@@ -14,15 +14,15 @@ from lockstep.config import across, wording, write
 from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.earlier import keep_earlier_defaults
-from lockstep.config.naming import drop_foreign
+from lockstep.config.naming import drop_obsolete_values
 from lockstep.config.overrides import SHORTHAND, apply
-from lockstep.config.recipe import Recipe, idle_keys
+from lockstep.config.recipe import Recipe, keys_without_effect
 from lockstep.config.recorded import without_locations
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-_LARGEST: Final = 1 << 18  # in bytes. A larger file isn't a recipe, and would take long to parse
+_MAX_BYTES: Final = 1 << 18  # in bytes. A larger file isn't a recipe, and would take long to parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     """
     if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
-        document = recipe.apply_to(_document(_read(recipe.file, label), label))
+        document = recipe.apply_to(_parse_mapping(_read_text(recipe.file, label), label))
         return _load_document(document, source, overrides, shares_steps=True)
     return _load_document(read(source), FilePath(source).stem, overrides, shares_steps=True)
 
 
 def read(source: str) -> Document:
     """Parse a YAML file that isn't a shipped recipe. Raises ConfigError if the file can't be read."""
-    return _document(_read(_find(source), source), source)
+    return _parse_mapping(_read_text(_find_file(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
@@ -87,16 +87,16 @@ def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *
     - `shares_steps`: Whether the processes split the micro-batches of a step. If False, as in an evaluation, there can
       be more processes than micro-batches.
     """
-    return _load_document(_document(text, label), name, overrides, shares_steps)
+    return _load_document(_parse_mapping(text, label), name, overrides, shares_steps)
 
 
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
-    drop_notes = drop_foreign(before, document)
+    drop_notes = drop_obsolete_values(before, document)
     keep_earlier_defaults(document)
     config = _validate(document, shares_steps)
-    origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
-    return Loaded(config, name, origins, [*drop_notes, *idle_keys(config.recipe)])
+    origins = {format_key(path): _find_origin(path, document) for path, _ in write.leaves(values(config))}
+    return Loaded(config, name, origins, [*drop_notes, *keys_without_effect(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
@@ -106,12 +106,12 @@ def read_run_recipe(config: FilePath) -> Recipe:
     doesn't block. Raises ConfigError if the file can't be read or is invalid.
     """
     try:
-        text = plainfile.content(config, _LARGEST).decode()
+        text = plainfile.content(config, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    return _validate(_document(text, str(config)), shares_steps=True).recipe
+    return _validate(_parse_mapping(text, str(config)), shares_steps=True).recipe
 
 
 def to_yaml(loaded: Loaded) -> str:
@@ -138,7 +138,7 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in without_locations(recipe).items() if key != "microbatch"}
 
 
-def _find(source: str) -> FilePath:
+def _find_file(source: str) -> FilePath:
     """Return the path of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
     file = FilePath(source)
     try:
@@ -157,14 +157,16 @@ def _find(source: str) -> FilePath:
     raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
 
 
-def _read(file: FilePath, label: str) -> str:
+def _read_text(file: FilePath, label: str) -> str:
     try:
         with plainfile.reader(file, links=True) as stream:
-            content = stream.read(_LARGEST + 1)
+            content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
-    if len(content) > _LARGEST:
-        raise ConfigError([f"{label}: larger than {_LARGEST} bytes, the maximum size of a recipe; pass a YAML recipe"])
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(
+            [f"{label}: larger than {_MAX_BYTES} bytes, the maximum size of a recipe; pass a YAML recipe"]
+        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -176,7 +178,7 @@ def _read(file: FilePath, label: str) -> str:
         ) from error
 
 
-def _document(text: str, label: str) -> Document:
+def _parse_mapping(text: str, label: str) -> Document:
     """Parse a text, and check that its top level is a mapping.
 
     If it isn't, the document gets a problem and placeholder values, so that overrides are still checked.
@@ -207,7 +209,7 @@ def _validate(document: Document, shares_steps: bool) -> Config:
     return config
 
 
-def _origin(path: Path, document: Document) -> str:
+def _find_origin(path: Path, document: Document) -> str:
     """Return the origin of the value at `path`: a position in the file, `override` or `default`.
 
     If a bare value is a shorthand for the enclosing mapping, this is the position of the bare value.

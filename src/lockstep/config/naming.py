@@ -13,7 +13,7 @@ from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
 # The sections with a `name`, and the keys of each section that are kept if an override changes the name.
-_KEPT: Final[dict[Path, tuple[Path, ...]]] = {
+_KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "task"): (),
     ("recipe", "model"): (),
     ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
@@ -26,7 +26,7 @@ _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("placement", "strategy"): (),
 }
 # Pairs of alternative keys.
-_EITHER: Final[tuple[tuple[Path, Path], ...]] = (
+_ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
     (("recipe", "microbatch"), ("recipe", "microbatches")),
     (("recipe", "schedule", "warmup_epochs"), ("recipe", "schedule", "warmup_steps")),
@@ -35,15 +35,15 @@ _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
 )
 
 
-def drop_foreign(before: Document, after: Document) -> list[str]:
+def drop_obsolete_values(before: Document, after: Document) -> list[str]:
     """Remove values from `after` that overrides made obsolete, and return a note for the user about each removal.
 
     `before` and `after` are the document without and with overrides. Values that overrides set are kept, regardless of
     the order of the overrides.
     """
     notes = []
-    for section, kept_keys in _KEPT.items():
-        old_name, new_name = _name(before, section), _name(after, section)
+    for section, kept_keys in _KEPT_KEYS.items():
+        old_name, new_name = _section_name(before, section), _section_name(after, section)
         if not isinstance(old_name, str) or new_name is UNREADABLE:
             continue
         if new_name == old_name and not _changes_source(before, after, section):
@@ -62,13 +62,13 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
             )
             notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
         for path, _ in name_dependent:
-            _remove(after, path)
+            _remove_value(after, path)
     return [*notes, *_drop_alternatives(after)]
 
 
 def _drop_alternatives(document: Document) -> Iterator[str]:
     """Remove a key of the file if an override sets its alternative. Yields a note for each removal."""
-    for pair in _EITHER:
+    for pair in _ALTERNATIVES:
         for key, alternative in (pair, pair[::-1]):
             override_value, value = _value_at(document, key), _value_at(document, alternative)
             if None in (override_value, value) or document.positions.get(key) != OVERRIDE:
@@ -78,7 +78,7 @@ def _drop_alternatives(document: Document) -> Iterator[str]:
                 yield f"{format_key(key)} replaces {format_key(alternative)}={flow(value)[:60]} ({position})"
 
 
-def _name(document: Document, section: Path) -> Any:
+def _section_name(document: Document, section: Path) -> Any:
     """Return the name of a section, from its key `name` or its bare value. Defaults to the default name."""
     value = _value_at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
@@ -108,7 +108,7 @@ def _name_dependent_values(
             yield (*section, *inner), leaf
 
 
-def _remove(document: Document, path: Path) -> None:
+def _remove_value(document: Document, path: Path) -> None:
     """Remove a value, and all enclosing mappings that become empty."""
     while len(path) > 2:
         parent = _value_at(document, path[:-1])

@@ -4,8 +4,17 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.config.document import DEEPEST, UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
-from lockstep.config.wording import unknown
+from lockstep.config.document import (
+    MAX_DEPTH,
+    UNREADABLE,
+    Document,
+    KeyProblem,
+    Path,
+    SourcePosition,
+    format_key,
+    parse,
+)
+from lockstep.config.wording import find_unknown_key
 from lockstep.config.write import format_value
 
 OVERRIDE: Final = SourcePosition("override")
@@ -39,19 +48,19 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         if not equals or not all(path):
             text = f"{format_value(override)} is not a key=value pair; write it like recipe.batch=64"
             updated.problems.append(KeyProblem(OVERRIDE, (), text))
-        elif len(path) > DEEPEST:
-            updated.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} levels deep"))
+        elif len(path) > MAX_DEPTH:
+            updated.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {MAX_DEPTH} levels deep"))
         elif text.strip():
-            _set(updated, path, text)
+            _set_key(updated, path, text)
         else:
-            _unset(updated, path)
+            _unset_key(updated, path)
     return updated
 
 
-def _set(document: Document, path: Path, text: str) -> None:
+def _set_key(document: Document, path: Path, text: str) -> None:
     value = parse(text, "override")
     document.problems.extend(KeyProblem(OVERRIDE, (*path, *problem.path), problem.text) for problem in value.problems)
-    section = _enter(document, path[:-1])
+    section = _open_section(document, path[:-1])
     if section is None:
         return
     current = section.get(str(path[-1]))
@@ -62,9 +71,9 @@ def _set(document: Document, path: Path, text: str) -> None:
     document.positions.update(dict.fromkeys([(*path, *inner) for inner in value.positions], OVERRIDE))
 
 
-def _unset(document: Document, path: Path) -> None:
+def _unset_key(document: Document, path: Path) -> None:
     """Remove a key. Missing sections on its path aren't created, because an empty section such as `ema` enables EMA."""
-    if problem := unknown(path):
+    if problem := find_unknown_key(path):
         document.problems.append(KeyProblem(OVERRIDE, *problem))
     section = document.values
     for depth, name in enumerate(path[:-1], start=1):
@@ -86,7 +95,7 @@ def forget_positions(document: Document, path: Path) -> None:
         del document.positions[outdated]
 
 
-def _enter(document: Document, path: Path) -> dict[str, Any] | None:
+def _open_section(document: Document, path: Path) -> dict[str, Any] | None:
     """Return the mapping at `path`, and create it if it doesn't exist.
 
     If there is a value that isn't a mapping on the path, adds a problem and returns None.

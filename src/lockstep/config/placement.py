@@ -13,7 +13,7 @@ FASTEST: Final = "fastest"  # measures all strategies and selects the fastest, s
 FOREIGN: Final = ("deepspeed",)  # strategies that use the engine and configuration files of a different framework
 
 
-def _processes(value: Any) -> int | Literal["auto"]:
+def _validate_processes(value: Any) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -37,7 +37,7 @@ class Placement(Section):
     strategy: Annotated[StrategyConfig, BY_NAME, Field(description="a name, or a name and its options")] = (
         StrategyConfig()
     )
-    processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
+    processes: Annotated[int | Literal["auto"], PlainValidator(_validate_processes)] = "auto"
     recompute: Annotated[
         str, Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ...")
     ] = "none"  # which blocks recompute their activations in backward, instead of storing them

@@ -321,13 +321,13 @@ TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
     *("start", "data.augment"),
 )
-_OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
+_CURVE_OPTIONS: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
 
-def idle_keys(recipe: Recipe) -> Iterator[str]:
+def keys_without_effect(recipe: Recipe) -> Iterator[str]:
     """Yield a note for each key that is set but has no effect. Such keys are allowed, but are rarely intended."""
     schedule = recipe.schedule
-    for key, curve in _OF_A_CURVE.items():
+    for key, curve in _CURVE_OPTIONS.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
             yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:

@@ -14,7 +14,7 @@ from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
 
 CONFIG: Final = "config.yaml"  # in the run folder
-_LARGEST: Final = 1 << 18  # bytes
+_MAX_BYTES: Final = 1 << 18  # bytes
 _MIXTURE: Final = "mixture"  # the dataset that combines several source datasets
 
 
@@ -28,7 +28,7 @@ class RecordedConfig(NamedTuple):
 def read_recorded_config(file: Path) -> RecordedConfig:
     """Read a config.yaml. If it can't be read, the recipe and the placement are empty."""
     try:
-        values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
+        values = parse(plainfile.content(file, _MAX_BYTES).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")

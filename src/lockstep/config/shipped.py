@@ -21,7 +21,9 @@ _MODELS: Final = {
     "resnet18": ("torchvision", "ResNet-18 on ImageNet."),
     "resnet50": ("torchvision", "ResNet-50 on ImageNet."),
 }
-_OTHERWISE: Final[dict[str, dict[Path, Any]]] = {"efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5}}
+_MODEL_OVERRIDES: Final[dict[str, dict[Path, Any]]] = {
+    "efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5}
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def list_shipped_recipes() -> dict[str, ShippedRecipe]:
     for model, (source, description) in _MODELS.items():
         values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
         name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
-        recipes.append(ShippedRecipe(name, file, description, values | _OTHERWISE.get(model, {})))
+        recipes.append(ShippedRecipe(name, file, description, values | _MODEL_OVERRIDES.get(model, {})))
     return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
 
 

@@ -35,8 +35,8 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
-_SURE: Final = 0.8  # an unknown key with more similarity to a valid key is a typo, and not a custom option
-_COMMA: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
+_TYPO_SIMILARITY: Final = 0.8  # an unknown key with more similarity to a valid key is a typo, and not a custom option
+_COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
 # Patterns for quoted values that would have the expected type without the quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
@@ -52,7 +52,7 @@ def problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> I
             yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
-def unknown(path: Path) -> tuple[Path, str] | None:
+def find_unknown_key(path: Path) -> tuple[Path, str] | None:
     """Return the shortest prefix of `path` that isn't a valid key, and the problem, or None if `path` may be valid."""
     for depth, name in enumerate(path):
         section = section_at(path[:depth])
@@ -66,7 +66,7 @@ def unknown(path: Path) -> tuple[Path, str] | None:
             return (
                 None
                 if section.model_config.get("extra") == "allow"
-                else (path[: depth + 1], _unknown(path[: depth + 1]))
+                else (path[: depth + 1], _describe_unknown_key(path[: depth + 1]))
             )
     return None
 
@@ -106,7 +106,7 @@ def _describe_error(details: ErrorDetails) -> str:
         case "missing":
             return "missing; it has no default"
         case "extra_forbidden":
-            return _unknown(details["loc"])
+            return _describe_unknown_key(details["loc"])
         case "literal_error":
             names = re.findall(r"'([^']*)'", details["ctx"]["expected"])
             suggested = suggestion(details["input"], names) if isinstance(details["input"], str) else ""
@@ -114,11 +114,11 @@ def _describe_error(details: ErrorDetails) -> str:
         case known if known in _EXPECTED:
             field = field_at(details["loc"])  # the description of a field takes precedence over the type
             expected = (field and field.description) or _EXPECTED[known].format(**_limits(details))
-            return f"expected {expected}; got {format_value(details['input'])}{_hint(details)}"
+            return f"expected {expected}; got {format_value(details['input'])}{_suggest_fix(details)}"
     return f"{details['msg']}; got {format_value(details['input'])}"
 
 
-def _hint(details: ErrorDetails) -> str:
+def _suggest_fix(details: ErrorDetails) -> str:
     """Suggest a fix for a quoted number, a decimal comma, or a number instead of an interval. Otherwise, return ""."""
     if type(details["input"]) is int and section_at(details["loc"]) is IntervalConfig:
         keys = [f"{format_key((*details['loc'], name))}={details['input']}" for name in IntervalConfig.model_fields]
@@ -127,7 +127,7 @@ def _hint(details: ErrorDetails) -> str:
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""
     if kind == "float" and re.fullmatch(r"[-+]?\d+,\d+", text):
-        return f"; {_COMMA}"
+        return f"; {_COMMA_ADVICE}"
     return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
 
 
@@ -142,17 +142,17 @@ def _limits(details: ErrorDetails) -> dict[str, Any]:
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
 
 
-def _unknown(path: Path) -> str:
+def _describe_unknown_key(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid_names = str(path[-1]), list(section.model_fields) if section else []
     if name.isdecimal():  # for example, {lr: 0,1} has the key 1
-        return f"unknown key; {_COMMA}"
+        return f"unknown key; {_COMMA_ADVICE}"
     # If the section has options, the name is more likely an option than the key of a nested section, so ignore these.
     # For example, `dropout` in `recipe.model` is an option of the model, and not `recipe.model.lora.dropout`.
     own_path = path[:-1] if "options" in valid_names else ()
     if same_name := [key for key in _keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)]:
         return f"unknown key; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
-    if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_SURE):
+    if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
         suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
         return f"unknown key; did you mean '{suggested}'?{list_names(valid_names)}"
     return f"unknown key{choices(name, valid_names)}"

@@ -10,7 +10,7 @@ from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
 from lockstep.loop.record import LoopRecord
-from lockstep.loop.resume import read_own
+from lockstep.loop.resume import read_loop_checkpoint
 from lockstep.loop.state import ScriptState, check_copied, compare_tensors
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.training.events import Saved
@@ -47,11 +47,11 @@ class LoopCheckpoints:
         path = self._member.checkpoint
         if path is None:
             return
-        resumed, loop = read_own(self._member, path, self._placed)
+        resumed, loop = read_loop_checkpoint(self._member, path, self._placed)
         self._checkpoints.resume(resumed)
         self._record.resume(loop)
         saved: Mapping[str, Any] = resumed.state.recipe
-        self._placed.take_settings(saved, self._rank.warn)
+        self._placed.load_settings(saved, self._rank.warn)
         self._state.load(path, saved.get("state", {}), whole_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:

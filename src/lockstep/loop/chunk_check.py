@@ -14,7 +14,7 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
-_NOT_COMPARED: Final = "run.place: the chunked model was not compared with the whole model"
+_SKIPPED: Final = "run.place: the chunked model was not compared with the whole model"
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -36,14 +36,13 @@ class FirstCallCheck:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if parameters > LARGEST:
             warn(
-                f"{_NOT_COMPARED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller "
-                f"model"
+                f"{_SKIPPED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller model"
             )
             return
         try:
             whole_model = copy.deepcopy(model).eval()
         except Exception as error:  # a custom model may raise any exception when it is copied
-            warn(f"{_NOT_COMPARED}: copy.deepcopy cannot copy it: {error}")
+            warn(f"{_SKIPPED}: copy.deepcopy cannot copy it: {error}")
             return
         self._whole_model = whole_model
         names = {module: name for name, module in model.named_modules()}
@@ -72,5 +71,5 @@ class FirstCallCheck:
             try:
                 return quick_departure(whole_model.to(device), self._cut, inputs, run)
             except Exception as error:  # a custom model may raise any exception
-                self._warn(f"{_NOT_COMPARED}: {type(error).__name__}: {error}")
+                self._warn(f"{_SKIPPED}: {type(error).__name__}: {error}")
         return None

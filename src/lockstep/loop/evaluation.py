@@ -8,13 +8,13 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
 from lockstep.loop.meeting import Meeting
-from lockstep.loop.model import Gate, modes_kept
+from lockstep.loop.model import Gate, preserve_modes
 from lockstep.loop.placed import Placed
 from lockstep.loop.seeding import seed_all
-from lockstep.loop.sums import Pass, sum_values
+from lockstep.loop.sums import EvaluationPass, sum_values
 from lockstep.run.rank import Rank
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -26,7 +26,7 @@ class Evaluation:
         self._gate = gate
         self._meeting = meeting
         self._seed = seed
-        self._pass = Pass()
+        self._pass = EvaluationPass()
         self._warned = False
         self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
@@ -46,12 +46,12 @@ class Evaluation:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
         self.end_pass()
-        current_pass = self._pass = Pass(loader.validation_batches(samples))
+        current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
-            with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
+            with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
                 for number, batch, _ in loader.validation(samples):
                     current_pass.numbers.append(number)
@@ -66,7 +66,7 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._meeting.note_left(calling() or "run.each")
+                self._meeting.note_early_exit(calling() or "run.each")
             gate.open = False
             seed_all(world, draws)  # ranks drew random numbers for different batches
             guard.mark(moved=True)

@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.observer import Examined, LayerNorms, Observer
 from lockstep.training.update_norms import measure_update
 
-_LARGEST: Final = 1 << 28  # the maximum size of an observation file in bytes
+_MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file in bytes
 
 
 class Seen(BaseModel):
@@ -109,7 +109,7 @@ class Examination:
 def read_seen(folder: Path) -> Seen | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    observations = [Seen.model_validate_json(plainfile.content(path, _LARGEST)) for path in paths]
+    observations = [Seen.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
     examined = Examined()

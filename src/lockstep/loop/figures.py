@@ -10,11 +10,11 @@ from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
-class LoggedFigures:
+class LoggedMetrics:
     """Writes the metrics that a script logs, and keeps the last value of each metric to compare it between ranks."""
 
     def __init__(self, rank: Rank) -> None:

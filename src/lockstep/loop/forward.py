@@ -13,7 +13,7 @@ from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
 from lockstep.tasks.base import MicroBatch
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -65,7 +65,7 @@ class Forward:
     def check_loss(self, loss: Tensor) -> None:
         """Raise UsageError if the loss depends on a parameter outside the placed model."""
         if self._stray_check is not None:
-            self._stray_check.check_leaves(self._step.number + 1, loss)
+            self._stray_check.check_parameters(self._step.number + 1, loss)
         if self._examination is not None:
             self._examination.note_loss(loss)
 

@@ -29,27 +29,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.common.own_code import Place, between, is_own, refusal
-from lockstep.loop.placing import REST
+from lockstep.loop.placing import FREEZING_ADVICE
 
 Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if a backward writes
 
 
 @final
-class Withheld(Tensor):
+class GradientStandIn(Tensor):
     """A stand-in for a gradient, without storage. A write to it raises the error that `refuse` returns."""
 
     refuse: Refuse
 
     @staticmethod
-    def __new__(cls, like: Tensor, refuse: Refuse) -> "Withheld":
-        stand_in: Withheld = Tensor._make_wrapper_subclass(
+    def __new__(cls, like: Tensor, refuse: Refuse) -> "GradientStandIn":
+        stand_in: GradientStandIn = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         stand_in.refuse = refuse
         return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Withheld(shape={tuple(self.shape)})"
+        return f"GradientStandIn(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -57,20 +57,22 @@ class Withheld(Tensor):
     ) -> Any:
         """Run an operation with nan in place of each stand-in, or raise the error if it writes to a stand-in."""
         keywords = dict(kwargs or {})
-        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Withheld)]
+        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
         is_view = False
         for index, argument in enumerate(func._schema.arguments):
             alias = argument.alias_info
             value = args[index] if index < len(args) else keywords.get(argument.name)
-            if alias is None or not any(isinstance(leaf, Withheld) for leaf in tree_leaves(value)):
+            if alias is None or not any(isinstance(leaf, GradientStandIn) for leaf in tree_leaves(value)):
                 continue
             if alias.is_write:
                 raise withheld[0].refuse(torch._C._current_graph_task_id() != -1)
             is_view = True
-        outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, keywords))
+        outputs = func(*tree_map_only(GradientStandIn, _nan, args), **tree_map_only(GradientStandIn, _nan, keywords))
         # The result of a view operation could be modified in place, so it must be a stand-in too.
         return (
-            tree_map_only(Tensor, lambda output: Withheld(output, withheld[0].refuse), outputs) if is_view else outputs
+            tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].refuse), outputs)
+            if is_view
+            else outputs
         )
 
 
@@ -78,7 +80,7 @@ def _nan(tensor: Tensor) -> Tensor:
     return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
 
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 T = TypeVar("T")
 
@@ -86,31 +88,33 @@ _ADVICE: Final = (
     "let only step.update change weights and buffers; set them before run.place, average or clip a copy outside the "
     "model, and remove DistributedDataParallel, which writes to them too"
 )
-_GRADIENT: Final = (
+_GRADIENT_ADVICE: Final = (
     "scale the loss that you pass to step.backward, and clip with step.update(clip=...); step.norm is the gradient norm"
 )
-_MODE: Final = (
+_MODE_ADVICE: Final = (
     "call train() and eval() before or after the loop over the micro-batches, and leave the mode within run.each, "
     "which sets evaluation mode"
 )
-_SHARDED_FREEZING: Final = (
+_SHARDED_FREEZING_ADVICE: Final = (
     "do not change requires_grad, because this strategy gathers weights as they were at run.place; to freeze an "
     "optimizer group, set its lr_scale to 0 or update only the other groups with step.update(of=...); or use strategy "
     "ddp or zero1"
 )
-_HOOK: Final = "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
-_CALLED_WITH: Final = (
+_HOOK_ADVICE: Final = (
+    "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
+)
+_FUNCTIONAL_CALL_ADVICE: Final = (
     "torch.func.functional_call cannot replace sharded weights; use strategy ddp or zero1, or put the other weights "
     "into a separate module of the model"
 )
-_IN_LOSS: Final = (
+_LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
 # The guard also runs its expensive checks up to this number of updates, and in every n-th update after that.
-_FIRST_UPDATES: Final = 8
-_EVERY: Final = 16
-_PLAIN_DATA: Final[Any] = TensorBase.data
+_CAREFUL_UPDATES: Final = 8
+_CAREFUL_INTERVAL: Final = 16
+_TORCH_DATA: Final[Any] = TensorBase.data
 _TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
@@ -155,7 +159,7 @@ class Guard:
         ]
         self._part_values = [part.values() for _, part in self._parts]  # views, which reflect changes of the dicts
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._stand_ins = [Withheld(parameter, self._write_error) for parameter in self._trained]
+        self._stand_ins = [GradientStandIn(parameter, self._write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
         self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the expected value of each `grad`
         self._withheld: list[Tensor | None] = []  # the gradients while stand-ins replace them
@@ -173,7 +177,7 @@ class Guard:
             for parameter in model.parameters():  # the engine computes with gathered tensors, and never with shards
                 if parameter.requires_grad and type(parameter) is not Parameter:
                     parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
-        _Data.install().guards.append(ref(self))
+        _DataDescriptor.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._hook_ids = self._gradient_hooks()
@@ -184,7 +188,7 @@ class Guard:
     def close(self) -> None:
         """Stop checking the model."""
         self._running = False
-        _Data.install().remove(self)
+        _DataDescriptor.install().remove(self)
 
     def check(
         self,
@@ -219,7 +223,7 @@ class Guard:
         if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
             module = _first_changed(self._modules, training_modes, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE)
+            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE_ADVICE)
         if self._withheld or forward:
             gradients = [parameter.grad for parameter in self._trained]
             if not all(map(is_, gradients, self._shown_gradients)):
@@ -245,7 +249,7 @@ class Guard:
         """
         if moved:
             self._summing = False
-            self._careful = self._updates <= _FIRST_UPDATES or not self._updates % _EVERY
+            self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
             self._versions = [tensor._version for tensor in self._tensors]
         if modes:
             self._modes = [module.training for module in self._modules]
@@ -296,7 +300,7 @@ class Guard:
 
     def refuse_data(self, tensor: Tensor) -> None:
         """Raise UsageError if user code sets `.data` of a watched tensor."""
-        if self._running and isinstance(tensor, Withheld):
+        if self._running and isinstance(tensor, GradientStandIn):
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
@@ -315,7 +319,7 @@ class Guard:
             # Calling zero_grad() before the first backward of a step is harmless.
             if gradient is not shown and (self._summing or gradient is not None):
                 change = "removed" if gradient is None else "set"
-                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT)
+                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
 
     def _check_autograd(self, *, hooks: bool = True, frozen: bool = False, is_sharded: bool = False) -> None:
         requires_grad = [parameter.requires_grad for parameter in self._parameters]
@@ -327,12 +331,12 @@ class Guard:
             if is_trained != was_trained:
                 self._frozen = True
                 if not frozen:
-                    advice = _SHARDED_FREEZING if is_sharded else REST
+                    advice = _SHARDED_FREEZING_ADVICE if is_sharded else FREEZING_ADVICE
                     change = "frozen" if was_trained else "unfrozen"
                     raise self._refusal(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
             if own_hooks != previous_hooks:
                 problem = f"a gradient hook was added to {self._names[parameter]}"
-                raise self._refusal(problem, _HOOK, self._fully_checked_at, self._full_check_step)
+                raise self._refusal(problem, _HOOK_ADVICE, self._fully_checked_at, self._full_check_step)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -341,11 +345,11 @@ class Guard:
                 "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
                 "without changing gradients, call torch.autograd.grad",
             )
-        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT)
+        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
 
     def _check_structure(self, since: Place) -> None:
         if self._part_ids() != self._identities:
-            self._note_gathered()  # some tensors were gathered with their block, but their module wasn't called yet
+            self._record_gathered()  # some tensors were gathered with their block, but their module wasn't called yet
         if (part_ids := self._part_ids()) != self._identities:
             names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
             names += ["a part of the model"] * len(part_ids)
@@ -382,22 +386,24 @@ class Guard:
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
-            raise refusal(f"{self._prefix}{name} is called with different weights, but would use its own", _CALLED_WITH)
+            raise refusal(
+                f"{self._prefix}{name} is called with different weights, but would use its own", _FUNCTIONAL_CALL_ADVICE
+            )
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         self._find_foreign_module(module)
 
     def _find_foreign_module(self, module: nn.Module) -> str:
         """Return the name of the module if it has tensors that are neither its own nor gathered, and "" otherwise."""
-        if not self._knows_tensors_of(module):
-            self._note_gathered()
-        return "" if self._knows_tensors_of(module) else self._modules[module] or "the model"
+        if not self._has_known_tensors(module):
+            self._record_gathered()
+        return "" if self._has_known_tensors(module) else self._modules[module] or "the model"
 
-    def _knows_tensors_of(self, module: nn.Module) -> bool:
+    def _has_known_tensors(self, module: nn.Module) -> bool:
         tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
         return all(tensor in self._names or tensor in self._gathered for tensor in tensors)
 
-    def _note_gathered(self) -> None:
+    def _record_gathered(self) -> None:
         for tensor, original in self._get_gathered().items():
             self._gathered.setdefault(tensor, (original, tensor._version))
 
@@ -408,7 +414,7 @@ class Guard:
                 raise refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _IN_LOSS)
+        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
 
     @property
     def _prefix(self) -> str:
@@ -423,7 +429,7 @@ class Guard:
 
 
 @final
-class Unguarded:
+class NoGuard:
     """Replaces the guard with no-ops. Tests use it to check that `lockstep.verify` finds the effects of changes."""
 
     step = 0
@@ -458,7 +464,7 @@ class Unguarded:
 
 
 @final
-class _Data:
+class _DataDescriptor:
     """Replaces the descriptor `Tensor.data` while there are guards.
 
     For a tensor that a guard watches, it returns a tensor with the same version counter.
@@ -468,10 +474,10 @@ class _Data:
         self.guards: list[ref[Guard]] = []
 
     @staticmethod
-    def install() -> "_Data":
+    def install() -> "_DataDescriptor":
         descriptor = vars(Tensor).get("data")
-        if not isinstance(descriptor, _Data):
-            descriptor = Tensor.data = _Data()  # type: ignore[assignment]
+        if not isinstance(descriptor, _DataDescriptor):
+            descriptor = Tensor.data = _DataDescriptor()  # type: ignore[assignment]
         return descriptor
 
     def remove(self, guard: Guard) -> None:
@@ -481,16 +487,16 @@ class _Data:
 
     def __get__(self, tensor: Tensor | None, _owner: type | None = None) -> Any:
         if tensor is None:
-            return _PLAIN_DATA
+            return _TORCH_DATA
         if any(guard.watches(tensor) for reference in self.guards if (guard := reference()) is not None):
             return tensor.detach()
-        return _PLAIN_DATA.__get__(tensor)
+        return _TORCH_DATA.__get__(tensor)
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         for reference in self.guards:
             if (guard := reference()) is not None:
                 guard.refuse_data(tensor)
-        _PLAIN_DATA.__set__(tensor, value)
+        _TORCH_DATA.__set__(tensor, value)
 
 
 def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:

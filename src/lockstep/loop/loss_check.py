@@ -39,7 +39,7 @@ _SQUARES: Final = ("PowBackward", "MseLossBackward")
 _SCALED: Final = 256.0
 _COMPARED: Final = 4  # the number of operations at the end of a loss that are compared with earlier losses
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final

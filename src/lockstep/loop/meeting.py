@@ -4,9 +4,9 @@ from typing import Final, final
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
-from lockstep.loop.model import AlikeCalls, Gate
+from lockstep.loop.model import CallConsistencyCheck, Gate
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 # The calls that a rank can make between two steps, as error messages name them. Ranks exchange the index of their call.
 # Ranks that run steps are at the first place.
@@ -29,11 +29,11 @@ class Meeting:
     def __init__(self, world: World, gate: Gate) -> None:
         self._world = world
         self._gate = gate
-        self._left_at = ""  # the line that left a loop over `run.each` early, until `compare_left`
+        self._left_at = ""  # the line that left a loop over `run.each` early, until `check_early_exits`
 
     def meet(self, call: str) -> None:
         """Wait until all ranks reach this call. Raises UsageError if a rank has made a different call."""
-        self.compare_left()
+        self.check_early_exits()
         mismatch = self._world.meet(_PLACES.index(call))
         if mismatch is not None:
             place, rank = mismatch
@@ -43,11 +43,11 @@ class Meeting:
                 "the same step",
             )
 
-    def note_left(self, call_site: str) -> None:
+    def note_early_exit(self, call_site: str) -> None:
         """Record the line where the script left a loop over `run.each` before its last batch."""
         self._left_at = call_site
 
-    def compare_left(self) -> None:
+    def check_early_exits(self) -> None:
         """Raise UsageError if this rank left a loop over `run.each` early, but not all ranks of its group did.
 
         Each Lockstep call runs this check first. The check can't run when the script leaves the loop, because an error
@@ -55,7 +55,7 @@ class Meeting:
         """
         call_site, self._left_at = self._left_at, ""
         if call_site and self._gate.alike is not None:
-            self._gate.alike.call(AlikeCalls.LEFT, "", call_site)
+            self._gate.alike.call(CallConsistencyCheck.LEFT, "", call_site)
 
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""

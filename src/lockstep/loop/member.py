@@ -41,7 +41,7 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
 from lockstep.training.checkpoint.signing import signing_key
 
 R = TypeVar("R", bound=OpenRun)
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 # The open runs of this process. There can be several, because an error in a notebook doesn't end the process or close
 # the run.
@@ -72,8 +72,8 @@ class Member:
         context, resources = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
         info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
-        if context is None and worker is None and not _interactive():
-            sys.excepthook = _report  # `register` replaces this hook when there is a run
+        if context is None and worker is None and not _is_interactive():
+            sys.excepthook = _report_error  # `register` replaces this hook when there is a run
         settings = _read_settings(read, info)
         placement, run_config = settings.placement, settings.run
         replay = replaying()
@@ -120,7 +120,7 @@ class Member:
                 start = resources.enter_context(claim)
                 folder_path, checkpoint_path = start.folder, start.checkpoint
             streams = [sys.stdout]
-            if folder_path is not None and not _interactive():
+            if folder_path is not None and not _is_interactive():
                 log = folder_path / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
@@ -132,7 +132,7 @@ class Member:
             if context is not None and observe is not None:  # `lockstep verify` runs the script and needs no console
                 rank.sinks = list(context.sinks)
             elif not world.rank:
-                rank.sinks = resources.enter_context(_sinks(run_config, decisive_settings, folder_path, streams))
+                rank.sinks = resources.enter_context(_open_sinks(run_config, decisive_settings, folder_path, streams))
                 if folder_path is not None:
                     sources = source | source_digests(own_paths(run_config))
                     run_folder.record_environment(folder_path, sources, [], {"backend": world.backend})
@@ -162,9 +162,9 @@ class Member:
         if self.is_ray_worker:
             return run
         run_reference = weakref.ref(run)
-        atexit.register(_at_exit, run_reference)
-        if not _interactive():
-            sys.excepthook = _hook(run_reference)
+        atexit.register(_close_at_exit, run_reference)
+        if not _is_interactive():
+            sys.excepthook = _make_except_hook(run_reference)
         _OPEN.append(run)
         self.resources.callback(_OPEN.remove, run)
         return run
@@ -175,7 +175,7 @@ class Member:
         The caller must have saved the run.
         """
         close()
-        if _interactive():
+        if _is_interactive():
             raise KeyboardInterrupt(reason)
         raise SystemExit(EXIT_CODES[reason])
 
@@ -221,7 +221,7 @@ def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
 
 
 @contextmanager
-def _sinks(
+def _open_sinks(
     run_config: RunSettings, decisive_settings: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
     """Yield the sinks of rank 0. `streams` are the terminal and, if there is a run folder, the log file of the rank."""
@@ -233,18 +233,18 @@ def _sinks(
         yield sinks
 
 
-def _interactive() -> bool:
+def _is_interactive() -> bool:
     """Return whether the process is interactive, such as a notebook. An error must not end an interactive process."""
     return "ps1" in vars(sys)
 
 
-def _at_exit(run_reference: weakref.ref[R]) -> None:
+def _close_at_exit(run_reference: weakref.ref[R]) -> None:
     run = run_reference()
     if run is not None:
         run.close()
 
 
-def _hook(run_reference: weakref.ref[R]) -> Hook:
+def _make_except_hook(run_reference: weakref.ref[R]) -> ExceptHook:
     """Return an exception hook that closes the run, ends all ranks, and reports the error once."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -254,12 +254,12 @@ def _hook(run_reference: weakref.ref[R]) -> Hook:
             error.exit_code = EXIT_INTERRUPTED
         if run is not None:
             run.close(error)  # with several ranks, the process ends here
-        _report(kind, error, trace)
+        _report_error(kind, error, trace)
 
     return end
 
 
-def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+def _report_error(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
     """Report the error of a script that runs as a single rank, and end the process."""
     rendezvous = alone()
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))

@@ -21,17 +21,17 @@ from lockstep.parallel.gradients import nodes_behind
 from lockstep.parallel.numerics import Numerics
 from lockstep.runs.worker_context import OpenRun
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
-_TOO_FEW: Final = (
+_BATCHNORM_ADVICE: Final = (
     "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
     "micro-batch, also in the last step of an epoch"
 )
 # Words in the error that PyTorch raises if an operation doesn't support DTensor.
 _DTENSOR_WORDS: Final = ("DTensor", "DeviceMesh")
 _DTYPE_WORDS: Final = "uniform original parameter dtype"
-_ONE_DTYPE: Final = (
+_DTYPE_ADVICE: Final = (
     "convert the weights of each block to a single dtype, because this strategy gathers them together, or use strategy "
     "ddp or zero1"
 )
@@ -49,7 +49,7 @@ class Gate:
     open: bool = False
     step: int = 0  # the current step, from its first micro-batch to its update, or 0
     returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
-    alike: "AlikeCalls | None" = None  # set if calls of the model communicate its weights or inputs
+    alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: Place = "", 0  # the line of the last step.backward
     recomputing: bool = False  # whether a backward is running, which may recompute modules in a user's checkpoint()
     exchanged: bool = False  # whether the user's code called a collective. `run.each` resets it.
@@ -62,7 +62,7 @@ class Gate:
     def end_batch(self) -> None:
         """End a micro-batch or a batch of `run.each`."""
         if self.alike is not None:
-            self.alike.call(AlikeCalls.OVER, self.at)
+            self.alike.call(CallConsistencyCheck.OVER, self.at)
 
     @property
     def ended(self) -> str:
@@ -86,7 +86,7 @@ class Gate:
                 "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
-    def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
+    def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
         """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
         Inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward, so the
@@ -131,7 +131,7 @@ class Gate:
 
 
 @final
-class AlikeCalls:
+class CallConsistencyCheck:
     """Checks that the ranks of a group make the same calls of the model, if a call communicates weights or inputs.
 
     Without this check, a rank could wait for a collective that the other ranks never call, or join the wrong
@@ -148,9 +148,9 @@ class AlikeCalls:
         self._world = world.among(groups) if len(groups) > 1 else world
 
     @staticmethod
-    def for_groups(world: World, groups: list[list[int]]) -> "AlikeCalls | None":
+    def for_groups(world: World, groups: list[list[int]]) -> "CallConsistencyCheck | None":
         """Return a check for these groups of ranks, or None if each group has a single rank."""
-        return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
+        return CallConsistencyCheck(world, groups) if len(groups[0]) > 1 else None
 
     def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
         """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
@@ -212,24 +212,28 @@ def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) 
 class StrayModuleCheck:
     """Checks that all trainable modules that user code calls are part of the placed model. Active until `close`."""
 
-    def __init__(self, model: nn.Module, samples: int = 0, too_few: str = "") -> None:
+    def __init__(self, model: nn.Module, samples: int = 0, single_sample_note: str = "") -> None:
         """Start to check all module calls.
 
-        `samples` is the number of samples in the current micro-batch. `too_few` describes a later micro-batch with a
-        single sample, if there is one. In this case, the BatchNorm layers of `model` are checked too.
+        `samples` is the number of samples in the current micro-batch. `single_sample_note` describes a later
+        micro-batch with a single sample, if there is one. In this case, the BatchNorm layers of `model` are checked
+        too.
         """
         self._placed_modules = set(model.modules())
         self._samples = samples
-        self._too_few = too_few
+        self._single_sample_note = single_sample_note
         self._parameters = {*model.parameters()}
-        self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
+        self._hooks = [
+            register_module_forward_pre_hook(self._check),
+            register_module_forward_hook(self._collect_parameters),
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def check_leaves(self, step: int, loss: Tensor) -> None:
+    def check_parameters(self, step: int, loss: Tensor) -> None:
         """Raise UsageError if a loss depends on a parameter outside the placed model."""
         for node in nodes_behind(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
@@ -240,7 +244,7 @@ class StrayModuleCheck:
                     "make it a part of the model that you pass to run.place",
                 )
 
-    def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         if module in self._placed_modules:  # within a forward, a layer of a sharded model has gathered parameters
             self._parameters.update(module.parameters())
 
@@ -266,13 +270,13 @@ class StrayModuleCheck:
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
         """Raise UsageError if BatchNorm gets one value per sample and channel, and some micro-batch has one sample."""
-        if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
+        if not self._single_sample_note or not isinstance(module, _BatchNorm) or not module.training:
             return
         values = inputs[0] if inputs else None
         if isinstance(values, Tensor) and values.ndim > 1 and values.numel() == self._samples * values.shape[1]:
             self.close()
             raise refusal(
-                f"{self._too_few}, but BatchNorm needs at least two values per channel",
+                f"{self._single_sample_note}, but BatchNorm needs at least two values per channel",
                 "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
                 "micro-batch has at least two samples",
             )
@@ -305,9 +309,9 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
         return OwnCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
-        advice = _TOO_FEW
+        advice = _BATCHNORM_ADVICE
     if _DTYPE_WORDS in str(error):
-        advice = _ONE_DTYPE
+        advice = _DTYPE_ADVICE
     return OwnCodeError(describe_error(error, advice)) if advice else error
 
 
@@ -330,7 +334,7 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
+def preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of all modules after the block."""
     modes = {module: module.training for module in model.modules()}
     try:

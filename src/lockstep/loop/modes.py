@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.common.own_code import calling, refusal
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final

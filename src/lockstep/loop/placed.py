@@ -21,13 +21,13 @@ from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
-from lockstep.loop.guard import Guard, Unguarded
+from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
 from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, evaluating
 from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
-from lockstep.loop.scheduler import OwnScheduler
+from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
@@ -44,7 +44,7 @@ from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
 from lockstep.training.checkpoint.tensorfile import digest
 
-_SEEDED: Final = (
+_SEED_ADVICE: Final = (
     "build the model after lockstep.join, which seeds PyTorch, NumPy and Python, and do not use values that differ "
     "between ranks"
 )
@@ -93,14 +93,14 @@ class Placed:
     rate: float  # the learning rate of an update without `lr`
     made: Mapping[str, Any]  # the hyperparameters that the optimizer was created with
     groups: Groups
-    scheduler: OwnScheduler | None
+    scheduler: UserScheduler | None
     modes: Modes
-    came_evaluating: bool  # whether the model was in evaluation mode when the script called `run.place`
-    guard: Guard | Unguarded
+    placed_in_evaluation: bool  # whether the model was in evaluation mode when the script called `run.place`
+    guard: Guard | NoGuard
     audit: Audit
 
     @property
-    def calling_together(self) -> list[list[int]]:
+    def communicating_groups(self) -> list[list[int]]:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
@@ -143,7 +143,7 @@ class Placed:
         All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
         `step.sum` in `sums`.
         """
-        self.groups.take(self.engine.groups, step)
+        self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
             given = {
                 "of": of,
@@ -155,7 +155,7 @@ class Placed:
             path, line = self.guard.line()
             self.world.note(self.groups.facts(step, given), location(path, line) if path else "")
 
-    def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Load the optimizer settings, the scheduler state and the module modes from a checkpoint, if it has them."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
@@ -168,7 +168,7 @@ class Placed:
             )
 
     def changes(self) -> dict[str, Any]:
-        """Return the current optimizer settings, scheduler state and module modes, for `take_settings`."""
+        """Return the current optimizer settings, scheduler state and module modes, for `load_settings`."""
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
         modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
@@ -195,20 +195,20 @@ class Placed:
             )
 
 
-def spread(
+def place_model(
     member: Member,
     model: nn.Module,
     optimizer: Optimizer,
-    asked: str | Mapping[str, Any],
+    requested: str | Mapping[str, Any],
     chunks: ChunkPlan,
-    scheduler: OwnScheduler | None = None,
+    scheduler: UserScheduler | None = None,
     ema: float | None = None,
 ) -> Placed:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
+    resting, placed_in_evaluation = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
-    name, chosen = _strategy(member, asked)
+    name, chosen = _resolve_strategy(member, requested)
     traits = chosen.traits
     whole_updates = check_steps(
         optimizer,
@@ -229,7 +229,7 @@ def spread(
     numerics = Numerics(
         recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
     )
-    agreed(world, model, _SEEDED)
+    agreed(world, model, _SEED_ADVICE)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)
     made = hyperparameters(optimizer)
@@ -250,9 +250,9 @@ def spread(
             f"backward and end",
             "use a different strategy, or a recipe",
         )
-    _let_go(optimizer, model)
+    _free_replaced_parameters(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
+    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else NoGuard()
     return Placed(
         settings=settings,
         world=world,
@@ -270,19 +270,19 @@ def spread(
         groups=Groups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
         modes=Modes(model, resting),
-        came_evaluating=came_evaluating,
+        placed_in_evaluation=placed_in_evaluation,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )
 
 
-def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
+def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tuple[str, Chosen]:
     """Return the name and the instance of the requested strategy.
 
     If `lockstep.verify` started this process, the strategy of `verify` replaces the strategy of the script.
     """
     size = member.rank.world.size
-    given = member.strategy or asked
+    given = member.strategy or requested
     if not isinstance(given, str | Mapping):
         raise refusal(f"run.place: got strategy={given!r}", "pass a name, or a mapping with name and options")
     strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
@@ -318,7 +318,7 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
     return name, chosen
 
 
-def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
+def _free_replaced_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Free the memory of the parameters that sharding or chunking has replaced in the model."""
     kept = {*model.parameters()}
     for group in optimizer.param_groups:

@@ -29,30 +29,32 @@ from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored, check_updates
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-_NO_HOOK: Final = "run the code of the hook before or after step.update, and do not change weights or gradients there"
+_HOOK_ADVICE: Final = (
+    "run the code of the hook before or after step.update, and do not change weights or gradients there"
+)
 _TRIAL_RATE: Final = 0.1
-_ITSELF: Final = "pass the model itself, which run.place distributes over the ranks"
+_WRAPPER_ADVICE: Final = "pass the model itself, which run.place distributes over the ranks"
 _WRAPPERS: Final = {  # matched by name, because some are slow to import
-    "DataParallel": _ITSELF,
-    "DistributedDataParallel": _ITSELF,
-    "FullyShardedDataParallel": _ITSELF,
-    "FSDPModule": _ITSELF,
+    "DataParallel": _WRAPPER_ADVICE,
+    "DistributedDataParallel": _WRAPPER_ADVICE,
+    "FullyShardedDataParallel": _WRAPPER_ADVICE,
+    "FSDPModule": _WRAPPER_ADVICE,
     "OptimizedModule": "pass the model without torch.compile; in a recipe, set recipe.compile",
 }
-_NOT_CALLED: Final = {
+_DISABLED_METHODS: Final = {
     "step": "call step.update(lr=...) once for each step",
     "zero_grad": "remove the call: step.update resets the gradients",
     "add_param_group": "add all groups before run.place",
     "state_dict": "call run.save(), which saves the optimizer state with the weights",
     "load_state_dict": "to resume, pass the dir of the run; to start a new run, load only the weights before run.place",
-    "register_step_pre_hook": _NO_HOOK,
-    "register_step_post_hook": _NO_HOOK,
+    "register_step_pre_hook": _HOOK_ADVICE,
+    "register_step_post_hook": _HOOK_ADVICE,
 }
 
 
-def check_pair(model: Any, optimizer: Any) -> None:
+def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     """Raise UsageError if a model and its optimizer can't be placed.
 
     The optimizer must have all trainable parameters of the model and no parameters of a different module, and must not
@@ -91,7 +93,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
             "pass the model and its optimizer",
         )
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _NO_HOOK)
+        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _HOOK_ADVICE)
     if optimizer.state and not _is_fresh(optimizer):
         raise refusal(
             "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
@@ -187,7 +189,7 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 
     def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
         parameters = dict(trained)
-        return _twin(
+        return _clone_optimizer(
             optimizer,
             [{**group, "params": [parameters[name] for name in parameter_names]} for group, parameter_names in groups],
         )
@@ -195,9 +197,9 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
     return make
 
 
-def hand_over(optimizer: Optimizer) -> None:
+def disable_optimizer(optimizer: Optimizer) -> None:
     """Disable `step` and the state of the user's optimizer, because `step.update` replaces it. Its groups stay."""
-    for name, advice in _NOT_CALLED.items():
+    for name, advice in _DISABLED_METHODS.items():
         setattr(optimizer, name, MethodType(_make_rejecting_method(name, advice), optimizer))
     optimizer.state = HiddenState()
 
@@ -212,24 +214,24 @@ def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
         for group in optimizer.param_groups
     ]
     kind = type(optimizer)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [_plain(group) for group in groups]}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [_to_plain(group) for group in groups]}
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = int | float | str | None
     plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
     return {name: value if isinstance(value, kinds) else repr(value) for name, value in plain.items()}
 
 
-def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+def _clone_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Return an optimizer of the same class with the same settings, and with these groups of tensors."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
+    clone: Optimizer = object.__new__(type(optimizer))
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _DISABLED_METHODS}
     # Some optimizers, such as Adagrad, create their state in the constructor.
     state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
     defaults = {**optimizer.defaults, "lr": base_rate(optimizer)}
-    twin.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
-    return twin
+    clone.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
+    return clone
 
 
 def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
@@ -246,11 +248,11 @@ def _is_fresh(optimizer: Optimizer) -> bool:
     except Exception:  # the arguments of a custom constructor can differ from its defaults
         return False
     return fresh.state.keys() == optimizer.state.keys() and all(
-        _same_slots(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
+        _is_initial_state(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
     )
 
 
-def _same_slots(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
+def _is_initial_state(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
     """Return whether the optimizer state of a parameter is equal to its initial state."""
     if initial.keys() != slots.keys():
         return False
@@ -263,18 +265,18 @@ def _same_slots(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
 
 def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
     """Return a copy of the optimizer for a trial step. The copy shares no state with the optimizer."""
-    twin = _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
+    clone = _clone_optimizer(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     memo: dict[int, Any] = {
         id(parameter): parameter for param_group in optimizer.param_groups for parameter in param_group["params"]
     }
-    memo |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
-    for name, value in vars(twin).items():
+    memo |= {id(clone.state): clone.state, id(clone.param_groups): clone.param_groups}
+    for name, value in vars(clone).items():
         with suppress(TypeError, RuntimeError):  # some values, such as a lock, can't be copied
-            twin.__dict__[name] = deepcopy(value, memo)
+            clone.__dict__[name] = deepcopy(value, memo)
     # A scheduler can start at a rate of 0, but a trial step with this rate wouldn't show anything.
-    twin.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
-    twin.defaults["lr"] = twin.defaults["lr"] or _TRIAL_RATE
-    return twin
+    clone.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
+    clone.defaults["lr"] = clone.defaults["lr"] or _TRIAL_RATE
+    return clone
 
 
 def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
@@ -285,7 +287,7 @@ def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _hidden(*_: object) -> Any:
+def _reject_access(*_: object) -> Any:
     raise refusal(
         "optimizer.state is empty after run.place, because the optimizer of the strategy holds the state",
         "do not access it; step.norm is the gradient norm, and run.save() saves the whole state",
@@ -296,42 +298,42 @@ def _hidden(*_: object) -> Any:
 class HiddenState(defaultdict[Any, Any]):
     """Replaces the state of the user's optimizer, which takes no steps. Reading or writing it raises UsageError."""
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _hidden
-    get: Any = _hidden
-    keys = values = items = clear = setdefault = _hidden
-    pop: Any = _hidden
-    update: Any = _hidden
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _reject_access
+    get: Any = _reject_access
+    keys = values = items = clear = setdefault = _reject_access
+    pop: Any = _reject_access
+    update: Any = _reject_access
 
 
 Settings = dict[str, Any]
 
-_RATE: Final = (
+_RATE_ADVICE: Final = (
     "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
     "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
 )
-REST: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
-_OTHER: Final = (
+FREEZING_ADVICE: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
+_SETTING_ADVICE: Final = (
     "between steps, change only numbers such as weight_decay or betas; change everything else before run.place"
 )
-_SCHEDULED: Final = "set the rate of the group with the scheduler"
+_SCHEDULER_ADVICE: Final = "set the rate of the group with the scheduler"
 
 
 @final
-class OwnGroup(dict[str, Any]):
+class UserGroup(dict[str, Any]):
     """A group of the user's optimizer. Setting an item raises UsageError if the update can't apply the change."""
 
     scheduled = False  # whether a scheduler sets its rate
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(self, name, value, scheduled=self.scheduled)
+        _check_setting(self, name, value, scheduled=self.scheduled)
         super().__setitem__(name, value)
 
 
 @final
 class Groups:
-    """The groups of the user's optimizer. `take` copies their settings to the groups of the engine's optimizer.
+    """The groups of the user's optimizer. `apply_to` copies their settings to the groups of the engine's optimizer.
 
-    `scheduled` says whether a scheduler sets the learning rates. In this case, `take` copies the rates too.
+    `scheduled` says whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
     """
 
     def __init__(
@@ -344,19 +346,22 @@ class Groups:
         self._user_groups = [(group, {**group}) for group in optimizer.param_groups]
         for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
             scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not scheduled else {}
-            optimizer.param_groups[number] = own_group = OwnGroup({**group, **scale})
+            optimizer.param_groups[number] = own_group = UserGroup({**group, **scale})
             own_group.scheduled = scheduled
         self._groups: list[Settings] = [*optimizer.param_groups]
         self._initial = [{**group} for group in self._groups]
         self._applied = [{**group} for group in self._groups]
         self._parameters = [[*group["params"]] for group in self._groups]
 
-    def take(self, engine_groups: Sequence[Settings], step: int) -> None:
+    def apply_to(self, engine_groups: Sequence[Settings], step: int) -> None:
         """Copy changed settings to the groups of the engine's optimizer. Raises UsageError if that isn't possible."""
-        if not _same(self._optimizer.param_groups, self._groups):
-            raise refusal(f"step {step}: the optimizer groups were replaced", _OTHER)
-        if not all(_same(group["params"], known) for group, known in zip(self._groups, self._parameters, strict=True)):
-            raise refusal(f"step {step}: params of an optimizer group were changed", REST)
+        if not _have_same_items(self._optimizer.param_groups, self._groups):
+            raise refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
+        if not all(
+            _have_same_items(group["params"], known)
+            for group, known in zip(self._groups, self._parameters, strict=True)
+        ):
+            raise refusal(f"step {step}: params of an optimizer group were changed", FREEZING_ADVICE)
         for user_group, copy in self._user_groups:
             if user_group != copy:
                 raise refusal(
@@ -366,7 +371,7 @@ class Groups:
         for group, applied, engine_group in zip(self._groups, self._applied, engine_groups, strict=True):
             if group != applied:
                 for name in (name for name in {**applied, **group} if group.get(name) is not applied.get(name)):
-                    _check(applied, name, group.get(name), f"step {step}: ", self._scheduled)
+                    _check_setting(applied, name, group.get(name), f"step {step}: ", self._scheduled)
                     engine_group[name] = applied[name] = group[name]
             if self._scheduled:  # the update runs at rate 1, and 1.0 * lr is exactly the rate of the group
                 engine_group[SCALE] = float(group["lr"])
@@ -402,7 +407,7 @@ class Groups:
             {
                 name: value
                 for name, value in group.items()
-                if (_is_number(value) or _is_pair(value))
+                if (_is_number(value) or _is_number_list(value))
                 and (value != initial.get(name) or (self._scheduled and name in ("lr", "initial_lr")))
             }
             for group, initial in zip(self._groups, self._initial, strict=True)
@@ -417,29 +422,31 @@ class Groups:
                 group[name] = applied[name] = tuple(value) if isinstance(value, list) else value
             # The engine's groups have the settings of the last update before the save. If user code has reset a setting
             # since then, `changes` doesn't include it. Therefore all settings are copied.
-            numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
+            numbers = {name: value for name, value in group.items() if _is_number(value) or _is_number_list(value)}
             engine_group.update({name: value for name, value in numbers.items() if name != "lr"})
             # A checkpoint may have a scale that is relative to a different base rate.
             if SCALE not in group and not self._scheduled:
                 engine_group.pop(SCALE, None)
 
 
-def _check(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
+def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
     """Raise UsageError if the setting `name` of a group can't be changed to `value`."""
     before: Any = group.get(name)
     if value is before or value == before or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
-        raise refusal(f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULED)
+        raise refusal(
+            f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULER_ADVICE
+        )
     if name == "lr" and not scheduled:
-        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE)
+        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
-    pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
+    pairs = _is_number_list(before) and _is_number_list(value) and len(before) == len(value)
     if not numbers and not pairs:
-        raise refusal(f"{prefix}{name} of an optimizer group was changed", _OTHER)
+        raise refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
 
 
-def _same(objects: Sequence[object], known: Sequence[object]) -> bool:
+def _have_same_items(objects: Sequence[object], known: Sequence[object]) -> bool:
     """Return whether two lists contain the same objects. `==` would compare tensors elementwise."""
     return len(objects) == len(known) and all(map(is_, objects, known))
 
@@ -448,5 +455,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_pair(value: Any) -> bool:
+def _is_number_list(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(map(_is_number, value))

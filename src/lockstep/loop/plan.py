@@ -19,11 +19,11 @@ from lockstep.data.loader import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
-_WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
+_WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
 
 
 @dataclass(frozen=True)
-class OwnPlan:
+class LoopPlan:
     """The validated arguments of `run.steps`.
 
     `weight` returns the weight of a batch on the CPU. If it is None, the weight of a batch is its number of samples.
@@ -41,7 +41,7 @@ class OwnPlan:
         return -(-self.steps.batch // self.microbatches)
 
     @property
-    def too_few(self) -> str:
+    def single_sample_note(self) -> str:
         """A text for error messages that says which steps have a micro-batch of a single sample, or ""."""
         steps, count = self.steps, self.microbatches
         last_step = steps[steps.per_epoch - 1]
@@ -72,7 +72,9 @@ class OwnPlan:
 
     def weigh(self, world: World) -> Weigh | None:
         """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
-        return None if self.weight is None else Weigh(partial(_weight, self.weight), partial(over_ranks, world))
+        return (
+            None if self.weight is None else Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world))
+        )
 
     def loop_plan(self, log_every: int) -> Plan:
         """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
@@ -93,7 +95,7 @@ def make_plan(
     weight: Callable[[Batch], int] | None,
     drop_last: bool,
     order: SampleOrder,
-) -> OwnPlan:
+) -> LoopPlan:
     """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
         raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
@@ -108,14 +110,14 @@ def make_plan(
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
         raise refusal(f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}")
-    return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
+    return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
-def _weight(weight: Callable[[Batch], int], batch: Batch) -> int:
+def _evaluate_weight(weight: Callable[[Batch], int], batch: Batch) -> int:
     with OwnCode("weight"):
         counted = weight(batch)
         if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
             counted = int(counted)
-        if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
+        if type(counted) is not int or not 0 <= counted < _WEIGHT_LIMIT:
             raise UsageError(f"weight: returned {counted!r}; return an integer from 0 to below 2**53")
     return counted

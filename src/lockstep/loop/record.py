@@ -8,10 +8,10 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core.work import earlier_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.run.rank import Rank
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -44,7 +44,7 @@ class LoopRecord:
     def check_resumed(self, loop: Mapping[str, Any]) -> None:
         """Raise UsageError if the checkpoint was saved by a loop with different settings."""
         if self._resumed is not None:
-            refuse_other(self._checkpoint, self._resumed, loop)
+            refuse_different_loop(self._checkpoint, self._resumed, loop)
 
     def begin_loop(
         self, loop: dict[str, Any], dataset: object, ends: str, *, epochs: int | None, steps: int | None
@@ -77,14 +77,14 @@ class LoopRecord:
         """Warn once about changes since the checkpoint that are allowed, but affect the resulting weights."""
         if self._resumed is None:
             return
-        saved, current = self._resumed.pop("began", {}), self._beginnings(placed)
+        saved, current = self._resumed.pop("began", {}), self._changeable_settings(placed)
         if changed_names := [name for name in current if saved.get(name, current[name]) != current[name]]:
             self._rank.warn(
                 f"changed since step {self._rank.progress.step} was saved: {', '.join(changed_names)}: the run "
                 f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
-    def check_steps_left(self, plan: OwnPlan) -> None:
+    def check_steps_left(self, plan: LoopPlan) -> None:
         """Raise UsageError if no step is left, unless a resumed run had completed all steps."""
         steps_done = self._rank.progress.step
         if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
@@ -101,9 +101,9 @@ class LoopRecord:
 
     def saved(self, placed: Placed) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
-        return {**(self.loop or placed.decisive()), "began": self._beginnings(placed)}
+        return {**(self.loop or placed.decisive()), "began": self._changeable_settings(placed)}
 
-    def _beginnings(self, placed: Placed) -> dict[str, Any]:
+    def _changeable_settings(self, placed: Placed) -> dict[str, Any]:
         """Return the settings that determine the resulting weights, but may change on resume.
 
         Learning rates are only included if there is no scheduler, because a scheduler saves its rates itself.
@@ -113,7 +113,7 @@ class LoopRecord:
         return rate | ({} if self._dataset is None else {"the first or the last sample": self._dataset[1]})
 
 
-def refuse_other(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise UsageError if settings that determine the weights have changed."""
     lines = [
         f"  {name}: saved {saved[name]!r}, now {current[name]!r}"

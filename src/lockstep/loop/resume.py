@@ -9,14 +9,14 @@ from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
-from lockstep.loop.record import refuse_other
+from lockstep.loop.record import refuse_different_loop
 from lockstep.run.checkpoints import Resumed
 from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.read_alike import read_alike
 from lockstep.training.checkpoint.signing import signing_key
 
 
-def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
+def read_loop_checkpoint(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
     """Return the checkpoint and the settings of the loop that saved it. All ranks must call this function.
 
     Raises UsageError if the settings or the model differ from those of the current loop.
@@ -28,7 +28,7 @@ def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[
         raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
     # Checkpoints of earlier Lockstep versions don't have these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
-    refuse_other(path, loop, placed.decisive())
+    refuse_different_loop(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 

@@ -26,16 +26,16 @@ from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import check_dataset, warn_of_set_epoch
 from lockstep.loop.evaluation import Evaluation
-from lockstep.loop.figures import LoggedFigures
+from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loading import make_loader
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
-from lockstep.loop.model import AlikeCalls, Gate, explain_error, modes_kept
-from lockstep.loop.placed import ChunkPlan, Placed, spread
-from lockstep.loop.placing import check_pair, hand_over
+from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
+from lockstep.loop.placed import ChunkPlan, Placed, place_model
+from lockstep.loop.placing import check_model_and_optimizer, disable_optimizer
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
-from lockstep.loop.scheduler import OwnScheduler
+from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.settings import settings
 from lockstep.loop.state import ScriptState
@@ -45,7 +45,7 @@ from lockstep.ranks.status import RankStatus
 from lockstep.setup.strategy import check_strategy
 from lockstep.training.checkpoint import store
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 _WRITTEN: Final = (
     "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
@@ -73,7 +73,7 @@ class Run:
         self._world = rank.world
         self._gate = Gate()
         self._meeting = Meeting(self._world, self._gate)
-        self._figures = LoggedFigures(rank)
+        self._figures = LoggedMetrics(rank)
         self._evaluation = Evaluation(rank, self._gate, self._meeting, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
@@ -156,14 +156,14 @@ class Run:
                 "run.place: the run already has a model",
                 "put everything that you train into one, such as an nn.ModuleDict",
             )
-        check_pair(model, optimizer)
+        check_model_and_optimizer(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
             raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
         chunk_plan = ChunkPlan(chunks, plan or {})
-        own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
-        with modes_kept(model):
+        own_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
+        with preserve_modes(model):
             with with_its_line():
-                placed = self._placed = spread(
+                placed = self._placed = place_model(
                     self._member, model, optimizer, strategy, chunk_plan, scheduler=own_scheduler, ema=ema
                 )
             if self.dir is not None:
@@ -171,8 +171,10 @@ class Run:
                 self._checkpoints.resume()
                 interval = self._member.settings.run.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, interval)
-        hand_over(optimizer)
-        self._gate.stand_before(model, placed.numerics, AlikeCalls.for_groups(self._world, placed.calling_together))
+        disable_optimizer(optimizer)
+        self._gate.wrap_calls(
+            model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
+        )
         placed.guard.mark(moved=True)
         placed.audit.kept.begin()
         return model, optimizer

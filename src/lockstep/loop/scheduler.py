@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.common.own_code import refusal
 from lockstep.errors import UsageError
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
-class OwnScheduler:
+class UserScheduler:
     """Wraps the user's learning rate scheduler."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:

@@ -7,7 +7,7 @@ from lockstep.core import random
 from lockstep.data.items import seed_python_and_numpy
 
 # The last component of the seed, which says where in a step the generators are seeded.
-_HEAD: Final = 0
+_STEP_START: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2
 _AFTER_LOOP: Final = 3
@@ -23,7 +23,7 @@ class StepDraws:
 
     def seed_head(self) -> None:
         """Seed all generators at the start of the step."""
-        seed_all(self._world, random.extend_key(self._key, _HEAD))
+        seed_all(self._world, random.extend_key(self._key, _STEP_START))
 
     def seed_microbatch(self, index: int) -> None:
         """Seed the generators of Python and NumPy for a micro-batch. The engine seeds the generators of PyTorch."""

@@ -9,14 +9,14 @@ from lockstep.common.own_code import refusal
 from lockstep.core import random
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
-from lockstep.loop.figures import LoggedFigures
+from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.state import ScriptState, state_digests
 from lockstep.loop.step import Step
@@ -25,7 +25,7 @@ from lockstep.parallel.audited import Part
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -37,7 +37,7 @@ class StepSequence:
         member: Member,
         gate: Gate,
         meeting: Meeting,
-        figures: LoggedFigures,
+        figures: LoggedMetrics,
         evaluation: Evaluation,
         state: ScriptState,
     ) -> None:
@@ -56,7 +56,7 @@ class StepSequence:
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
         self._draws_key = random.key(random.OWN_LOOP, member.settings.seed)
-        self._plan: OwnPlan
+        self._plan: LoopPlan
 
     def begin_loop(self) -> bool:
         """Record that a loop begins. Return whether it is the first loop of the run."""
@@ -66,7 +66,7 @@ class StepSequence:
     def begin(
         self,
         placed: Placed,
-        plan: OwnPlan,
+        plan: LoopPlan,
         turn: Turn,
         reports: StepReports,
         audit: Callable[[], Iterator[Part]] | None,
@@ -99,7 +99,7 @@ class StepSequence:
         """End the current step when the loop asks for the next one. Raises UsageError if the step has no update."""
         assert self._step is not None
         assert self._turn is not None
-        self._meeting.compare_left()
+        self._meeting.check_early_exits()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
@@ -165,9 +165,9 @@ class StepSequence:
         if self._modules_checked > phase:
             return None
         self._modules_checked = phase + 1
-        if placed.came_evaluating:
+        if placed.placed_in_evaluation:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.too_few)
+        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.single_sample_note)
 
 
 def _check_mode(model: nn.Module) -> None:

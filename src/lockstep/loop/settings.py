@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 
 # The configuration keys that `lockstep.join` rejects, with the advice in the error. A custom loop controls these
 # settings itself, or doesn't support them.
-_NOT_HERE: Final = {
+_UNSUPPORTED_KEYS: Final = {
     ("placement", "strategy"): "pass it to run.place(model, optimizer, strategy=...)",
     ("placement", "on_corruption"): "remove it, because a script cannot restart itself without a rank",
     ("run", "resume"): "remove it: a run resumes from dir; to start a new run, choose a different dir",
@@ -66,10 +66,10 @@ def settings(
     except ValidationError as error:
         raise ConfigError([str(problem) for problem in problems(error, {(): position})]) from None
     set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
-    if rejected_keys := [key for key in _NOT_HERE if key[1] in set_fields[key[0]]]:
+    if rejected_keys := [key for key in _UNSUPPORTED_KEYS if key[1] in set_fields[key[0]]]:
         raise ConfigError(
             [
-                f"{position}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}"
+                f"{position}  {format_key(key)}: not supported in a custom training loop; {_UNSUPPORTED_KEYS[key]}"
                 for key in rejected_keys
             ]
         )

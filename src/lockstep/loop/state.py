@@ -23,7 +23,7 @@ from lockstep.training.checkpoint import store, tensorfile
 # The plain values of `run.state` as JSON, and a digest of each tensor. Equal states have equal summaries.
 Summary = tuple[str, dict[str, str]]
 
-_KINDS: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
+_VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
 
 
 @final
@@ -45,7 +45,7 @@ class ScriptState:
 
     def load(self, path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Load the values of the checkpoint at `path`."""
-        self.values |= joined_state(path, plain, tensors, self._world.device)
+        self.values |= join_state(path, plain, tensors, self._world.device)
 
     def note_save(self, summary: Summary, call_site: str) -> None:
         """Record a summary of the values that a checkpoint saves, and the line of the save."""
@@ -78,11 +78,11 @@ def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[st
     tensors: dict[str, Tensor] = {}
     plain = _split_tensors(state, (), tensors)
     if (restored := _restore_value(plain)) != plain:
-        value_path, reason = next(_find_unsaved(plain, ()), ((), "would not be restored exactly"))
-        raise refusal(f"{_display_path(value_path)} {reason}", _KINDS)
+        value_path, reason = next(_find_unrestorable(plain, ()), ((), "would not be restored exactly"))
+        raise refusal(f"{_display_path(value_path)} {reason}", _VALUE_ADVICE)
     for path, tensor in tensors.items():
-        _check(display_name(path), tensor, device)
-    _check_apart(tensors)
+        _check_restorable(display_name(path), tensor, device)
+    _check_no_overlap(tensors)
     plain = restored  # return a copy, because the script may change `run.state` while a save is in progress
     return plain, tensors
 
@@ -111,10 +111,12 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError if a tensor in `run.state` shares memory with a parameter or buffer of the placed model."""
     named_tensors = (*model.named_parameters(), *model.named_buffers())
     live = sorted(
-        (*_span(weight), name) for name, weight in named_tensors if type(weight.detach()) is Tensor and weight.numel()
+        (*_address_range(weight), name)
+        for name, weight in named_tensors
+        if type(weight.detach()) is Tensor and weight.numel()
     )
     for path, tensor in tensors.items():
-        start, end = _span(tensor)
+        start, end = _address_range(tensor)
         index = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(live) and live[index][0] < end:
             raise refusal(
@@ -128,7 +130,7 @@ def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {display_name(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
 
 
-def joined_state(
+def join_state(
     path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Join plain values and tensors from `split_state` into a `run.state`, with the tensors on `device`.
@@ -167,7 +169,7 @@ def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, T
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((item for item in value if not isinstance(item, str)), None)) is not None:
-            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _KINDS)
+            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
         return {key: _split_tensors(item, (*path, key), tensors) for key, item in value.items()}
     if type(value) is list:
         return [_split_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
@@ -185,26 +187,26 @@ def _restore_value(value: Any) -> Any:
         return NotImplemented
 
 
-def _find_unsaved(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def _find_unrestorable(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Yield the path of each value that a checkpoint can't restore exactly, and the reason."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _find_unsaved(item, (*path, key))
+            yield from _find_unrestorable(item, (*path, key))
     elif type(value) is list:
         for index, item in enumerate(value):
-            yield from _find_unsaved(item, (*path, index))
+            yield from _find_unrestorable(item, (*path, index))
     elif (restored := _restore_value(value)) != value:
         restored_note = "" if restored is NotImplemented else f", and would be restored as {repr(restored)[:60]}"
         yield path, f"is a {type(value).__name__}, {repr(value)[:60]}{restored_note}"
 
 
-def _check_apart(tensors: Mapping[str, Tensor]) -> None:
+def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
     """Raise UsageError if two tensors overlap in memory.
 
     A write to one of them would change the other, but not after a resume. Adjacent tensors in the same storage are
     fine, such as the running statistics of a copied BatchNorm layer.
     """
-    spans = sorted((*_span(tensor), path) for path, tensor in tensors.items() if tensor.numel())
+    spans = sorted((*_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):
         if start < end:
             first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
@@ -215,12 +217,12 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _address_range(tensor: Tensor) -> tuple[int, int]:
     """Return the start and end address of a contiguous tensor."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
-def _check(name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_restorable(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise UsageError if a checkpoint can't restore a tensor exactly."""
     if tensor.requires_grad:
         raise refusal(

@@ -23,7 +23,7 @@ from lockstep.parallel.audited import Part
 from lockstep.training.plan import Interval
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final

@@ -17,7 +17,7 @@ from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final

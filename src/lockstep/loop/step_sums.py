@@ -19,7 +19,7 @@ from lockstep.common.own_code import refusal
 ROOM: Final = 16  # numbers per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final

@@ -11,11 +11,11 @@ from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
-_ONE: Final = ""  # the name of an unnamed value
+_UNNAMED: Final = ""  # the name of an unnamed value
 
 
 @dataclass
-class Pass:
+class EvaluationPass:
     """The state of an evaluation pass, which is one iteration over `run.each`.
 
     `numbers` has the number of each batch that this rank got, or None if a different rank counts the batch.
@@ -32,7 +32,7 @@ class Pass:
         return self.is_complete and bool(self.numbers) and not self.is_summed
 
 
-def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
+def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass]) -> Any:
     """Sum values over the batches of the last pass and over all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refusal(
@@ -54,11 +54,11 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
         name: total if total.ndim else total.item()
         for name, total in sums_by_batch.total(world, current_pass.batches).items()
     }
-    return sums.get(_ONE, sums)
+    return sums.get(_UNNAMED, sums)
 
 
 def _by_name(value: Any) -> dict[str, Tensor]:
-    values = value if isinstance(value, Mapping) else {_ONE: value}
+    values = value if isinstance(value, Mapping) else {_UNNAMED: value}
     return {str(name): _tensor(part) for name, part in values.items()}
 
 

@@ -17,7 +17,7 @@ from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.step import Step
@@ -32,7 +32,7 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -46,7 +46,7 @@ class TrainingLoop:
 
     member: Member
     placed: Placed
-    plan: OwnPlan
+    plan: LoopPlan
     sequence: StepSequence
     checkpoints: LoopCheckpoints | None
     faults: Sequence[DatasetFault]
@@ -85,10 +85,10 @@ class TrainingLoop:
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            items = turns(self._until_last(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
+            items = turns(self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
             for item in items:
                 if isinstance(item, Turn):
-                    yield self._begin(item, reports)
+                    yield self._begin_step(item, reports)
                     self.sequence.end(self.placed)
                     continue
                 rank.write(item)
@@ -101,12 +101,12 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin(self, turn: Turn, reports: StepReports) -> Step:
+    def _begin_step(self, turn: Turn, reports: StepReports) -> Step:
         audit = None
         if self._audits is not None and self._audits.due(turn.step):
             parts = self.placed.audit.parts
             audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
-        examination = self._examination(turn)
+        examination = self._make_examination(turn)
         refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             self.placed.check_structure()
@@ -155,14 +155,14 @@ class TrainingLoop:
             return ""
         return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
 
-    def _until_last(self) -> Batches:
+    def _step_source(self) -> Batches:
         """Return the function that yields batches from a given step on. In a replay, it ends at the last step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.training
         return lambda first: islice(loader.training(first), replay.last - first)
 
-    def _examination(self, turn: Turn) -> Examination | None:
+    def _make_examination(self, turn: Turn) -> Examination | None:
         """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
         if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:

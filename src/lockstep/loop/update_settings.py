@@ -6,7 +6,7 @@ from typing import NamedTuple
 from lockstep.common.own_code import refusal
 from lockstep.loop.placed import Placed
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 class UpdateSettings(NamedTuple):
@@ -36,34 +36,34 @@ def update_settings(
         raise refusal(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
-    rate = placed.rate if lr is None else _rate(step, lr)
+    rate = placed.rate if lr is None else _validate_rate(step, lr)
     shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
-    groups = None if of is None else _groups_of(step, placed, of, audited)
-    return UpdateSettings(rate, shown, None if clip is None else _clip(step, clip), groups)
+    groups = None if of is None else _group_indices(step, placed, of, audited)
+    return UpdateSettings(rate, shown, None if clip is None else _validate_clip(step, clip), groups)
 
 
-def _clip(step: int, value: object) -> float:
-    number = _number(value)
+def _validate_clip(step: int, value: object) -> float:
+    number = _to_float(value)
     if not number > 0:  # otherwise the weights wouldn't change, or would move uphill
         raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
-def _rate(step: int, value: object) -> float:
-    number = _number(value)
+def _validate_rate(step: int, value: object) -> float:
+    number = _to_float(value)
     if not 0 <= number < math.inf:
         raise refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
-def _number(value: object) -> float:
+def _to_float(value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # raised for a tensor with several values
         return math.nan
 
 
-def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
+def _group_indices(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
     """Return the indices of the groups named `of`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,
