@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.data.items import generators_kept
 from lockstep.errors import UsageError
-from lockstep.loop.model import AlikeCalls
+from lockstep.loop.model import CallConsistencyCheck
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.optimizer_trials import needs_full_tensors
 
@@ -122,7 +122,7 @@ class TwoRanks:
 
 def test_ranks_that_call_a_model_with_gradients_and_without_are_refused() -> None:
     world: Any = TwoRanks()
-    calls = AlikeCalls(world, [[0, 1]])
+    calls = CallConsistencyCheck(world, [[0, 1]])
     with pytest.raises(UsageError, match="or some ranks without gradients"):
         calls.call(0, "step 1: ")
     with torch.no_grad():

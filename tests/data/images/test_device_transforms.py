@@ -10,7 +10,13 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from lockstep.core import random
-from lockstep.data.images.device_transforms import constants, crop_and_flip, crop_positions, mix, normalise
+from lockstep.data.images.device_transforms import (
+    crop_and_flip,
+    crop_positions,
+    mix,
+    normalise,
+    normalization_constants,
+)
 from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
@@ -55,7 +61,7 @@ def test_augment_is_torchvisions_pad_crop_and_flip_of_each_image(
 
 def test_an_image_becomes_the_same_alone_and_in_any_batch() -> None:
     images, draws = _images(33, height=32, width=32), _draws(33)
-    scale, shift = constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
+    scale, shift = normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
 
     def finished(chosen: slice) -> Tensor:
         return normalise(augment(images[chosen], draws[chosen], 4, True), scale, shift)
@@ -83,7 +89,7 @@ def test_normalise_is_within_rounding_of_the_formula() -> None:
     exact = (images.double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
         :, None, None
     ]
-    found = normalise(images, *constants(mean, std, CPU))
+    found = normalise(images, *normalization_constants(mean, std, CPU))
     assert found.dtype == torch.float32
     # Three numbers of at most 4.5 are each rounded to 24 bits.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * 4.5 * 2**-24)
