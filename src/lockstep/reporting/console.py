@@ -17,11 +17,11 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes events to `stream`. `terminal` tells whether it is a terminal, which is detected by default.
+    """Writes events to `stream`. `terminal` is whether it is a terminal, which is detected by default.
 
-    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line that explains the learning rate. Lines
-    that were printed stay. On a terminal, steps update a live drawing instead, and `close` clears it. Call it after an
-    error too.
+    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line of text that explains the learning rate.
+    Printed lines are permanent. On a terminal, steps update a live display instead. `close` clears the display. Call it
+    even after an error.
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
@@ -31,11 +31,11 @@ class Console:
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._longer = False  # whether this start continues a run that was already described, with a different length
-        self._live: Live | None = None  # the progress and figures of the run
+        self._longer = False  # whether this start extends a run that was already described
+        self._live: Live | None = None  # shows the progress and metrics on a terminal
         self._began = 0.0
         self._drawn = -float("inf")
-        self._evaluated = ""  # the figures of the last evaluation
+        self._evaluated = ""  # metrics of the last evaluation as text
         self._means = wording.Means()
 
     def write(self, event: Event, time: float) -> None:
@@ -69,9 +69,9 @@ class Console:
             self._live = None
 
     def _start(self, event: Started, time: float) -> None:
-        """Describe the run, unless it was described before.
+        """Print a description of the run, unless it was printed before.
 
-        A loop of your own can extend its run (epochs=epoch + 1), which starts it again.
+        A custom training loop can extend its run (epochs=epoch + 1), which starts the run again.
         """
         self.close()
         self._longer = self._run is not None
@@ -84,7 +84,7 @@ class Console:
             self._live = live_on(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
-        """Print the progress and figures of a step. On a terminal, they are drawn at most ten times per second."""
+        """Show the progress and metrics of a step. A terminal is updated at most ten times per second."""
         run = self._run
         if run is None:
             return
@@ -99,7 +99,7 @@ class Console:
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
     def _left(self, event: Stepped, run: Started, time: float) -> str:
-        """Return the remaining time at the average speed of this start, including evaluations and saves."""
+        """Return the estimated remaining time as text. The average speed includes evaluations and saves."""
         a_step = (time - self._began) / max(event.step - run.step, 1)
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
@@ -115,7 +115,7 @@ class Console:
 
     def _line(self, text: str) -> None:
         if self._moving:
-            # With soft_wrap, the terminal wraps long lines, so that you can copy a whole path or hash.
+            # With soft_wrap, the terminal wraps long lines, so that you can copy a path or hash without line breaks.
             self._rich.print(Text(text), soft_wrap=True)
         else:
             self._stream.write(text + "\n")

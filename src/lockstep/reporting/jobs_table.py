@@ -1,4 +1,4 @@
-"""Overview of several runs, with the differences between recipes and the reasons for failures. Also as JSON."""
+"""An overview of several runs, with their differing settings and the reasons for failures. Also available as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from lockstep.reporting.run_view import STYLES, RunView, differing, endings, los
 from lockstep.reporting.terminal import print_unfolded, table, terminal_on
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
-_BEST_AT: Final = 3  # the column of these headings before which `best` is inserted
-_KEYS_AT: Final = 6  # the column before which the differing keys are inserted
+_BEST_AT: Final = 3  # index of the column before which `best` is inserted
+_KEYS_AT: Final = 6  # index of the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MOST_KEYS: Final = 5  # differing keys that get a column; a line below the table lists the rest
-_WIDEST: Final = 24  # characters in these columns
+_MOST_KEYS: Final = 5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
+_WIDEST: Final = 24  # maximum number of characters in a column of a differing key
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
     """Write a table of the runs in the given order. `now` is in seconds since 1970.
 
-    `terminal` tells whether `stream` is a terminal, which is detected by default. Empty columns are dropped. If a
-    terminal is too narrow, the last columns are dropped too, and a line says which.
+    `terminal` is whether `stream` is a terminal, which is detected by default. Empty columns are omitted. If the
+    terminal is too narrow, the last columns are omitted too, and a line names them.
     """
     console = terminal_on(stream, terminal)
     rows = [cells(run, now) for run in runs]
@@ -40,7 +40,7 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
 
 
 def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Return an object for each run, ready for JSON."""
+    """Return a JSON-compatible dict for each run."""
     settings, keys = _settings(runs)
     return [
         {
@@ -57,7 +57,7 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
 
 
 def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the settings of each run's recipe and placement by key, and the keys that differ."""
+    """Return the recipe and placement settings of each run by key, and the list of keys that differ between runs."""
     recipes = [dict(run.recipe) for run in runs]
     placements = [{f"placement.{key}": value for key, value in run.placement.items()} for run in runs]
     merged = [placement | recipe for placement, recipe in zip(placements, recipes, strict=True)]
@@ -65,18 +65,18 @@ def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]
 
 
 def _figures(status: RunStatus) -> dict[str, Any]:
-    """Return the status of a run as a mapping, with the figure of the last evaluation under its name."""
+    """Return the status of a run as a dict. The metric of the last evaluation is stored under its own name."""
     figures = asdict(status)
     del figures["figure"]
     if status.figure is not None:
         figures[status.figure.name] = status.figure.value
     if status.loss is not None and not math.isfinite(status.loss):
-        figures["loss"] = str(status.loss)  # as in the log, because JSON has no NaN or infinity
+        figures["loss"] = str(status.loss)  # same format as in the log, because JSON has no NaN or infinity
     return figures
 
 
 def cells(run: RunView, now: float) -> tuple[str, ...]:
-    """Return the cells of a run in the order of the headings."""
+    """Return the cells of a run in the order of `_HEADINGS`."""
     status, figure = run.status, run.status.figure
     ended = run.state in ("done", "unreadable")
     return (
@@ -94,7 +94,7 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago something happened. A negative time, from a host with a different clock, counts as 0."""
+    """Return how long ago something happened, as text. A negative time, due to different clocks, counts as 0."""
     for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name} ago"
@@ -102,7 +102,7 @@ def ago(seconds: float) -> str:
 
 
 def _headings(keys: Sequence[str]) -> dict[str, str]:
-    """Return short names of the keys, such as `lr` for optimizer.lr.value, or whole keys if names would clash."""
+    """Return a short heading for each key, such as `lr` for optimizer.lr.value, or the key itself if headings clash."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}

@@ -1,4 +1,4 @@
-"""The view of `lockstep watch`: redrawn every second on a terminal, and printed as lines otherwise."""
+"""The view of `lockstep watch`: updated every second on a terminal, and printed line by line otherwise."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from lockstep.reporting.text_curve import text_curve
 
 _KINDS: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
 _CURVE: Final = "loss/train"
-_HEIGHT: Final = 6  # lines of the curve of a single run; with several runs, each curve has one line
+_HEIGHT: Final = 6  # lines of the curve of a single run; if there are several runs, each curve has one line
 _NOTICES: Final = 8
 _WAITING: Final = "waiting for a run to start"
-_LINE_S: Final = 10.0  # between two progress lines of a run, if not on a terminal
-_BEFORE: Final = 5  # earlier notices of a run to print at first, if not on a terminal
+_LINE_S: Final = 10.0  # minimum number of seconds between progress lines of a run, if not on a terminal
+_BEFORE: Final = 5  # number of earlier notices that are printed at first, if not on a terminal
 
 
 @final
 class LiveView:
-    """Shows runs on `stream`. `terminal` tells whether it is a terminal, which is detected by default.
+    """Shows runs on `stream`. `terminal` is whether it is a terminal, which is detected by default.
 
-    On a terminal, `show` redraws the view in place, and `close` clears it. Otherwise, `show` prints lines about new
+    On a terminal, `show` updates the view in place, and `close` clears it. Otherwise, `show` prints lines about new
     events.
     """
 
@@ -35,11 +35,11 @@ class LiveView:
         self._stream = stream
         self._live = live_on(self._console) if is_moving(self._console) else None
         self._waits = False
-        self._seen: dict[str, int] = {}  # the number of notices that were printed, by run
-        self._lines: dict[str, tuple[float, str]] = {}  # the time and text of the last progress line, by run
+        self._seen: dict[str, int] = {}  # number of printed notices by run
+        self._lines: dict[str, tuple[float, str]] = {}  # time and text of the last progress line by run
 
     def show(self, runs: Sequence[RunView], now: float) -> None:
-        """Show the runs at the time `now`, in seconds since 1970."""
+        """Show the state of the runs at time `now`, in seconds since 1970."""
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
@@ -53,17 +53,17 @@ class LiveView:
         self._stream.flush()
 
     def close(self) -> None:
-        """Clear the view. Calling it again has no effect."""
+        """Clear the view. Calling it again is a no-op."""
         if self._live is not None:
             self._live.stop()
 
     def _new(self, run: RunView, now: float) -> list[str]:
-        """Return lines about the news of a run."""
+        """Return lines about the events of a run since the last call."""
         if not run.is_whole:
             return []
         seen = self._seen.get(run.name)
         self._seen[run.name] = run.noticed
-        first = seen is None or run.noticed < seen  # fewer notices mean that a new run started in the folder
+        first = seen is None or run.noticed < seen  # if there are fewer notices, a new run started in the folder
         fresh = _BEFORE if first else run.noticed - (seen or 0)
         found = [headline(run)] if first else []
         found += [join(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
@@ -76,7 +76,7 @@ class LiveView:
 
 
 def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
-    """Return the view of the runs for a terminal of this size. Without `curves`, it only contains ASCII characters."""
+    """Return the view of the runs for a terminal of this size. Without `curves`, it contains only ASCII characters."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
     alone = len(runs) == 1
     for run in runs:
@@ -88,7 +88,7 @@ def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves
 
 
 def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
-    """Return the lines of a run."""
+    """Return the lines that show a run."""
     status = run.status
     parts: list[RenderableType] = [Text(_fitting(headline(run), width), STYLES.get(run.state, "red") or "bold")]
     if not run.is_whole:
@@ -112,5 +112,5 @@ def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> lis
 
 
 def _fitting(words: str, width: int) -> str:
-    """Return the words, truncated to the width of a line."""
+    """Return the text, truncated to the width of a line."""
     return set_cell_size(words, width).rstrip()

@@ -1,7 +1,7 @@
-"""MLflow sink. Each run has a run in MLflow, which is continued after a resume.
+"""The MLflow sink. Each run is logged as a run in MLflow, and a resumed run continues it.
 
-If neither `uri` nor MLFLOW_TRACKING_URI names a tracking server, the run is stored in a database in the run folder. To
-view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
+If neither `uri` nor MLFLOW_TRACKING_URI specifies a tracking server, the MLflow run is stored in a database in the run
+folder. To view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
 """
 
 import math
@@ -15,25 +15,25 @@ from lockstep.reporting.tracker_id import read_id, write_id
 from lockstep.training.events import Done, Event, Stopped
 
 OPTIONS = ("uri", "experiment", "name")
-_LONGEST: Final = 500  # characters of a parameter
-_MOST: Final = 100  # parameters per request
-# For a server that doesn't answer. Training waits for each request. By default, mlflow retries for 20 minutes, which is
-# longer than the other ranks wait (placement.timeout_s).
+_LONGEST: Final = 500  # maximum number of characters in a parameter value
+_MOST: Final = 100  # maximum number of parameters per request
+# Limits for a server that doesn't respond. Training waits for each request. By default, mlflow retries for 20 minutes,
+# which is longer than the other ranks wait (placement.timeout_s).
 _REQUESTS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @final
 class Mlflow:
-    """A run in a tracking store.
+    """A run in an MLflow tracking store.
 
-    If `folder` contains the id of a run, it is continued. Otherwise, a new run is created with the `recipe` as
-    parameters. Values that are not finite are dropped, because not every store supports them.
+    If `folder` contains the id of an MLflow run, this run is continued. Otherwise, a new run is created with the
+    `recipe` as parameters. Non-finite values are dropped, because not every tracking store supports them.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
         for name, value in _REQUESTS.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # imported late, because it takes seconds and only rank 0 needs it
+        from mlflow import MlflowClient  # imported lazily, because it takes seconds and only rank 0 needs it
 
         local = folder.absolute() / "mlflow"
         uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
@@ -41,7 +41,7 @@ class Mlflow:
             local.mkdir(exist_ok=True)
             uri = f"sqlite:///{local / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self._end = "FAILED"  # the status of a run that ends without an event
+        self._end = "FAILED"  # status if the run ends without a final event
         self._run = read_id(folder, "mlflow")
         if self._run:
             self._client.update_run(self._run, status="RUNNING")

@@ -1,4 +1,4 @@
-"""Notices about a run that is watched: starts, evaluations, checkpoints, warnings and the end."""
+"""Notices about a watched run: starts, evaluations, checkpoints, warnings and the end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from lockstep.reporting.run_log import count, figures, text
 
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
-_LONGEST: Final = 500  # characters
-_LATEST: Final = 1e11  # seconds, small enough for the calendar functions
+_LONGEST: Final = 500  # maximum number of characters in a notice
+_LATEST: Final = 1e11  # maximum timestamp in seconds that the calendar functions support
 
 
 @dataclass(frozen=True)
 class Notice:
-    """An event in printable words.
+    """An event as printable text.
 
     `time` is in seconds since 1970, or None if the log doesn't contain it.
     """
@@ -27,7 +27,10 @@ class Notice:
 
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return the notice for an event, or None if it has none, like a step report. `fractions` are shown in percent."""
+    """Return the notice for an event, or None for events such as step reports.
+
+    The metrics in `fractions` are shown as percentages.
+    """
     if (found := _words(event, fractions)) is None:
         return None
     kind, words = found

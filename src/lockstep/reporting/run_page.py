@@ -1,4 +1,4 @@
-"""A page about any number of runs, with tables and charts. For runs in progress, it also shows progress bars."""
+"""A page about one or more runs, with tables and charts. Runs in progress also have progress bars."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from lockstep.reporting.run_view import (
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST: Final = ("loss",)  # the first charts; then those of the task's figures, and then those in _LAST
+_FIRST: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
 _LAST: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
@@ -31,11 +31,11 @@ _LAST: Final = {
     "peak_bytes": "peak memory, MiB",
 }
 _NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
-_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # as are all shares
-_MOST_BESIDE: Final = 3  # differing keys that are columns of the table of runs; more have their own table
-_MOST_BARS: Final = 3  # runs of a live page with a progress bar each, and all figures
-_MOST_ROWS: Final = 50  # the last starts or checkpoints of a run that a table shows
-_SHOWN: Final = 12  # characters of a hash
+_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # axes start at zero, as do all percentages
+_MOST_BESIDE: Final = 3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
+_MOST_BARS: Final = 3  # maximum number of runs on a live page with a progress bar and all metrics each
+_MOST_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
+_SHOWN: Final = 12  # number of characters shown of a hash
 _NOTICES: Final = 10
 _SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
 _TIME: Final = "Time is the sum over all starts, without the pauses between them."
@@ -47,9 +47,10 @@ def sections(runs: Sequence[RunView]) -> list[Section]:
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return the sections of a live page: progress, curves, the latest events, and the rest of `sections`.
+    """Return the sections of a live page: progress, curves, the latest events, and the remaining `sections`.
 
-    A few runs have a progress bar each, with all figures. Many runs have theirs in the table of runs.
+    If there are few runs, each has a progress bar and all its metrics. If there are many, the table of runs shows the
+    progress.
     """
     has_bars = len(runs) <= _MOST_BARS
     outline = _outline(runs, with_progress=not has_bars)
@@ -72,9 +73,9 @@ def title(runs: Sequence[RunView]) -> str:
 
 
 def curve_sections(histories: Mapping[str, History]) -> list[Section]:
-    """Return a chart of each figure, with the curves of all runs that have it.
+    """Return a chart for each metric, with the curves of all runs that have this metric.
 
-    A figure that no run has reported more than once has no chart. A table at the end contains these values.
+    A metric that no run has reported more than once has no chart. A table at the end contains its value.
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
     names = dict.fromkeys(map(figure_of, curves_by_name))
@@ -82,7 +83,7 @@ def curve_sections(histories: Mapping[str, History]) -> list[Section]:
     asked = [name for name in (*_FIRST, *own, *_LAST) if name in names]
     flops = _flops_per_sample(histories)
     if flops and "samples_per_s" in names:
-        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve
+        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve as samples_per_s
     note = f"FLOP/s is this curve times {wording.flops(flops)}, the cost of a sample." if flops else ""
     found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in asked}
     drawn: list[Section] = [each for each in found.values() if each is not None]
@@ -99,14 +100,14 @@ def curve_sections(histories: Mapping[str, History]) -> list[Section]:
 
 
 def _has_two_losses(history: History) -> bool:
-    """Return whether a loop of your own logged a loss under the name that evaluations use."""
+    """Return whether a custom training loop logged a loss under the name that evaluations use."""
     return {"loss", evaluation_curve("loss")} <= history.curves.keys()
 
 
 def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
-    """Return a chart of a figure with the evaluation and training curves of each history.
+    """Return a chart of a metric with the evaluation and training curves of each history.
 
-    Return None if no curve has two points.
+    Return None if no curve has at least two points.
     """
 
     def found(curve: str) -> dict[str, Sequence[Point]]:
@@ -133,13 +134,13 @@ def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> C
 
 
 def _flops_per_sample(histories: Mapping[str, History]) -> int | None:
-    """Return the FLOP of a sample, or None if it isn't known or if it differs between runs."""
+    """Return the FLOP per sample, or None if it isn't known or differs between runs."""
     known = {count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
     return known.pop() if len(known) == 1 else None
 
 
 def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
-    """Return a table of the figures that were reported once, or a grid if there is a single run."""
+    """Return a table of the metrics that were reported once. For a single run, return a grid instead."""
     if not names:
         return []
     title = "Reported once"
@@ -178,7 +179,7 @@ def _histories(runs: Sequence[RunView]) -> dict[str, History]:
 
 
 def _filled(shown: Sequence[Section]) -> list[Section]:
-    """Return the sections without empty tables and grids."""
+    """Return the sections, leaving out empty tables and grids."""
     return [
         each
         for each in shown
@@ -191,7 +192,7 @@ def _without(grid: Figures, names: Collection[str]) -> Figures:
 
 
 def _events(runs: Sequence[RunView]) -> Table:
-    """Return a table of the latest events. It only names the runs if there are several."""
+    """Return a table of the latest events. It contains the run names only if there are several runs."""
     events = [*reversed(latest(runs, _NOTICES))]
     if len(runs) == 1:
         rows = [[clock(notice.time), notice.words] for _, notice in events]
@@ -206,15 +207,15 @@ def _progress(run: RunView) -> ProgressBar:
 
 
 def _steps(run: RunView) -> tuple[int, int]:
-    """Return the number of finished steps and of all steps, which is at least 1."""
+    """Return the number of completed steps and the total number of steps, which is at least 1."""
     status = run.status
     return status.step or 0, max(status.steps or 0, status.step or 0, 1)
 
 
 def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
-    """Return a table of the runs, or a grid of figures if there is a single run.
+    """Return a table of the runs. For a single run, return a grid of values instead.
 
-    If many keys differ between the runs, these are in a second table.
+    If more than a few keys differ between the runs, these keys are in a second table.
     """
     if not runs:
         return []
@@ -243,7 +244,7 @@ def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
 
 
 def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
-    """Return the columns of the table of runs. `curves` are the curves whose last values are shown."""
+    """Return the columns of the table of runs. It shows the last value of each curve in `curves`."""
 
     def value(run: RunView, name: str) -> str:
         last = run.history.last_of(name)
@@ -270,7 +271,7 @@ def _rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
-    """Return a column for each key that differs between recipes or placements."""
+    """Return a column for each key that differs between the recipes or placements of the runs."""
     recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
     of_recipe = {f"recipe.{key}": [run.recipe.get(key, "") for run in runs] for key in recipe}
     return of_recipe | {f"placement.{key}": [run.placement.get(key, "") for run in runs] for key in placement}
