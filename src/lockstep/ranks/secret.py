@@ -1,4 +1,4 @@
-"""The secret of a job, which ranks use to sign what they write to the store."""
+"""The secret of a job. Ranks use it to sign the values that they write to the store."""
 
 import os
 import secrets
@@ -22,10 +22,10 @@ def new_secret() -> str:
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret from the environment variable or from the file it names, or b"" if neither is set.
+    """Return the secret from the environment variable, or from the file it names. If neither is set, return b"".
 
-    Raises UsageError if the secret is too short or too long, or if the file isn't owned by this user or others can read
-    or write it.
+    Raises UsageError if the length of the secret isn't allowed, if the file isn't owned by this user, or if other users
+    can access it.
     """
     if SECRET in env:
         return _check_length(SECRET, os.fsencode(env[SECRET]))
