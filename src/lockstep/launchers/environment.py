@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE, set by hand or by any launcher that uses the names of torch."""
+"""RANK and WORLD_SIZE, set manually or by any launcher that uses the variable names of torch."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,7 +12,7 @@ _MISSING: Final = "set RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank from the environment, or None unless both RANK and WORLD_SIZE are set."""
+    """Return the rank from the environment, or None if RANK and WORLD_SIZE aren't both set."""
     return from_variables(env, "environment") if "RANK" in env and "WORLD_SIZE" in env else None
 
 
@@ -23,9 +23,9 @@ def check_half_set(env: Mapping[str, str]) -> None:
 
 
 def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
-    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0: one process per host.
+    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0, which means one process per host.
 
-    Raises UsageError with all missing and impossible values.
+    Raises UsageError with all missing and invalid values.
     """
     variables = Variables(env, _MISSING)
     rank = variables.number("RANK")

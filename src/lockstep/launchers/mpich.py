@@ -14,9 +14,9 @@ _ADVICE: Final = "mpiexec does not provide the host of rank 0: mpiexec -genv MAS
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that Hydra gave this process, or None.
+    """Return the rank that Hydra assigned to this process, or None.
 
-    PMI_RANK is not sufficient, since `srun --mpi=pmi2` sets it too.
+    PMI_RANK alone doesn't identify Hydra, because `srun --mpi=pmi2` also sets it.
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None

@@ -1,4 +1,4 @@
-"""ssh, which starts torchrun on several hosts. Each torchrun exits when its ssh exits."""
+"""ssh, which starts torchrun on several hosts. Each torchrun exits when its ssh connection ends."""
 
 import shlex
 from dataclasses import replace
@@ -12,7 +12,7 @@ from lockstep.launchers.job import Job, followed
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the command line for each host. It starts torchrun in the folder of the job.
+    """Return the command line for each host. It starts torchrun in the working directory of the job.
 
     The remote processes end when the local ssh ends.
     """
@@ -22,9 +22,9 @@ def commands(job: Job) -> dict[str, list[str]]:
 
 
 def _line(job: Job) -> list[str]:
-    # Detects a dead host within 45 s. Never asks for a password, since there may be no terminal.
+    # Detects an unreachable host within 45 s. Never asks for a password, because there may be no terminal.
     ssh_options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
-    # Without this check, torchrun would retry for minutes if the rendezvous host can't be resolved.
+    # Check that the host can be resolved. Otherwise, torchrun would retry for minutes.
     resolve_check = [] if job.standalone else [KNOWS, job.meets_on]
     agent = followed(job, [*resolve_check, *agents.command(replace(job, options=()))])
     remote_command = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"

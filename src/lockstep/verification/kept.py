@@ -1,4 +1,4 @@
-"""The state that a custom loop keeps from one step to the next, in its model and in variables."""
+"""The state that a custom training loop carries from one step to the next, in its model and in variables."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,19 +18,19 @@ _OF_MODEL: Final = " of the model"
 _MODE: Final = "the mode of "
 _MAIN: Final = "__main__."
 _TENSORS: Final = "the tensors of "
-# Kinds of variables. The kinds that most likely affect later steps come first.
+# Kinds of variables. Lower numbers are more likely to affect later steps.
 _TENSOR: Final = 0
 _STATE: Final = 1
 _COUNT: Final = 2
 _FIGURE: Final = 3
 _UNUSED: Final = 4
-_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # types that a loop can add to without a custom function
+_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # types to which a loop can add without custom functions
 
 
 class Lost(NamedTuple):
-    """The state that a resume lost, by name, with its change and the location. The most likely causes come first.
+    """The state that was lost by resuming: by name, its change and location. The most likely causes come first.
 
-    `unused` is state that the loop only adds to, prints or logs, as far as Lockstep can tell.
+    `unused` is state that the loop only updates, prints or logs, as far as Lockstep can tell.
     """
 
     likely: Mapping[str, str]
@@ -39,10 +39,11 @@ class Lost(NamedTuple):
 
 @final
 class Kept:
-    """The state of a loop between two steps.
+    """The state of a training loop between two steps.
 
-    Variables that each step sets again aren't state. Variables that are changed in place are state. Tensors that a step
-    reads before it sets them are state too, such as the hidden state of an RNN carried from batch to batch.
+    Variables that each step assigns again aren't state. Variables that are modified in place are state. Tensors that a
+    step reads before it assigns them are also state, such as the hidden state of an RNN that is carried from batch to
+    batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -61,7 +62,7 @@ class Kept:
             self._scopes |= dict.fromkeys(variables, code)
 
     def changes(self, after: Self) -> Mapping[str, str]:
-        """Return the values that changed and how they changed, with the line if it is known."""
+        """Return the values that changed, by name, with a description of the change and its line if known."""
         changes: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, after._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
@@ -75,7 +76,7 @@ class Kept:
         return changes
 
     def _carries(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a variable that was set to a new value carries tensors from one step to the next."""
+        """Return whether a reassigned variable carries tensors from one step to the next."""
         return (
             len(values) == 2
             and values[0] is not values[1]
@@ -84,7 +85,7 @@ class Kept:
         )
 
     def texts(self) -> dict[str, str]:
-        """Return the state as text by name, so that another process can compare its own state with it."""
+        """Return the state as text by name, so that another process can compare it with its own state."""
         texts: dict[str, str] = {}
         placed_ids = self._placed_ids()
         for model, state in self._models:
@@ -98,14 +99,14 @@ class Kept:
             tensors = digest_of(held_tensors(value, placed_ids))
             if isinstance(value, nn.Module):
                 texts[name] = f"module {tensors} {value.training}"
-            else:  # in addition to its text, which may contain the time
+            else:  # separate from the text of the value, which may contain the time
                 texts[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
     def likelihoods(self) -> dict[str, int]:
-        """Return how likely each variable is to affect later steps, as a number: lower is more likely.
+        """Return a number for each variable that ranks how likely it is to affect later steps. Lower is more likely.
 
-        Metrics that a loop adds up are probably only for its author to read, and certainly if nothing else reads them.
+        Metrics that a loop accumulates are probably only displayed, and certainly so if no other code reads them.
         """
         placed_ids, likelihoods = self._placed_ids(), {}
         for name, value in self._variables.items():
@@ -117,7 +118,7 @@ class Kept:
         return likelihoods
 
     def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
-        """Return the state that this process lacks, compared with the `texts` of another process at the same step."""
+        """Return the lost state, by comparing this process with the `texts` of a different process at the same step."""
         lost_state: dict[str, tuple[int, str]] = {}
         models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
         for key, text_now in self.texts().items():
@@ -125,7 +126,7 @@ class Kept:
             text_before = before.get(key, text_now)
             if text_before == text_now or (name in self._scopes and self._is_set_anew(name)):
                 continue
-            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the whole model includes its parts
+            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the full model includes its submodules
                 continue
             location = _place_in(*models[name]) if name in models else self._globals.place(name)
             entry = likelihoods.get(name, _STATE), _describe(change_of(text_before, text_now), location)
@@ -134,7 +135,7 @@ class Kept:
         likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order <= _COUNT}
         if not likely_state:
             likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order == _FIGURE}
-        if not likely_state:  # positions of iterators can't be compared
+        if not likely_state:  # the position of an iterator can't be compared
             likely_state = {name.removeprefix(_MAIN): description for name, description in self._iterators()}
         return Lost(
             likely_state, {name: description for name, (order, description) in _sorted(lost_state) if order == _UNUSED}
@@ -170,7 +171,7 @@ def _is_state(value: Any) -> bool:
     """Return whether a local variable can carry state from step to step.
 
     Random generators, counters, and containers of more than numbers can. Numbers, and containers of numbers, are more
-    likely metrics that a loop prints at its end.
+    likely to be metrics that a loop prints at its end.
     """
     if isinstance(value, dict | list | deque):
         return not all(isinstance(item, int | float) for item in (value.values() if isinstance(value, dict) else value))
@@ -178,7 +179,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor with dimensions, or a sequence with one. A 0-dim tensor is a metric."""
+    """Return whether a value is a tensor with dimensions, or a sequence that contains one. A 0-dim tensor is a metric."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0
@@ -193,7 +194,7 @@ def _likelihood(value: Any, placed_ids: Collection[int]) -> int:
 
 
 def _is_figure(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is a float, or holds only numbers with at least one float among them."""
+    """Return whether a value is a float, or contains only numbers, of which at least one is a float."""
     if isinstance(value, float):
         return True
     if isinstance(value, Tensor):
@@ -208,7 +209,7 @@ def _sorted(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int
 
 
 def _variable(name: str) -> str:
-    """Return the name of a variable within its module or function."""
+    """Return a variable's name without its module."""
     return name.rpartition(".")[2]
 
 
