@@ -1,4 +1,4 @@
-"""Describes the differences between ranks in facts that should be equal."""
+"""Describes differences between ranks in facts that must be equal."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any, Final
 from lockstep.common.rank import ranks_in_words
 from lockstep.common.text import printable_line
 
-_VALUE_LENGTH: Final = 60  # characters of a value
-_SHOWN: Final = 5  # number of differences
+_VALUE_LENGTH: Final = 60  # maximum number of characters of a value
+_SHOWN: Final = 5  # maximum number of differences
 
 
 def differences(
@@ -17,9 +17,10 @@ def differences(
     advice: str = "start all ranks with the same value",
     where: str = "",
 ) -> list[str]:
-    """Return a line for each fact in which ranks differ from rank 0, with these ranks and the value of the first.
+    """Return a line for each fact that differs from rank 0. It lists the differing ranks and the value on the first.
 
-    `hosts` are by rank, or empty if they don't matter. `where` is the line of user code if the facts are about one.
+    `hosts` contains the host name of each rank, or is empty if host names don't matter. `where` is the line of user
+    code that the facts are about, if any.
     """
     lines = []
     for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):
@@ -35,7 +36,7 @@ def differences(
 
 
 def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
-    """Return the differences of two values, key by key, as `name: OTHER, not FIRST`."""
+    """Return the differences between two values, key by key, in the form `name: OTHER, not FIRST`."""
     if not (isinstance(first, dict) and isinstance(other, dict)):
         return [f"{f'{name}: ' if name else ''}{_short(other)}, not {_short(first)}"]
     lines = []
@@ -47,7 +48,7 @@ def _unlike(first: Any, other: Any, name: str = "") -> list[str]:
 
 
 def _is_like(value: Any, other: Any) -> bool:
-    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # as text, NaN equals NaN
+    return json.dumps(value, sort_keys=True) == json.dumps(other, sort_keys=True)  # in text form, NaN equals NaN
 
 
 def _short(value: Any) -> str:

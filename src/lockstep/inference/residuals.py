@@ -1,4 +1,4 @@
-"""Predicted and true values of a regression, and the samples with the largest errors."""
+"""Predicted and true values of a regression model, and the samples with the largest errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -11,17 +11,17 @@ from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, match_shapes
 
-_MOST_CHARTS: Final = 4  # targets
-_MOST_DOTS: Final = 2_000  # samples in a chart
+_MOST_CHARTS: Final = 4  # maximum number of targets with a chart
+_MOST_DOTS: Final = 2_000  # maximum number of samples in a chart
 _MOST_ROWS: Final = 10
 
 
 def residuals(
     run: str, task: Regression, validation: Validation, targets: Sequence[str], batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return a chart of predicted over true values for each target, and a table of the largest errors.
+    """Return a chart of predicted against true values for each target, and a table of the largest errors.
 
-    `targets` are the names of the targets, or empty if the data doesn't name them.
+    `targets` contains the names of the targets, or is empty if the data has no names for them.
     """
     pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, columns=True) for batch in batches]
     predicted, true = (

@@ -1,6 +1,6 @@
 """Predictions for a new table.
 
-Its rows become inputs of the model with the column statistics that the checkpoint holds.
+Its rows are converted to inputs of the model using the column statistics in the checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ _WRITTEN: Final = (".csv", ".parquet")
 
 
 def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
-    """Yield the predicted class, or the predicted target values, for each row of a .csv or .parquet file.
+    """Yield the predicted class or the predicted target values of each row of a .csv or .parquet file.
 
-    With `out`, the whole table is also written to that file, with the predictions as additional columns. The table may
-    lack columns that the run didn't learn from.
+    With `out`, the full table is also written to that file, with the predictions as additional columns. The table
+    doesn't need columns that the run wasn't trained on.
     """
     table = read(file)
     rows = _rows(saved, table)

@@ -1,6 +1,6 @@
-"""State that a forward pass can leave behind in a model, in generators and in global variables.
+"""State that a forward pass can leave behind in a model, in random generators and in global variables.
 
-Each value is represented as a text that changes when the value changes.
+Each value is represented as a text that changes if the value changes.
 """
 
 import random as python_random
@@ -20,23 +20,23 @@ from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest
 
-CACHE: Final = "cache of"  # the text of a cached function begins with it
-SPECTRAL_NORM: Final = "spectral_norm"  # stands for the class of a module with torch's spectral_norm
+CACHE: Final = "cache of"  # prefix of the text of a cached function
+SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
 
-_DEPTH: Final = 4  # nesting levels of containers and objects
-_BRIEF: Final = 24  # characters of the longest values that are shown in full
-_ITEMS: Final = 1_000  # of a container that are compared; its length always is
-_BYTES: Final = 16 << 20  # of a tensor or array; of a larger one, probably a dataset, only the shape is compared
+_DEPTH: Final = 4  # maximum nesting level of containers and objects
+_BRIEF: Final = 24  # maximum number of characters of a value that is shown in full
+_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
+_BYTES: Final = 16 << 20  # maximum size of a tensor or array; of larger ones, likely datasets, only the shape counts
 
 
 @final
 class ModelState:
-    """Digests of the state that a forward pass can leave in a model, outside torch's BatchNorm layers."""
+    """Digests of the state that a forward pass can leave behind in a model, except in torch's BatchNorm layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.norms: dict[str, str] = {}  # of subclasses of torch's BatchNorm, which may update them differently
+        self.norms: dict[str, str] = {}  # buffers of subclasses of torch's BatchNorm, which may update them differently
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
@@ -50,20 +50,20 @@ class ModelState:
                 self.attributes[prefix + name] = _format_value(value, _DEPTH)
 
     def buffer_changes(self, after: Self) -> list[str]:
-        """Return the names of the buffers whose value differs in `after`."""
+        """Return the names of the buffers whose values differ in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Like `buffer_changes`, for layers of a class that inherits from torch's BatchNorm."""
+        """Like `buffer_changes`, for layers whose class inherits from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:
-        """Return the changes of attributes by name: `0 -> 2`, or `a tensor`."""
+        """Return the changed attributes by name, with their changes as text, such as `0 -> 2` or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
 
 class _Owner(NamedTuple):
-    """A variable of a module or class: its full name, its value, and a function that locates its changes."""
+    """A variable of a module or class: its full name, its value, and a function that returns the line that changes it."""
 
     name: str
     value: Any
@@ -74,8 +74,8 @@ class _Owner(NamedTuple):
 class Globals:
     """The values of global variables and class attributes in the user's modules, and the state of their functions.
 
-    The state of a function consists of its attributes, defaults and closure. `scopes` adds local variables: pairs of a
-    mapping of variables by name and the code of their function.
+    The state of a function consists of its attributes, its default values and its closure. `scopes` adds local
+    variables. Each scope is a pair of the local variables by name and the code object of their function.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Globals:
         self._places = {owner.name: owner.place for owner in owners}
 
     def changes(self, after: Self) -> dict[str, str]:
-        """Return the changes by name."""
+        """Return the changed variables by name, with their changes as text."""
         return _changes(self._values, after._values)
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The values as texts, by name."""
+        """The values as text, by name."""
         return self._values
 
     def place(self, name: str) -> str:
-        """Return the code location that changes this variable, or an empty string."""
+        """Return the line that changes a variable, or an empty string if it is unknown."""
         return self._places[name]() if name in self._places else ""
 
 
@@ -112,7 +112,7 @@ def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
     for variable, value in list(vars(module).items()):
         if variable.startswith("__") or isinstance(value, ModuleType):
             continue
-        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported
+        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported from elsewhere
             continue
         if isinstance(value, type):
             yield from _class_attributes(value)
@@ -130,24 +130,24 @@ def _class_attributes(kind: type) -> Iterator[_Owner]:
 
 
 def streams() -> dict[str, str]:
-    """Return the states of the default generators of Python and NumPy, by name."""
-    # NumPy's legacy generator, which np.random.rand and similar functions use.
+    """Return the states of the default random generators of Python and NumPy, by name."""
+    # NumPy's legacy generator, which np.random.rand and similar functions use
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
 def weights(model: nn.Module) -> dict[str, str]:
-    """Return digests of the parameters of a model."""
+    """Return a digest of each parameter of a model."""
     return {name: digest([parameter]) for name, parameter in model.named_parameters()}
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
-    """Return whether a module has the buffers of torch's spectral_norm, in either implementation."""
+    """Return whether a module uses torch's spectral_norm, in either implementation."""
     by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
     return by_hook or isinstance(module, parametrizations._SpectralNorm)
 
 
 def change_of(before: str, after: str) -> str:
-    """Return how a value changed, from its texts before and after: `0 -> 2`, or `a tensor`."""
+    """Return the change of a value as text, such as `0 -> 2` or `a tensor`, from the texts of both values."""
     kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _BRIEF:
         return f"{before} -> {after}"
@@ -165,25 +165,25 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 
 def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that a module's own code has set, without the bookkeeping of torch."""
-    # Lockstep and other libraries wrap forward on the instance.
+    """Yield the attributes that a module's own code has set, without the internal attributes of torch."""
+    # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
-    # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward.
+    # Before each forward, the hook of spectral_norm recomputes the weight from parameters and buffers.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
+        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # torch's own, as in fully_shard
         if name not in {*registries, *computed} and not torchs and not _lists_parameters(value):
             yield name, value
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value holds parameters, such as `_flat_weights` of an RNN. The optimizer changes them."""
+    """Return whether a value contains parameters, such as `_flat_weights` of an RNN. The optimizer changes these."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Return the text of a global variable. For an object of a foreign class, such as a logger, it is only the type."""
+    """Return the text of a global variable. For an object of a library class, such as a logger, this is its type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
@@ -205,7 +205,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Return a text that differs if the value differs. Beyond the depth limit it is only the type."""
+    """Return a text that differs if the value differs. Beyond the depth limit, this is only the type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):

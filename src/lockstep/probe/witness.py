@@ -1,7 +1,7 @@
 """Records which lines read values that differ between processes or calls: clocks, ranks, random generators.
 
-A Python profiler sees each call, and a tracer sees each line of code outside of libraries. Together they make a forward
-pass several times slower, so they only run if there is a difference to explain.
+A Python profiler sees each call, and a tracer sees each line outside of libraries. Together, they make a forward pass
+several times slower, so they only run if there is a difference to explain.
 """
 
 import datetime
@@ -26,7 +26,7 @@ SYSTEM: Final = "the system's randomness"
 PROCESS: Final = "the process id"
 HOST: Final = "the host name"
 RANK: Final = "the rank or the number of ranks"
-PYTHON: Final = "Python's"  # this and the next two are random generators
+PYTHON: Final = "Python's"  # names of random generators
 NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
@@ -37,10 +37,10 @@ _ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # functio
 
 @contextmanager
 def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
-    """Record reads and draws in the yielded mapping, with the line of code, while the block runs.
+    """Record reads and random draws while the block runs. The yielded dict contains the line of each.
 
-    While `counts` returns 0, only reads of the rank are recorded. If the value of `counts` changes, the generators were
-    seeded in between, so changes of their state across it are ignored.
+    While `counts` returns 0, only reads of the rank are recorded. If the value of `counts` changes, the random
+    generators were seeded in between, so changes of their state are ignored.
     """
     reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
@@ -81,20 +81,20 @@ class _Calls:
 
 @final
 class _Draws:
-    """A tracer that records the lines that advance a generator. The profiler doesn't see the draws of NumPy."""
+    """A tracer that records the lines that advance a random generator. The profiler doesn't see draws from NumPy."""
 
     def __init__(self, reads: dict[str, str], counts: Callable[[], int]) -> None:
         self._reads = reads
         self._counts = counts
         self._frames: list[tuple[FrameType, int]] = []  # running frames outside of libraries, with their current lines
-        self._counted = counts()  # the value at the last check
+        self._counted = counts()  # value of `counts` at the last check
         self._states: dict[str, Any] = (
             self._current_states() if self._counted else {}
         )  # generator states at the last check
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # e.g. an import
+        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # for example an import
             return None
         self._compare_states()
         self._frames.append((frame, frame.f_lineno))
@@ -110,9 +110,9 @@ class _Draws:
         return self._go_on
 
     def _compare_states(self) -> None:
-        """Attribute changes since the last check to the line that was running then.
+        """Attribute state changes since the last check to the line that was running.
 
-        Changes made while no traced code was running aren't attributed.
+        Changes that occur while no traced code is running aren't attributed to a line.
         """
         before, self._counted = self._counted, self._counts()
         if self._counted != before:
