@@ -10,11 +10,11 @@ import click
 if TYPE_CHECKING:
     from lockstep.config.shipped import ShippedRecipe
 
-_NARROW: Final = 110  # on a terminal with fewer columns, a table would fold the descriptions
+_NARROW: Final = 110  # on a narrower terminal, a table would wrap the descriptions
 
 
 class RecipeRow(NamedTuple):
-    """A row of the list."""
+    """A row of the list of recipes."""
 
     name: str
     model: str

@@ -17,7 +17,7 @@ from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # characters of a line if the output isn't a terminal
+_WIDEST: Final = 200  # maximum line length if the output isn't a terminal
 
 
 @click.command("verify", cls=ScriptCommand)

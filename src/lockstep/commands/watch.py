@@ -10,7 +10,7 @@ import click
 
 from lockstep.common.text import printable, printable_line
 
-_EVERY_S: Final = 1.0  # between two refreshes
+_EVERY_S: Final = 1.0  # seconds between two refreshes
 
 
 @click.command("watch")

@@ -1,4 +1,4 @@
-"""Output of a comparison: the display while it runs, and then the table, JSON, the page and PNG files."""
+"""The output of a comparison: a live display, and then the table, the JSON file, the page and the PNG files."""
 
 import time
 from pathlib import Path
@@ -23,9 +23,9 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.2
 
 @final
 class Display:
-    """Shows a comparison while it runs.
+    """Shows a comparison while it is running.
 
-    On a terminal, this is a live table. Otherwise, it is a line for each run that starts or ends.
+    On a terminal, this is a live table. Otherwise, it prints a line for each run that starts or ends.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Exports to ONNX with torch's exporter, for runtimes without Python."""
+"""Exports to ONNX using torch's exporter, for runtimes without Python."""
 
 import json
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ SUFFIX: Final = ".onnx"
 SAME_KERNELS: Final = False
 
 _NEEDED: Final = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST: Final = 1 << 31  # bytes, the limit of protobuf
+_LARGEST: Final = 1 << 31  # maximum size in bytes, as in protobuf
 
 
 def check(saved: SavedModel) -> None:
@@ -34,7 +34,7 @@ def check(saved: SavedModel) -> None:
 
 
 def write(subject: ExportSource, path: Path) -> str:
-    """See Format. The model card is stored as metadata, with JSON values."""
+    """See Format. The model card is stored as metadata, whose values are JSON."""
     program = trace_model(subject)
     onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
     assert onnx_program is not None

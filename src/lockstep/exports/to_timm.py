@@ -1,6 +1,6 @@
 """Exports to a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
-It contains the weights, the input size, the class names, and the mean and std of the data.
+The folder contains the weights, the input size, the class names, and the mean and std of the data.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The findings of a replay, as lines for a terminal and as sections of a page."""
+"""Formats the findings of a replay as lines for a terminal and as sections of a page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.training.observer import BATCH, LOSS, Examined, NonFinite
 
-_SHOWN: Final = 3  # samples and layers, in a terminal
-_MOST: Final = 200  # the most rows of a table
-_AROUND: Final = 50  # steps before and after the replay to draw
+_SHOWN: Final = 3  # maximum number of samples and layers shown on a terminal
+_MOST: Final = 200  # maximum number of rows in a table
+_AROUND: Final = 50  # number of steps to draw before and after the replay
 
 
 def lines(replay: Replay) -> Iterator[str]:
-    """Yield the lines for a terminal."""
+    """Yield the lines to print on a terminal."""
     steps = [step.step for step in replay.steps]
     start = f"after step {replay.start}" if replay.start else "from the initial weights"
     placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
@@ -68,7 +68,7 @@ def _verdict(replay: Replay) -> Iterator[str]:
 
 
 def _order(value: float) -> float:
-    """Return a sort key that puts the largest value first, and NaN among the infinite values."""
+    """Return a sort key that puts the largest value first. NaN sorts like infinity."""
     return -math.inf if math.isnan(value) else -value
 
 
@@ -99,7 +99,7 @@ def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
 
 
 def sections(replay: Replay) -> Iterator[Section]:
-    """Yield the sections of a page."""
+    """Yield the sections of a page about a replay."""
     yield Words("", [*lines(replay)])
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
@@ -139,7 +139,7 @@ def _examined(replay: Replay, observations: Examined) -> Iterator[Section]:
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield a chart of the replayed losses and the losses that the run logged around them."""
+    """Yield a chart of the replayed losses and of the losses in the log of the run around them."""
     steps = [step.step for step in replay.steps]
     if not steps:
         return
