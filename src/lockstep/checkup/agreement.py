@@ -1,4 +1,4 @@
-"""Finds differences between ranks, and names the ranks with each value."""
+"""Finds values that differ between ranks, and names the ranks that have each value."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,8 +7,9 @@ from typing import Any, Final
 from lockstep.checkup.finding import Finding, Level
 from lockstep.common.rank import ranks_in_words
 
-_SHOWN: Final = 8  # ranks of a group that are listed
-# Launchers set some of these variables per rank, and interface names can differ between hosts.
+_SHOWN: Final = 8  # maximum number of ranks listed for a value
+# Variables that may differ between ranks: launchers set some of them for each rank, and interface names can differ
+# between hosts.
 _OWN: Final = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_PLACES", "KMP_AFFINITY"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
@@ -19,7 +20,7 @@ _MAY: Final = "the ranks may compute or communicate differently, or wait for eac
 
 
 def rank_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """Return a finding for each difference between ranks, or a single finding if there are none."""
+    """Return a finding for each difference between ranks. If there are none, return a single finding that says so."""
     findings = [
         *_unlike(facts, hosts, "versions", lambda name: "problem" if name in _NEEDED else "warning"),
         *_unlike(facts, hosts, "numerics", lambda _: "problem"),
@@ -52,7 +53,10 @@ def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator
 
 
 def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
-    """Return each value with its ranks, most common value first, or "" if all ranks have the same value."""
+    """Return a text that lists each value with its ranks, or an empty string if all ranks have the same value.
+
+    The most common value comes first.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(rank_values):
         groups.setdefault("missing" if value is None else _text(value), []).append(rank)
@@ -63,7 +67,7 @@ def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
 
 
 def who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return `rank 2 (b), 3 (b)`. If there are many ranks, return the first of them and the number of the others."""
+    """Return a text such as `rank 2 (b), 3 (b)`. A long list of ranks is truncated."""
     text = ranks_in_words(ranks[:_SHOWN], hosts)
     return text if len(ranks) <= _SHOWN else f"{text} and {len(ranks) - _SHOWN:,} more"
 

@@ -1,4 +1,4 @@
-"""Findings about the network between ranks: slow links, and the interfaces that carry the traffic."""
+"""Findings about the network between ranks: slow links, and the network interfaces that are used."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,20 +9,20 @@ from lockstep.checkup.finding import Finding
 from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback
 
-# Links are compared with the upper quartile of their kind. The median doesn't work: if one of three hosts has a bad
+# Links are compared with the upper quartile of their kind. The median isn't suitable: if one of three hosts has a bad
 # connection, two of the three links are slow.
 _QUARTILE: Final = 0.75
-_SLOWER: Final = 3.0  # measured on busy machines, links of one kind differ by less
-_LATER_S: Final = 1e-3  # waiting for a core adds less to the minimum over many tries
-_LEAST_MB_S: Final = 50.0  # of any link between hosts, less than half of 1 Gbit/s Ethernet
-_FEWEST: Final = 3  # links of a kind that are enough for a comparison
+_SLOWER: Final = 3.0  # a link is slow if slower by this factor; even on busy machines, links differ by less
+_LATER_S: Final = 1e-3  # additional latency of a slow link; waiting for a core adds less to the minimum of many
+_LEAST_MB_S: Final = 50.0  # minimum for a link between hosts, which is less than half of 1 Gbit/s Ethernet
+_FEWEST: Final = 3  # minimum number of links of a kind for a comparison
 _SHOWN: Final = 6
 
 
 def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each host whose links are all slow, and for each other slow link.
+    """Yield a finding for each host whose links are all slow, and for each remaining slow link.
 
-    If all links of a kind are fast enough, yield one finding for the kind.
+    If no link of a kind is slow, yield a single finding for this kind.
     """
     for kind, across in (("links within a host", False), ("links between hosts", True)):
         kind_links = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
@@ -38,7 +38,7 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
 
 
 def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
-    """Return the reason why a link is slow, or "" if it isn't."""
+    """Return the reason why a link is slow, or an empty string if it isn't slow."""
     if count >= _FEWEST and link.mb_s * _SLOWER < usual:
         return f"{link.mb_s:,.1f} MB/s, while other links have {usual:,.0f}"
     if across and link.mb_s < _LEAST_MB_S:
@@ -49,7 +49,7 @@ def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> st
 
 
 def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield the hosts whose links are all slow, if they are the exception, and then the remaining slow links."""
+    """Yield findings about hosts whose links are all slow, if not all hosts are, and about the remaining slow links."""
     leads_to = "every step waits for the slowest link"
     to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
     for host in sorted(to_blame):
@@ -80,12 +80,12 @@ def _way(link: Link, hosts: Sequence[str]) -> str:
 
 
 def _upper(values: Sequence[float]) -> float:
-    """Return the upper quartile."""
+    """Return the upper quartile of the values."""
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
 
 
 def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield the ranks whose gloo uses a slower interface of the host than the fastest one."""
+    """Yield a finding about ranks whose gloo interface is slower than the fastest interface of their host."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     ranks_by_interface: dict[str, list[int]] = {}
     for rank, rank_facts in enumerate(facts if len(set(hosts)) > 1 else ()):
@@ -112,7 +112,7 @@ def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str])
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks whose gloo would listen on the loopback interface although there are several hosts."""
+    """Return the ranks on which gloo would listen on the loopback interface, although there are several hosts."""
     loopback_ranks = [
         rank for rank, rank_facts in enumerate(facts) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
     ]
@@ -122,7 +122,7 @@ def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> lis
 def connection_findings(
     failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield the ranks that could not connect to the other ranks, or that can't be reached."""
+    """Yield a finding about ranks that couldn't connect to the other ranks, or that can't be reached."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
     loopback_ranks = unreachable(facts, hosts)
     leads_to = "a run on these ranks cannot start; nothing was measured between them"

@@ -1,4 +1,4 @@
-"""The report of a check-up, as JSON and as text for the terminal."""
+"""The report of a check-up, as JSON and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lockstep.checkup.agreement import who
 from lockstep.checkup.finding import ORDER, Finding, Level, worst
 from lockstep.common.text import printable_line
 
-if TYPE_CHECKING:  # it imports torch, and the check of the launcher doesn't need torch
+if TYPE_CHECKING:  # imports torch, which the check of the launcher doesn't need
     from lockstep.comm.links import Link
 
 _STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
-_MATRIX: Final = 12  # ranks; a terminal isn't wide enough for more columns
-_ALIKE: Final = 2  # ok findings of the same check that are shown; the rest is only counted
+_MATRIX: Final = 12  # maximum number of ranks in the matrix of links; a terminal isn't wide enough for more columns
+_ALIKE: Final = 2  # maximum number of ok findings shown for a check; the remaining findings are only counted
 
 
 @dataclass(frozen=True)
 class CheckupReport:
-    """The whole result. `hosts` has the host of each rank, and `seconds` is the duration.
+    """The full result of a check-up. `hosts` contains the host of each rank, and `seconds` is the duration.
 
     `title` is the first text that is printed.
     """
@@ -42,12 +42,12 @@ class CheckupReport:
         return worst(self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report, ready for JSON."""
+        """Return the report as a JSON-compatible dict."""
         return {"level": self.level, **asdict(self)}
 
 
 def tables(report: CheckupReport) -> Iterator[RenderableType]:
-    """Yield everything to print. Problems come first."""
+    """Yield the tables and texts to print. Problems come first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     extent = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
     yield Text(f"{report.title} of {extent}, {report.seconds:.0f} s")
@@ -75,7 +75,7 @@ def _findings(report: CheckupReport) -> Table:
 
 
 def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings, most serious first. Of several ok findings of the same check, only some are shown."""
+    """Yield the findings, with the most serious first. Only a few ok findings are shown for each check."""
     for level in ORDER:
         level_findings = [finding for finding in findings if finding.level == level]
         for check in dict.fromkeys(finding.check for finding in level_findings):

@@ -1,4 +1,4 @@
-"""`placement.strategy: fastest` picks the strategy with the shortest step on this machine, measured before the run."""
+"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest measured step on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ from lockstep.planning.table import in_order, refused
 from lockstep.setup.resolved import local_processes
 
 _KEY: Final = "placement.strategy: fastest"
-_LARGEST: Final = 1 << 18  # bytes of a config.yaml
+_LARGEST: Final = 1 << 18  # maximum size of a config.yaml in bytes
 
 
 def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, str]:
     """Return the configuration with the fastest strategy and its prediction, and a message about the choice.
 
-    A resumed run keeps the strategy that was measured before, if it was measured for the same number of processes.
-    `tell` is called with each placement that is measured. Raises UsageError if no strategy fits into memory.
+    A resumed run keeps the strategy that was measured before, if this was for the same number of processes. `tell` is
+    called with each placement that is measured. Raises UsageError if no strategy fits into memory.
     """
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
@@ -53,9 +53,9 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
 
 
 def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
-    """Return the prediction of the run that this start resumes.
+    """Return the recorded prediction of the run that is resumed.
 
-    Returns None if there is none, or if it was made for a different number of processes.
+    Returns None if there is no prediction, or if it is for a different number of processes.
     """
     file = _recorded_config(loaded.config.run)
     if file is None:
@@ -69,9 +69,9 @@ def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
 
 
 def _recorded_config(run: RunConfig) -> Path | None:
-    """Return the configuration file of the run to resume, or None if a new run starts.
+    """Return the configuration file of the run that is resumed, or None if a new run starts.
 
-    `run.resume` can name the run folder or a checkpoint in it.
+    `run.resume` may be the run folder or a checkpoint in it.
     """
     files: tuple[Path, ...] = ()
     if run.resume == "auto":
