@@ -69,7 +69,7 @@ def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
 
 
 def interface(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield a finding about the network interfaces, and problems with variables that name an interface that isn't up."""
+    """Yield a finding about the network interfaces, and variables that name an interface that isn't up."""
     network, variables = facts["network"], facts["variables"]
     interfaces = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

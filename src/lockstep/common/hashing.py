@@ -17,7 +17,7 @@ _AT_START: Final = "/proc/self/environ"
 
 
 def fix_hash_seed() -> None:
-    """Restart this command with a fixed hash seed, unless a seed is set. Takes about 20 ms. Call it before all imports."""
+    """Restart this command with a fixed hash seed unless a seed is set. Takes about 20 ms. Call before all imports."""
     has_seed = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
     if has_seed or os.name != "posix":  # on other systems, exec starts a second process
         return

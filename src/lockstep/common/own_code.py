@@ -57,7 +57,7 @@ class OwnCode:
 
 
 def own_error(error: BaseException) -> OwnCodeError | None:
-    """If `error` comes from user code outside an `OwnCode` block, return the error to report. Otherwise, return None."""
+    """If `error` comes from user code outside of `OwnCode`, return the error to report. Otherwise, return None."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
     if _NO_GROUP in str(error) and place(error):

@@ -30,7 +30,7 @@ def has_gpu_driver() -> bool:
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Set the length of a file. If the system supports it, reserve the space, so that a full disk raises an error here."""
+    """Set the length of a file. If possible, reserve the space, so that a full disk raises an error here."""
     try:
         os.posix_fallocate(descriptor, 0, length)
     except AttributeError:

@@ -57,5 +57,5 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` contains the host name of each rank, or is empty if unknown."""
+    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` has the host name of each rank, or is empty if unknown."""
     return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

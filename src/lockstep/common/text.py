@@ -16,7 +16,7 @@ _IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with control and invisible characters replaced by visible escapes, such as \x1b. Keeps \n and \t."""
+    r"""Return `text` with control and invisible characters replaced by escapes, such as \x1b. Keeps \n and \t."""
     return _IN_TEXT.sub(_escape, text)
 
 

@@ -1,4 +1,4 @@
-"""Predictions of a saved run: classes, values or masks of images, columns of a table, or the continuation of a prompt."""
+"""Predictions of a saved run: classes, values or masks of images, columns of a table, or the text after a prompt."""
 
 from __future__ import annotations
 

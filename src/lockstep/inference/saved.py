@@ -164,7 +164,7 @@ class SavedModel:
 
 @final
 class Computing:
-    """A model on its device that runs the forward pass of an evaluation, with its precision, dtypes and memory format."""
+    """A model on its device that runs evaluation forward passes, with the run's precision, dtypes and memory format."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.device = device

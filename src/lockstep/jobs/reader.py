@@ -83,7 +83,7 @@ class RunReader:
             self._configuration = read_recorded_config(self.folder / CONFIG)
 
     def view(self, queue: Queue) -> RunView:
-        """Return the state of the run after all events so far. `queue` contains the state and reason of each Slurm job."""
+        """Return the state of the run after all events so far. `queue` has the state and reason of each Slurm job."""
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None

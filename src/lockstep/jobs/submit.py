@@ -82,7 +82,7 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 
 
 def create(objects: str, namespace: str) -> list[str]:
-    """Create all objects of a manifest, and return their names. If creating an object fails, all objects are deleted."""
+    """Create all objects of a manifest, and return their names. If an object fails, all objects are deleted."""
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl not found; install it, or create the output of --dry-run on a host that has kubectl")
     options = ["--namespace", namespace] if namespace else []

@@ -1,4 +1,4 @@
-"""Training jobs in the Slurm queue: writes batch scripts, submits them with sbatch, and reads job states from squeue."""
+"""Training jobs in the Slurm queue: writes batch scripts, submits them, and reads job states from squeue."""
 
 import re
 import shlex

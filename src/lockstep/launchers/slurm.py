@@ -117,7 +117,7 @@ def _can_resolve(host: str) -> bool:
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of srun, for use in an existing or new allocation. If a task fails, srun ends all tasks."""
+    """Return the command line of srun, for an existing or new allocation. If a task fails, srun ends all tasks."""
     per_node = job.processes_per_node
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={per_node}"]
     host_words = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []

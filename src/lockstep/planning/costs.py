@@ -1,4 +1,4 @@
-"""Estimates costs of a placement from its step time: the price of the devices, and the time lost to saves and failures."""
+"""Estimates costs of a placement from its step time: the price of devices, and the time lost to saves and failures."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest measured step on this machine."""
+"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest step on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -191,7 +191,7 @@ def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> 
 
 
 def _at_once(placement: Placement) -> int:
-    """Return the number of ranks that can run at once on this machine: one per GPU, unless they communicate with gloo."""
+    """Return the number of ranks that can run on this machine at once: one per GPU, unless the backend is gloo."""
     cards = _cards(placement)
     return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
 

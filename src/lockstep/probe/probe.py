@@ -319,7 +319,7 @@ class _Probe:
         return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Return everything except its inputs that the code reads while it builds and runs the model, with the lines."""
+        """Return everything except its inputs that the code reads to build and run the model, with the lines."""
         with record_reads() as recorded:
             self._compute(self._fresh(), microbatch)
         return dict(recorded)

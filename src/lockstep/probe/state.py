@@ -63,7 +63,7 @@ class ModelState:
 
 
 class _Owner(NamedTuple):
-    """A variable of a module or class: its full name, its value, and a function that returns the line that changes it."""
+    """A variable of a module or class: its full name, its value, and a function that finds the line that changes it."""
 
     name: str
     value: Any

@@ -51,7 +51,7 @@ class ModelTraits:
         model.register_forward_hook(self._end)
 
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Return the observations as text, with the most likely cause first. `modules` are the user's modules, by name."""
+        """Return the observations as text, the most likely cause first. `modules` are the user's modules by name."""
         texts = [
             f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
             f"to the optimizer"

@@ -1,4 +1,4 @@
-"""A rank that an external launcher started. It reports its failure to the store, and prints it if no other rank does."""
+"""A rank that an external launcher started. Reports its failure to the store, and prints it if no other rank does."""
 
 import os
 import sys
@@ -97,7 +97,7 @@ def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
 
 
 def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure` if the store no longer exists, so ranks can't coordinate."""
+    """Return the lines that this rank prints about `failure` if the store is gone and ranks can't coordinate."""
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host

@@ -63,7 +63,7 @@ def parse_beat(value: Any) -> Beat:
 
 
 def watched(rank: int, size: int) -> list[int]:
-    """Return the ranks whose heartbeats `rank` reads: its children in the tree, and rank 0, which may host the store."""
+    """Return the ranks whose heartbeats `rank` reads: its children in the tree and rank 0, which may host the store."""
     first = _CHILDREN * rank + 1
     return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
 
@@ -167,7 +167,7 @@ class Heartbeat:
                 self._rendezvous.end(self._failure_of(lost_ranks))
 
     def _lost_ranks(self, looks: int) -> list[int]:
-        """Return the silent ranks that are lost: their process is gone, or has an unknown state after `looks` checks."""
+        """Return the silent ranks that are lost: their process is gone, or in an unknown state after `looks` checks."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
         states = {rank: process_state.state(self._last(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._silent[rank] >= looks}

@@ -196,7 +196,7 @@ class _Started:
         return bool(self._workers)
 
     def end(self) -> None:
-        """End all running workers with SIGTERM, and then with SIGKILL, since a stopped worker doesn't react to SIGTERM."""
+        """End all running workers with SIGTERM and then with SIGKILL, since a stopped worker ignores SIGTERM."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + self._timing.stop_s
         for worker in self._workers:
@@ -245,7 +245,7 @@ def _end_of(rank: int, worker: _Process) -> End | None:
 def _begin(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
-    """Run the worker in its process. The process ends together with the agent, and gets no signals from the terminal."""
+    """Run the worker in its process. The process ends with the agent, and gets no signals from the terminal."""
     die_with_parent()
     # Ctrl-C is sent to the whole process group. In a separate process group, a worker receives the signal only once,
     # from the agent.

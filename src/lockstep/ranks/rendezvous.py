@@ -178,7 +178,7 @@ class Rendezvous:
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Record that this rank no longer needs the store. The rank that hosts the store waits briefly for other ranks."""
+        """Record that this rank no longer needs the store. The rank that hosts it waits briefly for the other ranks."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s

@@ -1,4 +1,4 @@
-"""Implements `lockstep replay`: selects the steps, runs the replays one after another, and prints and writes results."""
+"""Implements `lockstep replay`: selects the steps, runs the replays one after another, and writes the results."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -119,7 +119,7 @@ class History:
 
     @property
     def figure(self) -> Figure | None:
-        """The monitored metric of the last evaluation. If the loss is monitored, this is the first metric of the task."""
+        """The monitored metric of the last evaluation. If the loss is monitored, this is the task's first metric."""
         own = [key for key in self.evaluated if _name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
         value = self.of_evaluation(name)
@@ -299,7 +299,7 @@ def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds that each rank spent on each activity, from a `done` event. Return an empty dict if unknown."""
+    """Return the seconds that each rank spent on each activity, from a `done` event, or an empty dict if unknown."""
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):
         return {}

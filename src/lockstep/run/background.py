@@ -1,4 +1,4 @@
-"""Training and evaluation from Python, e.g. in a notebook, in background processes. The calling process isn't changed."""
+"""Training and evaluation in background processes from Python, e.g. in a notebook. This process doesn't change."""
 
 from __future__ import annotations
 

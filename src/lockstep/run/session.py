@@ -81,7 +81,7 @@ def open_recipe_rank(
 
 
 def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
-    """Return the device of a rank. This sets the kernels, the threads and the memory allocator for the whole process."""
+    """Return the device of a rank. This sets the kernels, threads and memory allocator for the whole process."""
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()

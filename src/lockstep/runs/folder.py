@@ -92,7 +92,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state that the previous start left in a run folder: its result.json, and the size of events.jsonl in bytes."""
+    """The state that the previous start left in a run folder: its result.json and the size of events.jsonl in bytes."""
 
     result: bytes | None
     events: int

@@ -20,7 +20,7 @@ class OpenRun(Protocol):
 
     @property
     def _computing(self) -> int:
-        """A number that changes whenever random generators are seeded for a new batch, or 0 if no batch is in progress."""
+        """A number that changes when random generators are seeded for a new batch, or 0 if no batch is in progress."""
 
     @property
     def _model(self) -> nn.Module | None:

@@ -51,7 +51,7 @@ from lockstep.training.plan import Interval, Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe with its objects: the data, the task, the steps, and functions that build the model and the optimizer."""
+    """A recipe with its objects: the data, task and steps, and functions that build the model and the optimizer."""
 
     recipe: Recipe
     data: DataSet
@@ -217,7 +217,7 @@ def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Model
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
-    """Run the model and the task on a training batch of the smallest micro-batch size, and on two evaluation samples."""
+    """Run the model and the task on a training batch of the smallest micro-batch size and on two evaluation samples."""
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
     training_inputs = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
     check = partial(_check_task, task, example)

@@ -101,7 +101,7 @@ def describe(departure: Departure, chunks: int) -> str:
 
 
 def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
-    """Raise VerificationError if splitting sequences into chunks changes the loss or a gradient of the recipe's model."""
+    """Raise VerificationError if splitting sequences into chunks changes the loss or a gradient of the model."""
     config, name = ready.recipe.model, ready.problem.name
     if config.sequence_chunks == 1:
         return
@@ -238,7 +238,7 @@ def sequence_departure(
 def _first_beyond_bound(
     models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
-    """Return the first difference that is larger than rounding errors, in float64, or in float32 if kernels require it."""
+    """Return the first difference larger than rounding errors, in float64, or in float32 if kernels require it."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)

@@ -20,7 +20,7 @@ _TRIED: Final = 64  # maximum number of samples that are tried if the first samp
 
 
 def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
-    """Return the transforms of batches on the device. They are no-ops if neither the recipe nor the data requests any."""
+    """Return the transforms of batches on the device. These are no-ops unless the recipe or the data requests any."""
     return device_transforms(values(recipe), data.facts, device) or NoTransforms()
 
 
@@ -68,7 +68,7 @@ def repeat_samples(batch: Batch, samples: int) -> Batch:
 
 
 def fewest_samples(recipe: Recipe, steps: Steps) -> int:
-    """Return the size of the smallest micro-batch. With sync BatchNorm, this is at least 2, unless a step has 1 sample."""
+    """Return the size of the smallest micro-batch. With sync BatchNorm, at least 2, unless a step has 1 sample."""
     first_and_last = _first_and_last(steps)
     smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
     return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest

@@ -94,7 +94,7 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
 
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state like `resume_state`, but without checking the optimizer, which isn't needed for an evaluation."""
+    """Return the state like `resume_state`, but without checking the optimizer, which an evaluation doesn't use."""
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.data, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
@@ -322,7 +322,7 @@ def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a new optimizer after `steps` steps. It runs on the meta device, or on the CPU if that fails."""
+    """Return the state of a new optimizer after `steps` steps. Uses the meta device, or the CPU if that fails."""
     try:
         return _after_steps(ready, steps, "meta")
     except Exception:  # some optimizers read values in their step

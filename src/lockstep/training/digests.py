@@ -78,7 +78,7 @@ class StepDigests:
         self._note(step, weights, weights=True)
 
     def collect(self, *, waits: bool = False) -> None:
-        """Sum the parts over all ranks, and write the digests. With `waits`, do so only if enough digests are pending."""
+        """Sum the parts over all ranks, and write the digests. With `waits`, only do so if enough are pending."""
         threshold = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
         if len(self._parts) < threshold:
             return
@@ -110,7 +110,7 @@ class StepDigests:
         return self._owned[names]
 
     def _wanted_interval(self) -> Tensor:
-        """Return the interval that keeps digests within `PRICE`. Return 0 if it isn't known, or on ranks other than 0."""
+        """Return the interval that keeps digests within `PRICE`, or 0 if it is unknown or on other ranks than 0."""
         every = 0
         if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
             target_interval = median(self._spent) / (PRICE * median(self._steps))

@@ -205,7 +205,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, tensor)
 
     def _find_sample(self, outputs: Sequence[Tensor]) -> int:
-        """Return the index of the sample with the first non-finite value, or -1 if the outputs aren't split by sample."""
+        """Return the index of the sample with the first non-finite value, or -1 if outputs aren't split by sample."""
         for tensor in outputs:
             if tensor.ndim and len(tensor) == self._microbatch.samples and tensor.is_floating_point():
                 rows = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero()

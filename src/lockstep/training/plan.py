@@ -1,4 +1,4 @@
-"""The plan of a training loop: its steps, its learning rates, and the intervals of reports, evaluations and saves."""
+"""The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ NEVER: Final = Interval(steps=1 << 62)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a training loop: its steps, its learning rates, and the intervals of reports, evaluations and saves."""
+    """The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
 
     steps: Steps
     rate: Rate | None  # None if the caller of the loop sets the learning rate

@@ -42,7 +42,7 @@ class Progress:
 
 
 def _rank(figures: dict[str, float], loss: float, monitor: Monitor) -> tuple[float, float]:
-    """Return a sort key that is larger for better evaluations. An evaluation without the monitored metric is the worst."""
+    """Return a sort key that is larger for better evaluations. Evaluations without the monitored metric come last."""
     value = figures.get(monitor.name, loss if monitor.name == "loss" else math.nan)
     goodness = value if monitor.higher else -value
     return -math.inf if math.isnan(goodness) else goodness, -loss

@@ -34,7 +34,7 @@ class StepReports:
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
     def report(self, turn: Turn) -> Sequence[Stepped]:
-        """Count a completed step, and return its report if one is due. A second call for the same step returns nothing."""
+        """Count a completed step, and return its report if one is due. A second call for a step returns nothing."""
         if turn.step.number == self._last_step:
             return ()
         self._last_step = turn.step.number

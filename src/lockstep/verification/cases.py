@@ -416,7 +416,7 @@ class _Comparison:
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
-        """Return the outcome if it succeeded, or raise its error. The comparison can't continue without this outcome."""
+        """Return the outcome if it succeeded, or raise its error. The comparison can't continue without it."""
         if outcome.code == EXIT_USAGE:
             raise UsageError(f"reference on one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
@@ -434,7 +434,7 @@ def _command(loaded: Loaded, case: VerifyCase) -> str:
 def _with_own_streams(
     body: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run `body` in a worker. The worker's output goes to the terminal, and only the report of the agent is captured."""
+    """Run `body` in a worker. The worker's output goes to the terminal, and only the agent's report is captured."""
     sys.stderr = sys.__stderr__
     try:
         return body(setup, rendezvous)

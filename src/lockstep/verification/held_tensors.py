@@ -1,4 +1,4 @@
-"""Finds the tensors that a script's variable refers to, in modules, containers and objects, including library objects."""
+"""Finds the tensors that a script's variable refers to, in modules, containers and objects, even of libraries."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping

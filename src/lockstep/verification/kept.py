@@ -179,7 +179,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor with dimensions, or a sequence that contains one. A 0-dim tensor is a metric."""
+    """Return whether a value is a tensor with dimensions, or a sequence with one. 0-dim tensors are metrics."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0

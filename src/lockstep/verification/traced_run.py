@@ -203,7 +203,7 @@ class _TracedRun:
         return update
 
     def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Add digests of tensors to the step. Sharded tensors are gathered in groups, and rank 0 records their digests."""
+        """Add tensor digests to the step. Sharded tensors are gathered in groups, and rank 0 adds their digests."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             digests = {}
