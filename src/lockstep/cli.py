@@ -49,8 +49,8 @@ _GROUPS: Final = {
     "Cluster": ("launch", "submit", "doctor"),
     "Catalogue": ("recipes", "strategies"),
 }
-_OTHER_NAMES: Final = {"status": "jobs"}  # alternative names that don't resemble the name of their command
-_EVERYWHERE: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows
+_ALIASES: Final = {"status": "jobs"}  # alternative names that don't resemble the name of their command
+_PORTABLE_COMMANDS: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
 
@@ -75,7 +75,7 @@ class Shell(click.Group):
         """Import and return a command."""
         if name not in self.list_commands(ctx):
             return None
-        if name not in _EVERYWHERE:
+        if name not in _PORTABLE_COMMANDS:
             need_posix(f"lockstep {name}")
         command: click.Command = importlib.import_module(f"lockstep.commands.{_module(name)}").command
         return command
@@ -88,7 +88,7 @@ class Shell(click.Group):
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
 
-            meant = f"; did you mean '{_OTHER_NAMES[name]}'?" if name in _OTHER_NAMES else choices(name, names)
+            meant = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else choices(name, names)
             raise click.UsageError(f"no command '{name}'{meant}", ctx)
         return super().resolve_command(ctx, args)
 

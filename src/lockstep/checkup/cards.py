@@ -12,10 +12,12 @@ from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 from lockstep.ranks.member import at_most
 
-_ANSWER_S: Final = 20.0  # timeout of the driver; without persistence mode, its first answer takes seconds per GPU
-_HANGS: Final = f"no answer within {_ANSWER_S:.0f} s, so it hangs"
+_DRIVER_TIMEOUT_S: Final = (
+    20.0  # timeout of the driver; without persistence mode, its first answer takes seconds per GPU
+)
+_HANGS: Final = f"no answer within {_DRIVER_TIMEOUT_S:.0f} s, so it hangs"
 _DEFAULT_MODE: Final = "run nvidia-smi -c DEFAULT"
-_UNUSED: Final = "a run computes on the CPU, or does not start"
+_NO_GPU_EFFECT: Final = "a run computes on the CPU, or does not start"
 _STATE: Final = {True: "on", False: "off", None: "not known"}
 
 
@@ -24,7 +26,7 @@ def look_at_cards() -> Evidence:
 
     If the driver hangs, the query times out.
     """
-    return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
+    return look(at_most(_DRIVER_TIMEOUT_S, ask_driver) or Driver(problem=_HANGS))
 
 
 def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
@@ -61,7 +63,7 @@ def _usable(evidence: Evidence) -> Iterator[Finding]:
     if not reasons:
         default_reason = "torch finds no GPU, and none of the checks below explains why"
         reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
-    yield from (Finding("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
+    yield from (Finding("cards", "problem", text, _NO_GPU_EFFECT, remedy) for text, remedy in reasons)
     files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
     evidence_texts = {
         "/proc/driver/nvidia/version": evidence.kernel or "not found",

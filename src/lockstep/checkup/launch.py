@@ -45,7 +45,7 @@ def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterato
         yield from _problems("launcher", error)
         return
     yield Finding("rank", "ok", _describe_rank(info))
-    checks = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
+    checks = {"rendezvous": partial(_describe_rendezvous, rendezvous), "device": partial(_device, device)}
     for check, describe in checks.items():
         try:
             yield Finding(check, "ok", describe(info or ALONE))
@@ -65,7 +65,7 @@ def _describe_rank(info: RankInfo | None) -> str:
     return f"{text}, started by {info.launcher}"
 
 
-def _meet(rendezvous: str, info: RankInfo) -> str:
+def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
     """Return a text about the rendezvous address. On rank 0, check that the rank can listen on this address."""
     from lockstep.device import ports
 

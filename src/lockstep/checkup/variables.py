@@ -43,12 +43,12 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def _no_number(value: str) -> bool:
+def _is_not_positive(value: str) -> bool:
     return not (value.partition(",")[0].strip().isdecimal() and int(value.partition(",")[0]))
 
 
 RULES: Final = (
-    Rule("OMP_NUM_THREADS", _no_number, "warning", "one thread per core until the recipe sets the number"),
+    Rule("OMP_NUM_THREADS", _is_not_positive, "warning", "one thread per core until the recipe sets the number"),
     Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REFUSED),
     Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REFUSED),
     Rule(

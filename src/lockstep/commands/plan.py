@@ -16,7 +16,7 @@ from lockstep.common.text import printable, step_time
 from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # maximum line length if the output isn't a terminal
+_MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a terminal
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb])")
@@ -128,7 +128,7 @@ def command(
     from lockstep.config.load import load, split
     from lockstep.config.write import flow
     from lockstep.planning.costs import Terms, costs
-    from lockstep.planning.survey import Machine, as_predicted, made_ready, save_seconds, survey
+    from lockstep.planning.survey import Machine, as_predicted, open_for_survey, save_seconds, survey
     from lockstep.planning.table import best, draw, in_order, refused, to_json
 
     check_alone("plan starts the processes of each placement")
@@ -151,7 +151,7 @@ def command(
     loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
     with with_places(loaded):
-        setup = made_ready(loaded)
+        setup = open_for_survey(loaded)
         rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
         if mtbf and not save:
             terms = replace(terms, save_s=save_seconds(loaded, setup))
@@ -159,7 +159,7 @@ def command(
         row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, setup.steps, terms))
         for row in in_order(rows, machine)
     ]
-    Console(width=None if sys.stdout.isatty() else _WIDEST).print(draw(rows, machine))
+    Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(draw(rows, machine))
     if mtbf:
         click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', measured on one process'}")
     for line in refused(rows):

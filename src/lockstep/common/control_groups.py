@@ -6,10 +6,10 @@ from typing import Final
 from lockstep.common.plainfile import shown_text
 
 _ROOT: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
+_CGROUP_FILE: Final = Path("/proc/self/cgroup")
 
 
-def quota_cores(root: Path = _ROOT, cgroup_file: Path = _OWN) -> float | None:
+def quota_cores(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float | None:
     """Return the CPU limit of this process's control groups in cores, or None if there is no limit."""
     quotas = []
     for folder in _groups(root, cgroup_file, "cpu"):
@@ -22,7 +22,7 @@ def quota_cores(root: Path = _ROOT, cgroup_file: Path = _OWN) -> float | None:
     return min(quotas, default=None)
 
 
-def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _OWN) -> int | None:
+def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | None:
     """Return the memory limit of this process's control groups in bytes, or None if there is no limit."""
     limits = []
     for folder in _groups(root, cgroup_file, "memory"):

@@ -35,18 +35,19 @@ from lockstep.common.hashing import FIXED, VARIABLE
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
-KNOWS: Final = "--knows"  # its argument is a host name that must resolve on the host of the command
+RESOLVE_FLAG: Final = "--knows"  # its argument is a host name that must resolve on the host of the command
 GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
 STOP_S: Final = 60.0  # time to save a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
-_KNOWN_S: Final = 5.0  # maximum time until a name resolves; container names may only resolve after a delay
-_LONGEST: Final = 8192  # maximum length of a secret in bytes
+_RESOLVE_TIMEOUT_S: Final = 5.0  # maximum time until a name resolves; container names may only resolve after a delay
+_MAX_SECRET_BYTES: Final = 8192  # maximum length of a secret in bytes
 SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # read by the tasks, together with SLURM_SRUN_COMM_HOST, which srun sets
 _TASKS: Final = 4096  # backlog, which limits the number of connections that aren't accepted
 _CONNECT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
-_FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # a manually started process may outlive its shell (nohup)
+# A manually started process may outlive its shell (nohup).
+_FOLLOWED_LAUNCHERS: Final = ("torchrun", "openmpi", "mpich")
 
 
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
@@ -126,7 +127,7 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
+def host_problem(host: str, stop_s: float = _RESOLVE_TIMEOUT_S) -> str:
     """Return a message if this host can't resolve a host name within `stop_s` seconds, or else an empty string."""
     deadline = time.monotonic() + stop_s
     while True:
@@ -142,12 +143,12 @@ def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
         return ""
 
 
-def _take_secret(stdin: int) -> None:
+def _export_secret(stdin: int) -> None:
     """Store the first line of stdin in the environment. Reads byte by byte, so that the rest of stdin stays unread."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(stdin, 1)
-        if not byte or len(line) > _LONGEST:
+        if not byte or len(line) > _MAX_SECRET_BYTES:
             sys.exit(
                 f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it with lockstep launch"
             )
@@ -160,9 +161,8 @@ def die_with_parent() -> None:
 
     On systems other than Linux, a thread ends this process soon after its parent.
     """
-    parent_process = (
-        multiprocessing.parent_process()
-    )  # recorded before the fork if multiprocessing started this process
+    # Recorded before the fork if multiprocessing started this process.
+    parent_process = multiprocessing.parent_process()
     parent = parent_process.pid if parent_process else os.getppid()
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -183,7 +183,7 @@ def die_with_launcher(launcher: str) -> None:
 
     Call this function first, while the launcher is still the parent of this process.
     """
-    if launcher not in _FOLLOWED:
+    if launcher not in _FOLLOWED_LAUNCHERS:
         return
     die_with_parent()
     if os.getppid() == 1 and _is_orphan(launcher):
@@ -229,9 +229,9 @@ def _nobody_reads(descriptor: int) -> bool:
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[:1] == [READS_SECRET]:
-        _take_secret(sys.stdin.fileno())
+        _export_secret(sys.stdin.fileno())
         arguments = arguments[1:]
-    if arguments[:1] == [KNOWS]:
+    if arguments[:1] == [RESOLVE_FLAG]:
         if problem := host_problem(arguments[1]):
             sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)

@@ -13,7 +13,7 @@ from typing import Final
 VARIABLE: Final = "PYTHONHASHSEED"
 RANDOM: Final = "random"
 FIXED: Final = "0"
-_AT_START: Final = "/proc/self/environ"
+_INITIAL_ENVIRON: Final = "/proc/self/environ"
 
 
 def fix_hash_seed() -> None:
@@ -36,7 +36,7 @@ def hash_seed() -> str:
     if sys.flags.ignore_environment:
         return RANDOM
     try:
-        with open(_AT_START, "rb") as file:
+        with open(_INITIAL_ENVIRON, "rb") as file:
             pairs = (pair.partition(b"=") for pair in file.read().split(b"\0"))
             initial = {name: value for name, _, value in pairs}.get(VARIABLE.encode(), b"")
         return initial.decode(errors="replace") or RANDOM

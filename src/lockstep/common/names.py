@@ -4,13 +4,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-_FEW: Final = 8  # maximum number of names that are listed in addition to a suggestion
-_LONGEST: Final = 100  # maximum length of a name to compare; longer names take too long
+_MAX_LISTED: Final = 8  # maximum number of names that are listed in addition to a suggestion
+_MAX_COMPARED_CHARS: Final = 100  # maximum length of a name to compare; longer names take too long
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the `names` that are similar to `name`, with the most similar name first."""
-    if len(name) > _LONGEST:
+    if len(name) > _MAX_COMPARED_CHARS:
         return []
     spelled = {candidate.lower(): candidate for candidate in names}
     return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=count)]
@@ -38,4 +38,4 @@ def choices(name: str, names: Iterable[str]) -> str:
 
 def list_names(valid: Sequence[str]) -> str:
     """Return the text ` Valid: x, y` to append to a suggestion, or an empty string if there are many names."""
-    return f" Valid: {', '.join(valid)}" if len(valid) <= _FEW else ""
+    return f" Valid: {', '.join(valid)}" if len(valid) <= _MAX_LISTED else ""

@@ -16,16 +16,17 @@ from lockstep.errors import LockstepError, OwnCodeError, UsageError
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be source checkouts, like user code
 # Errors from these files aren't caused by the running code, but by a lost peer or loader process.
-_OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
+_FOREIGN_FILES: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
 # These files call the user's model, or torch on its behalf, and only raise user errors.
 _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
-_LONGEST: Final = 1_000  # maximum number of characters in a message
-_MOST_LINES: Final = 8
+_MAX_MESSAGE_CHARS: Final = 1_000  # maximum number of characters in a message
+_MAX_MESSAGE_LINES: Final = 8
 
 _NO_GROUP: Final = "Default process group has not been initialized"
-_LEFT_OVER: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
+_DDP_ADVICE: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
 
-_KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments of a loop
+# Arguments of a loop.
+_RECIPE_PREFIX: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")
 Place = tuple[str, int]  # file and line
 
 
@@ -61,7 +62,7 @@ def own_error(error: BaseException) -> OwnCodeError | None:
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
     if _NO_GROUP in str(error) and place(error):
-        return OwnCodeError(describe_error(error, _LEFT_OVER))
+        return OwnCodeError(describe_error(error, _DDP_ADVICE))
     return OwnCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
 
 
@@ -124,7 +125,7 @@ def with_its_line() -> Iterator[None]:
     except OwnCodeError:
         raise
     except UsageError as error:
-        message = _KEY.sub("", str(error))
+        message = _RECIPE_PREFIX.sub("", str(error))
         text, _, advice = message.partition("; ")
         unplaced = advice and (line := calling()) and line not in text
         raise (refusal(text, advice) if unplaced else UsageError(message)) from None
@@ -132,7 +133,7 @@ def with_its_line() -> Iterator[None]:
 
 def location(path: str, line: int | None) -> str:
     """Return file and line for messages, such as `nets.py:12`. Files in the current directory have relative paths."""
-    return f"{_short(path)}:{line}"
+    return f"{_relative_path(path)}:{line}"
 
 
 def is_own(path: str) -> bool:
@@ -166,7 +167,7 @@ def _origin(trace: TracebackType | None) -> str:
     for name in reversed(frames):
         if name.endswith(_CALLS):
             continue
-        if name.startswith(lockstep) or any(part in name for part in _OF_OTHERS):
+        if name.startswith(lockstep) or any(part in name for part in _FOREIGN_FILES):
             return "ours"
         if is_own(name):
             return "own"
@@ -186,14 +187,14 @@ def _message(error: BaseException) -> str:
         name, message = type(error).__name__, str.__str__(str(plain))
     except Exception as another:
         return f"an exception whose message cannot be shown ({type(another).__name__})"
-    lines = printable(message[:_LONGEST]).strip().splitlines()
-    text = "\n".join(lines[:_MOST_LINES])
-    if len(message) > _LONGEST or len(lines) > _MOST_LINES:
+    lines = printable(message[:_MAX_MESSAGE_CHARS]).strip().splitlines()
+    text = "\n".join(lines[:_MAX_MESSAGE_LINES])
+    if len(message) > _MAX_MESSAGE_CHARS or len(lines) > _MAX_MESSAGE_LINES:
         text += " ..."
     return f"{name}: {text}" if text else name
 
 
-def _short(path: str) -> str:
+def _relative_path(path: str) -> str:
     try:
         cwd = os.getcwd() + os.sep
     except OSError:  # the folder no longer exists

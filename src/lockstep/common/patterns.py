@@ -7,7 +7,7 @@ from typing import Final
 from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
-_SHOWN: Final = 8  # maximum number of names in a message
+_MAX_NAMES: Final = 8  # maximum number of names in a message
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -26,7 +26,7 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
     return {name for name in names if matches(name, patterns)}
 
 
-def list_some(names: Sequence[str], limit: int = _SHOWN) -> str:
+def list_some(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
     """Return at most `limit` names as text for a message."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + suffix

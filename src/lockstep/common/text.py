@@ -11,18 +11,18 @@ _UNSAFE: Final = (
     r"\ud800-\udfff\U000e0000-\U000e007f"
 )
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_IN_TEXT: Final = re.compile(f"[{_UNSAFE}]")
-_IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
+_UNSAFE_IN_TEXT: Final = re.compile(f"[{_UNSAFE}]")
+_UNSAFE_IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
 
 
 def printable(text: str) -> str:
     r"""Return `text` with control and invisible characters replaced by escapes, such as \x1b. Keeps \n and \t."""
-    return _IN_TEXT.sub(_escape, text)
+    return _UNSAFE_IN_TEXT.sub(_escape, text)
 
 
 def printable_line(text: str) -> str:
     r"""Like `printable`, but also escape \n and \t. For names, which must stay on a single line."""
-    return _IN_LINE.sub(_escape, text)
+    return _UNSAFE_IN_LINE.sub(_escape, text)
 
 
 def size(number: float) -> str:

@@ -17,8 +17,8 @@ from typing import Final
 from lockstep.common.own_code import is_own
 from lockstep.common.patterns import list_some
 
-_DIGITS: Final = 16  # digits of a hash, which are enough to avoid collisions
-_NAMED: Final = 10
+_HASH_DIGITS: Final = 16  # digits of a hash, which are enough to avoid collisions
+_MAX_NAMED: Final = 10
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
@@ -28,12 +28,12 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
     """
     digests: dict[str, str] = {}
     queue = [name for path in paths for name in _with_packages(path.partition(":")[0])]
-    met: set[str] = set()
+    visited: set[str] = set()
     while queue:
         name = queue.pop()
-        if name in met:
+        if name in visited:
             continue
-        met.add(name)
+        visited.add(name)
         spec = _spec(name)
         file = spec.origin if spec is not None and spec.has_location else None
         if spec is None or file is None or not is_own(file):
@@ -42,7 +42,7 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
             content = Path(file).read_bytes()
         except OSError:  # removed since the import, or in an archive
             continue
-        digests[_below_root(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_DIGITS]
+        digests[_relative_file(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
         queue += [imported for imported in _imports(content, spec) if _may_be_own(imported)]
     return dict(sorted(digests.items()))
 
@@ -57,7 +57,7 @@ def script_digests() -> dict[str, str]:
     except OSError:  # removed since the start
         return {}
     names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_own(name)]
-    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
+    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_HASH_DIGITS], **source_digests(names)}
 
 
 def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
@@ -67,7 +67,7 @@ def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
         f"{name}{'' if name in before and name in after else ' (new)' if name in after else ' (gone)'}"
         for name in names
     ]
-    return list_some(changed, _NAMED)
+    return list_some(changed, _MAX_NAMED)
 
 
 def _with_packages(name: str) -> list[str]:
@@ -121,7 +121,7 @@ def _spec(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, list(parent_spec.submodule_search_locations))
 
 
-def _below_root(name: str, spec: ModuleSpec, file: str) -> str:
+def _relative_file(name: str, spec: ModuleSpec, file: str) -> str:
     path = PurePosixPath(*name.split("."))
     is_package = spec.submodule_search_locations is not None
     return str(path / Path(file).name if is_package else path.with_name(Path(file).name))

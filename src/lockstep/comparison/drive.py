@@ -19,7 +19,7 @@ from lockstep.runs.runs import machine_of
 from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
-_LONGEST_REASON: Final = 500
+_MAX_REASON_CHARS: Final = 500
 
 Show = Callable[[Comparison], None]
 
@@ -108,7 +108,7 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
                     row = replace(row, step=event.step, left_s=left_s, history=History(seconds=passed))
                 show(row)
     except LockstepError as error:
-        reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+        reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
     final_history = _history(plan.row)
     if final_history.weights_sha256:
         return replace(row, state="done", left_s=None, history=final_history)

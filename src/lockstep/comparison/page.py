@@ -14,9 +14,9 @@ from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import Figure
 from lockstep.reporting.run_page import chart
 
-_FEWEST: Final = 3  # minimum number of values of a sweep for a chart of the results
-_WIDE: Final = 20  # ratio of the largest to the smallest value above which the axis is logarithmic
-_SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
+_MIN_CHART_VALUES: Final = 3  # minimum number of values of a sweep for a chart of the results
+_LOG_AXIS_RATIO: Final = 20  # ratio of the largest to the smallest value above which the axis is logarithmic
+_ACTIVITIES: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
 _THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
     "Mean over the ranks in the last start, by the activity of the main thread. Computing: on a core. Data: until the "
@@ -108,7 +108,7 @@ def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) 
 def _inside(comparison: Comparison) -> Iterator[Chart]:
     """Yield charts of the time and memory of each placement."""
     spent = [row for row in comparison.done if row.spent]
-    parts = [part for part in _SPENT if any(part in row.spent for row in spent)]
+    parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield bars(
@@ -142,7 +142,7 @@ def _over_values(comparison: Comparison) -> Iterator[Chart]:
         keys.add(key)
         figures.add((figure.name, figure.is_fraction))
         points.append((value, figure.value))
-    if len(points) < _FEWEST or len(keys) > 1 or len(figures) > 1:
+    if len(points) < _MIN_CHART_VALUES or len(keys) > 1 or len(figures) > 1:
         return
     [key], [(name, is_fraction)] = keys, figures
     low, high = min(points)[0], max(points)[0]
@@ -153,7 +153,7 @@ def _over_values(comparison: Comparison) -> Iterator[Chart]:
         {name: sorted(points)},
         from_zero=is_fraction,
         percent=is_fraction,
-        log_x=low > 0 and high / low >= _WIDE,
+        log_x=low > 0 and high / low >= _LOG_AXIS_RATIO,
     )
 
 
@@ -166,5 +166,5 @@ def _number(text: str) -> float | None:
 
 
 def _last_loss(row: ResultRow) -> Figure | None:
-    value = row.history.of_evaluation("loss")
+    value = row.history.evaluation_metric("loss")
     return None if value is None else Figure("loss", value, is_fraction=False)

@@ -29,10 +29,11 @@ from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resume import check_recipe
 
 _SINGLE: Final = "single"
-_OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that it sets itself
+# Keys that it sets itself.
+_RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
-_LONGEST: Final = 80  # maximum number of characters in a slug
+_MAX_SLUG_CHARS: Final = 80  # maximum number of characters in a slug
 
 Strategy = Mapping[str, Any]  # `name` and options
 
@@ -189,7 +190,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UsageError for overrides of keys that a comparison sets itself."""
     for word in overrides:
         key = word.partition("=")[0].strip()
-        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _OURS):
+        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _RESERVED_KEYS):
             raise UsageError(
                 f"{word}: lockstep compare sets {key} for each run; use --placements for strategies, --processes for "
                 f"numbers of processes, and --dir for the folder"
@@ -198,5 +199,5 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 def _slug(text: str) -> str:
     """Return text in a form that is valid in a path. If characters are replaced, a hash keeps it unique."""
-    slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_LONGEST]
+    slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

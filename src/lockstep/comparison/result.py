@@ -21,7 +21,7 @@ State = Literal["waiting", "running", "done", "failed"]
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-_NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
+_UNINFORMATIVE: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
@@ -185,7 +185,7 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     all_columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
     cells.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
-    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _NOTHING}
+    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
 
 
 def drawing(comparison: Comparison, console: Console) -> RenderableType:

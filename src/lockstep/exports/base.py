@@ -39,7 +39,7 @@ class Format(Protocol):
     def check(self, saved: SavedModel) -> None:
         """Raise UsageError if this format doesn't support a run. Called before the model is built."""
 
-    def write(self, subject: ExportSource, path: Path) -> str:
+    def write(self, export_source: ExportSource, path: Path) -> str:
         """Write the export to `path`, which must not exist yet.
 
         Return a remark for the user, such as the supported input sizes, or an empty string.

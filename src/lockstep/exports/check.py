@@ -22,7 +22,7 @@ from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
 
-_MOST_LINES: Final = 6  # number of stderr lines of the other process in an error message
+_MAX_ERROR_LINES: Final = 6  # number of stderr lines of the other process in an error message
 
 
 class Deviation(NamedTuple):
@@ -70,19 +70,19 @@ def check_export(
 def _run_export(name: str, path: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
         save_file(_tensors_by_position(inputs), Path(folder, "inputs.safetensors"))
-        structure = pytree.treespec_dumps(pytree.tree_structure(_unnamed(inputs)))
+        structure = pytree.treespec_dumps(pytree.tree_structure(_plain_tuples(inputs)))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
         # Run offline, because the export must contain everything that is needed to load it.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, as_user.__file__, name, str(path.absolute()), folder]
         completed = subprocess.run(command, capture_output=True, text=True, env=environment)
         if completed.returncode:
-            output = printable("\n".join(completed.stderr.strip().splitlines()[-_MOST_LINES:]))
+            output = printable("\n".join(completed.stderr.strip().splitlines()[-_MAX_ERROR_LINES:]))
             raise TrainingError(f"export to {name}: cannot load the export, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
-def _unnamed(inputs: Inputs) -> Any:
+def _plain_tuples(inputs: Inputs) -> Any:
     """Return the inputs with plain tuples instead of named tuples, whose classes the other process can't import."""
     is_namedtuple = pytree.is_namedtuple_instance
     return pytree.tree_map(lambda leaf: tuple(leaf) if is_namedtuple(leaf) else leaf, inputs, is_leaf=is_namedtuple)

@@ -38,7 +38,7 @@ from lockstep.tasks.batches import predictions
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
 FOLDER: Final = "exports"  # in the run folder, if `out` isn't set
 
-_TEXT: Final = 200  # maximum number of tokens for checking a tokenizer
+_CHECKED_TOKENS: Final = 200  # maximum number of tokens for checking a tokenizer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
     outputs = _outputs(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)
-    subject = ExportSource(saved, model, sample.inputs, model_card(saved))
+    export_source = ExportSource(saved, model, sample.inputs, model_card(saved))
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch checks the suffix
     exact = export_format.SAME_KERNELS and not has_adapters
     try:
@@ -107,8 +107,8 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.touch(exist_ok=False)  # raises OSError here, because exporters may raise other exceptions
             temporary.unlink()
-            sizes = export_format.write(subject, temporary)
-            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+            sizes = export_format.write(export_source, temporary)
+            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(export_source), exact)
             os.rename(temporary, path)
     finally:
         with suppress(OSError):
@@ -151,21 +151,23 @@ def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tenso
         return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
 
 
-def _job(subject: ExportSource) -> dict[str, Any]:
+def _job(export_source: ExportSource) -> dict[str, Any]:
     """Return the settings of the process that checks the export."""
-    saved, facts = subject.saved, subject.saved.facts
+    saved, facts = export_source.saved, export_source.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,
-        "lockstep": str(builder_of(saved, subject.model).get("function", "")).startswith("lockstep."),
+        "lockstep": str(builder_of(saved, export_source.model).get("function", "")).startswith("lockstep."),
         "class": automatic_class(saved),
         "classes": facts.classes,
         "pixels": image_processor(saved),
-        **{name: subject.model_card.get(name) for name in ("mean", "std")},
+        **{name: export_source.model_card.get(name) for name in ("mean", "std")},
         "input_size": facts.shape,
     }
     if saved.tokenizer_by:
         tokenizer = tokenizer_for(saved)
-        ids = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
-        job["text"] = tokenizer.decode(ids[0, :_TEXT].numpy())
+        ids = next(
+            iter(export_source.inputs.values() if isinstance(export_source.inputs, Mapping) else export_source.inputs)
+        )
+        job["text"] = tokenizer.decode(ids[0, :_CHECKED_TOKENS].numpy())
         job["ids"] = tokenizer.encode(job["text"]).tolist()
     return job

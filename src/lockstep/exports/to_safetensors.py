@@ -23,11 +23,11 @@ def check(saved: SavedModel) -> None:
     """See Format. This format supports every run."""
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
     # Clone the tensors, because tied weights share memory, which a safetensors file can't represent.
-    tensors = {name: tensor.contiguous().clone() for name, tensor in subject.model.state_dict().items()}
-    card = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
+    tensors = {name: tensor.contiguous().clone() for name, tensor in export_source.model.state_dict().items()}
+    card = {**export_source.model_card, "build": builder_of(export_source.saved, export_source.model)}
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
     safetensors.torch.save_file(tensors, path, {**metadata, "format": "pt"})
     return ""

@@ -23,9 +23,9 @@ def check(saved: SavedModel) -> None:
         tokenizer_for(saved)  # checks that the tokenizer file exists and matches the run
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
-    saved, model = subject.saved, subject.model
+    saved, model = export_source.saved, export_source.model
     config: Any = model.config
     if "use_cache" in config.to_dict():
         config.use_cache = True  # disabled during training, but generating text needs the cache

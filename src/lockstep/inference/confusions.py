@@ -11,8 +11,8 @@ from lockstep.reporting import wording
 from lockstep.reporting.charts import matrix
 from lockstep.reporting.page import Section, Table, Words
 
-_MOST_CELLS: Final = 20  # maximum number of classes in a readable matrix
-_MOST_ROWS: Final = 20  # maximum number of rows in a table
+_MAX_MATRIX_CLASSES: Final = 20  # maximum number of classes in a readable matrix
+_MAX_ROWS: Final = 20  # maximum number of rows in a table
 
 _NOTE: Final = "Blue cells are correct, and orange cells are mistakes. Darker cells have a larger share of their row."
 
@@ -31,7 +31,7 @@ def confusions(
     predicted_counts.index_add_(0, guesses, times)
     correct_counts.index_add_(0, truths, torch.where(truths == guesses, times, 0))
     section: Section
-    if len(names) <= _MOST_CELLS:
+    if len(names) <= _MAX_MATRIX_CLASSES:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
         counts.index_put_((truths, guesses), times, accumulate=True)
         section = matrix(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
@@ -51,7 +51,7 @@ def _pairs(
     keys, inverse = np.unique((truths * len(names) + guesses)[is_mistake].numpy(), return_inverse=True)
     counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(inverse), times[is_mistake])
     rows = []
-    for row in counts.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist():
+    for row in counts.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist():
         truth, guess = divmod(int(keys[row]), len(names))
         count = int(counts[row])
         rows.append([names[truth], names[guess], f"{count:,}", wording.percent(count / int(class_counts[truth]))])
@@ -73,7 +73,7 @@ def _classes(
     classes = [number for number in range(len(names)) if class_counts[number] or predicted_counts[number]]
     order = sorted(
         classes, key=lambda number: correct_counts[number] / class_counts[number] if class_counts[number] else 2.0
-    )[:_MOST_ROWS]
+    )[:_MAX_ROWS]
     rows = [
         [
             names[number],

@@ -29,12 +29,12 @@ from lockstep.tasks.language import Language
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 
-_RECORDED: Final = "compared with the log"
+_LOG_COLUMN: Final = "compared with the log"
 _FIGURES: Final = (
     "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
     "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
-_BY_POSITION: Final = "The mean loss of the validation tokens that have this many tokens before them."
+_POSITION_NOTE: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
 
 Line = Sequence[tuple[float, float]]
@@ -88,7 +88,7 @@ def inspect_runs(
                 curves,
                 names=names,
                 legend=RUNS,
-                note=_BY_POSITION,
+                note=_POSITION_NOTE,
                 from_zero=False,
             )
         )
@@ -116,7 +116,7 @@ def _inspect(
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _RECORDED: _deviation_from_log(saved, history, figures) if count == total else "",
+        _LOG_COLUMN: _deviation_from_log(saved, history, figures) if count == total else "",
     }
     return _RunInspection(row, sections, curve)
 
@@ -173,5 +173,5 @@ def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[st
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> Table:
-    columns = [*dict.fromkeys(name for row in rows for name in row if name != _RECORDED), _RECORDED]
+    columns = [*dict.fromkeys(name for row in rows for name in row if name != _LOG_COLUMN), _LOG_COLUMN]
     return Table("What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _FIGURES)

@@ -19,9 +19,9 @@ from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import predictions, targets_of
 from lockstep.tasks.classification import Classification, truth_of
 
-_MOST: Final = 24  # maximum number of mistakes
+_MAX_MISTAKES: Final = 24  # maximum number of mistakes
 _CHANNELS: Final = (1, 3)
-_SIDE: Final = 112  # maximum side length of a thumbnail in pixels
+_THUMBNAIL_SIDE: Final = 112  # maximum side length of a thumbnail in pixels
 
 
 class Mistake(NamedTuple):
@@ -50,7 +50,7 @@ class Guesses:
     losses: Tensor
     chances: Tensor
 
-    def worst(self, limit: int = _MOST) -> list[Mistake]:
+    def worst(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
         """Return up to `limit` mistakes, with the largest loss first."""
         indices = (self.truths != self.guesses).nonzero()[:, 0]
         order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
@@ -87,7 +87,7 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
         rows = [
-            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_chance, mistake[-2:])]
+            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_format_probability, mistake[-2:])]
             for mistake in worst
         ]
         columns = ["sample", "true", "predicted", "probability of the true class", "of the predicted class"]
@@ -99,8 +99,8 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
         truth, guess = f"true {names[mistake.truth]}", f"predicted {names[mistake.guess]}"
         lines = [
             name(mistake.number),
-            f"{truth} ({_chance(mistake.of_truth)})",
-            f"{guess} ({_chance(mistake.of_guess)})",
+            f"{truth} ({_format_probability(mistake.of_truth)})",
+            f"{guess} ({_format_probability(mistake.of_guess)})",
         ]
         tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
@@ -117,7 +117,7 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
     return tuple(column[valid.cpu()] for column in columns)
 
 
-def _chance(probability: float) -> str:
+def _format_probability(probability: float) -> str:
     share = 100 * probability
     return f"{share:.0f} %" if share >= 1 or not probability else f"{share:.1g} %"
 
@@ -147,9 +147,9 @@ def _bytes(sample: Tensor) -> Tensor:
 def _source(pixels: Tensor) -> str:
     values = pixels.cpu().permute(1, 2, 0).contiguous().numpy()
     picture = Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values)
-    if (factor := _SIDE // max(picture.size)) > 1:
+    if (factor := _THUMBNAIL_SIDE // max(picture.size)) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    picture.thumbnail((_SIDE, _SIDE))
+    picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=True)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

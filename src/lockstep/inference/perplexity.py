@@ -16,9 +16,9 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.language import Language
 
-_MOST_POINTS: Final = 256  # maximum number of points on the line over positions
+_MAX_POINTS: Final = 256  # maximum number of points on the line over positions
 _SAMPLES: Final = 3  # number of text samples
-_GIVEN: Final = 32  # maximum number of tokens in a prompt
+_MAX_PROMPT_TOKENS: Final = 32  # maximum number of tokens in a prompt
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
@@ -39,7 +39,7 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
         # Pad the shorter of the two rows with zeros.
         losses = pad_sequence([losses, token_losses.double().sum(0).cpu()]).sum(1)
         tokens = pad_sequence([tokens, valid.sum(0).cpu()]).sum(1)
-    stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
+    stretch = max(-(-len(tokens) // _MAX_POINTS), 1)
     points = []
     for first in range(0, len(tokens), stretch):
         count = int(tokens[first : first + stretch].sum())
@@ -59,19 +59,19 @@ def samples_of_text(run: str, task: Language, validation: Validation, saved: Sav
     positions = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
     for number in dict.fromkeys(validation.numbers[positions].tolist()):
-        prompt = _beginning(task, validation.split.fetch(np.array([number]), None))
+        prompt = _prompt_tokens(task, validation.split.fetch(np.array([number]), None))
         sampling = replace(_SAMPLING, seed=number)
         prompt_text, text, _ = continue_tokens(saved, validation.computing, tokenizer, prompt, sampling)
         passages.append(Passage(validation.name(number), prompt_text, text))
     return [Passages(title, passages, _NOTE)]
 
 
-def _beginning(task: Language, batch: Any) -> list[int]:
+def _prompt_tokens(task: Language, batch: Any) -> list[int]:
     """Return the first tokens of the only sample in a batch, without padding."""
     inputs = task.inputs(batch)
     mapping = inputs if isinstance(inputs, Mapping) else {}
     [ids] = mapping["input_ids"] if "input_ids" in mapping else tensors_of(inputs)[0]
     if "attention_mask" in mapping:
         ids = ids[mapping["attention_mask"][0] != 0]
-    tokens: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
+    tokens: Sequence[int] = ids[: min(_MAX_PROMPT_TOKENS, max(len(ids) // 2, 1))].tolist()
     return [*tokens]

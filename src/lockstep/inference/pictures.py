@@ -20,8 +20,8 @@ from lockstep.errors import UsageError, error_as, os_error_as
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
-_SHAPES: Final = (1, 3)  # supported numbers of channels
-_MOST_MASKED: Final = 256  # maximum number of classes in a mask, since a pixel is a byte
+_CHANNEL_COUNTS: Final = (1, 3)  # supported numbers of channels
+_MAX_MASK_CLASSES: Final = 256  # maximum number of classes in a mask, since a pixel is a byte
 
 Row = dict[str, Any]  # JSON-compatible
 
@@ -75,7 +75,7 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     """
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
-    if len(shape) != 3 or shape[0] not in _SHAPES:
+    if len(shape) != 3 or shape[0] not in _CHANNEL_COUNTS:
         description = f"shape {list(shape)}" if shape else "no single shape"
         raise UsageError(
             f"{saved.path}: samples of dataset {data.name} have {description}, but images have 1 or 3 channels, height "
@@ -130,9 +130,9 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
     A mask is a grayscale PNG with the size and name of its image. Its pixel values are class indices.
     """
     names = saved.facts.classes or []
-    if len(names) > _MOST_MASKED:
+    if len(names) > _MAX_MASK_CLASSES:
         raise UsageError(
-            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MOST_MASKED}; use "
+            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MAX_MASK_CLASSES}; use "
             f"lockstep.load"
         )
     files = files_of(inputs)

@@ -16,7 +16,7 @@ from lockstep.reporting.page import page
 from lockstep.reporting.png import check_png, write_png
 from lockstep.reporting.run_page import sections
 
-_SAMPLES: Final = 10_000  # maximum number of validation samples for each run
+_DEFAULT_SAMPLES: Final = 10_000  # maximum number of validation samples for each run
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         from lockstep.run.evaluation import EvalRequest
 
         request = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
-        inspection = inspect_runs(runs, samples or _SAMPLES, lambda run: open_saved(replace(request, path=run)), tell)
+        inspection = inspect_runs(
+            runs, samples or _DEFAULT_SAMPLES, lambda run: open_saved(replace(request, path=run)), tell
+        )
         page_sections, warnings = [*page_sections, *inspection.sections], [*warnings, *inspection.problems]
     title = runs[0].folder if len(runs) == 1 else f"{len(runs)} runs"
     with os_error_as(UsageError, f"--out {out}: cannot write"):

@@ -37,7 +37,7 @@ from lockstep.training.checkpoint import saved_state, store
 
 Weights = Literal["model", "ema"]
 
-_SHOWN: Final = 3  # maximum number of invalid facts in an error message
+_MAX_PROBLEMS: Final = 3  # maximum number of invalid facts in an error message
 
 
 class Facts(BaseModel):
@@ -225,7 +225,7 @@ def _facts(path: Path, facts: Mapping[str, Any]) -> Facts:
     except ValidationError as error:
         lines: Sequence[str] = [
             f"data.{'.'.join(map(str, problem['loc']))}: {problem['msg'].lower()}"
-            for problem in error.errors()[:_SHOWN]
+            for problem in error.errors()[:_MAX_PROBLEMS]
         ]
         raise UsageError(
             "\n".join([f"{path / store.STATE}: does not have the format of this version:", *lines])

@@ -18,7 +18,7 @@ from lockstep.inference.pictures import Row, top_classes
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
-_WRITTEN: Final = (".csv", ".parquet")
+_OUTPUT_SUFFIXES: Final = (".csv", ".parquet")
 
 
 def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
@@ -30,8 +30,8 @@ def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path 
     table = read(file)
     rows = _rows(saved, table)
     if out is not None:
-        if out.suffix not in _WRITTEN:
-            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_WRITTEN)}")
+        if out.suffix not in _OUTPUT_SUFFIXES:
+            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_OUTPUT_SUFFIXES)}")
         if out.exists():
             raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():

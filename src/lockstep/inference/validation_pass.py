@@ -18,7 +18,7 @@ from lockstep.inference.saved import Computing, SavedModel
 from lockstep.setup.data_facts import check_facts
 from lockstep.setup.examples import examples, transforms_of
 from lockstep.tasks.base import Task
-from lockstep.training.evaluate import batch_sums, figures_of
+from lockstep.training.evaluate import batch_sums, task_metrics
 
 
 class EvaluatedBatch(NamedTuple):
@@ -56,7 +56,7 @@ class Validation:
 
     def figures(self, sums: NamedSums) -> dict[str, float]:
         """Return the loss and the metrics of the task over all batches, by their names in the event log."""
-        return figures_of(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
+        return task_metrics(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
 
     @property
     def _firsts(self) -> range:

@@ -25,7 +25,7 @@ from lockstep.ranks.secret import job_secret, new_secret
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
-_UP_S: Final = 600.0  # maximum time to wait for the name of the first node
+_FIRST_NODE_TIMEOUT_S: Final = 600.0  # maximum time to wait for the name of the first node
 
 
 def starters() -> dict[str, Launcher]:
@@ -68,9 +68,9 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         _wait_for(job.first)
     if lines:
         return _run_on_hosts(launcher, lines, job, secret)
-    if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
+    if launcher.elastic and not job.standalone and (problem := host_problem(job.rendezvous_host)):
         raise UsageError(f"{problem}; {GIVE_ADDRESS}")
-    _become(line, launcher, secret)
+    _exec_launcher(line, launcher, secret)
     return EXIT_DONE
 
 
@@ -105,7 +105,7 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     if job.elastic and not launcher.elastic:
         *names, last = [starter.name for starter in starters().values() if starter.elastic]
         raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
-    if job.id and (job.standalone or job.meets_by == "static"):
+    if job.id and (job.standalone or job.rendezvous_backend == "static"):
         raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
     if options and not launcher.resources:
         raise UsageError(f"{options}: {unsupported}; use --on slurm, or lockstep submit")
@@ -116,7 +116,7 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
 
 def _with_id(launcher: Launcher, job: Job) -> Job:
     """Return the job with a rendezvous ID, if it needs one and this command starts all hosts."""
-    if job.id or job.meets_by == "static":
+    if job.id or job.rendezvous_backend == "static":
         return job
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
@@ -126,7 +126,7 @@ def _with_id(launcher: Launcher, job: Job) -> Job:
 
 
 def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> None:
-    needs_node_rank = not launcher.starts_all(job) and job.meets_by == "static"
+    needs_node_rank = not launcher.starts_all(job) and job.rendezvous_backend == "static"
     if node_rank is not None and not (needs_node_rank and node_rank < job.nodes):
         raise UsageError(
             f"--node-rank: got {node_rank} with --on {launcher.name} and {job.nodes} hosts; it must be below the "
@@ -157,7 +157,7 @@ def _loaded(job: Job) -> Loaded:
     return load(*split(job.words[1:]))
 
 
-def _become(line: list[str], launcher: Launcher, secret: str) -> None:
+def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
     """Replace this process with the launcher, so that the launcher receives all signals.
 
     The secret is in the environment of the processes that the launcher starts.
@@ -199,8 +199,8 @@ def _wait_for(host: str) -> None:
     Platforms only register the name once the node is up.
     """
     if host_problem(host):
-        _report(f"waiting for an address of {host}, at most {_UP_S / 60:.0f} minutes")
-        if problem := host_problem(host, _UP_S):
+        _report(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
+        if problem := host_problem(host, _FIRST_NODE_TIMEOUT_S):
             raise UsageError(f"{problem}; set the variable of the first node to its address")
 
 
@@ -214,11 +214,11 @@ def _result(job: Job) -> dict[str, Any]:
 
     Returns an empty dict if the job hasn't ended, or if there is no run folder.
     """
-    from lockstep.runs.runs import RESULT, json_in
+    from lockstep.runs.runs import RESULT, read_json_dict
 
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError):  # the ranks report invalid arguments
         folder = _loaded(job).config.run.dir
-        return json_in(Path(folder, RESULT)) if folder else {}
+        return read_json_dict(Path(folder, RESULT)) if folder else {}
     return {}

@@ -20,7 +20,7 @@ from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
 from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
 
-_AT_ONCE: Final = 20_000  # maximum number of events per refresh (about half a second), so that Ctrl-C works
+_EVENTS_PER_REFRESH: Final = 20_000  # maximum number of events per refresh (about half a second), so that Ctrl-C works
 _NOTICES: Final = 50  # maximum number of notices that are kept for a run
 _QUERY_S: Final = 30.0  # seconds between two queries to Slurm
 _SEARCH_S: Final = 3.0  # seconds between two searches for new runs
@@ -61,22 +61,22 @@ class RunReader:
         Unless the reader is strict, each call reads a limited number of events. `is_whole` is false until the remaining
         events are read.
         """
-        at_most = None if self._strict else _AT_ONCE
+        limit = None if self._strict else _EVENTS_PER_REFRESH
         if self._tail.is_replaced():
             self._begin()
         self._is_in_use = is_held(self.folder)  # first, so that if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
-            for event in islice(self._tail.new(), at_most):
+            for event in islice(self._tail.new(), limit):
                 number += 1
-                self._take(event)
+                self._add_event(event)
         except UsageError as error:
             problem = str(error)
         if problem and problem != self.problem:
             self._warn(problem)
         self.problem = problem
-        self.is_whole = number != at_most
+        self.is_whole = number != limit
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
@@ -114,7 +114,7 @@ class RunReader:
         self.is_whole = False
         self._is_in_use = True
 
-    def _take(self, event: dict[str, object]) -> None:
+    def _add_event(self, event: dict[str, object]) -> None:
         try:
             self._log.take(event)
         except (KeyError, ValueError) as error:
@@ -210,13 +210,13 @@ class Watch:
                 "list all runs with lockstep jobs, or wait for the next run with --wait"
             )
 
-    def _runs(self, folder: Path, must_be_there: bool) -> Iterator[tuple[Path, bool]]:
+    def _runs(self, folder: Path, must_exist: bool) -> Iterator[tuple[Path, bool]]:
         """Yield each run in a folder, and whether the run is the folder itself."""
         try:
             for run in run_folders(folder):
                 yield run, run == folder
         except UsageError as error:
-            if must_be_there:
+            if must_exist:
                 raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
     def _query_slurm(self, jobs: set[int]) -> None:

@@ -27,7 +27,7 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
-    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.fresh(loaded)
+    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
     # Set everything that could change between two starts explicitly.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)

@@ -37,10 +37,10 @@ def _rendezvous(job: Job) -> list[str]:
             f"or list the hosts in --hosts FILE"
         )
     nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
-    if job.meets_by == "static":
-        host, _, port = job.meets_at.rpartition(":")
+    if job.rendezvous_backend == "static":
+        host, _, port = job.rendezvous_endpoint.rpartition(":")
         return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
-    arguments = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={job.meets_at}"]
+    arguments = [nodes, f"--rdzv-backend={job.rendezvous_backend}", f"--rdzv-endpoint={job.rendezvous_endpoint}"]
     if job.id:
         arguments.append(f"--rdzv-id={job.id}")
     if job.fewest is not None:

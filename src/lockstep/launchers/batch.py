@@ -15,7 +15,7 @@ from lockstep.launchers.job import Job, Resources, resource_problems, template
 from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
-_LONGEST_WARNING_S: Final = 65_535  # limit in Slurm
+_MAX_WARNING_S: Final = 65_535  # limit in Slurm
 _PATIENCE_S: Final = 5.0  # timeout of squeue, which can take minutes if the controller is overloaded
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
@@ -50,8 +50,8 @@ def check_batch(batch: Batch) -> Batch:
     problems = []
     if batch.time and limit is None:
         problems.append(f"--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got {batch.time}")
-    if not 0 < batch.warn_before_s <= _LONGEST_WARNING_S:
-        problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
+    if not 0 < batch.warn_before_s <= _MAX_WARNING_S:
+        problems.append(f"--warn-before: expected 1 to {_MAX_WARNING_S} seconds, got {batch.warn_before_s}")
     elif limit is not None and batch.warn_before_s >= limit:
         problems.append(
             f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"

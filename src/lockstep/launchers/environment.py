@@ -8,7 +8,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Variables, check_range
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MISSING: Final = "set RANK and WORLD_SIZE"
+_MISSING_ADVICE: Final = "set RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -27,7 +27,7 @@ def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
 
     Raises UsageError with all missing and invalid values.
     """
-    variables = Variables(env, _MISSING)
+    variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("RANK")
     size = variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", 0)

@@ -12,7 +12,7 @@ VARIABLES: Final = (
     *(f"HOROVOD_{each}" for each in PLACE),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", *MASTER),
 )
-_MISSING: Final = "horovodrun sets it in each process"
+_MISSING_ADVICE: Final = "horovodrun sets it in each process"
 # HOROVOD_GLOO_RENDEZVOUS_ADDR is the host that runs horovodrun, which may not be a host of the job.
 _ADVICE: Final = "horovodrun does not provide the host of rank 0: export MASTER_ADDR=HOST before horovodrun"
 
@@ -23,7 +23,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
         return None
     rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # unique to the job, and the same on all ranks
     port = port_of(crc32(rendezvous.encode()))
-    return rank_info(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING_ADVICE, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("horovodrun", detect, VARIABLES)

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 _POLL_S: Final = 0.1
-_ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 STOP_S: Final = 75.0  # slightly longer than lockstep.common.follow_parent allows a command
 
 
@@ -146,7 +146,7 @@ def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     # SIGHUP is left alone if it is ignored, as under nohup.
     signal_numbers = [
         signal_number
-        for signal_number in _ASKING
+        for signal_number in _STOP_SIGNALS
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
     ]
     before = {

@@ -78,19 +78,19 @@ class Job:
     folder: str = ""
 
     @property
-    def meets_by(self) -> str:
+    def rendezvous_backend(self) -> str:
         """The rendezvous backend of torchrun's agents. Defaults to the simplest backend that works."""
         return self.rendezvous or ("static" if self.fewest is None else "c10d")
 
     @property
-    def meets_at(self) -> str:
+    def rendezvous_endpoint(self) -> str:
         """The rendezvous endpoint of torchrun's agents, as HOST:PORT."""
         return self.endpoint or f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port}"
 
     @property
-    def meets_on(self) -> str:
+    def rendezvous_host(self) -> str:
         """The host of the rendezvous endpoint."""
-        return self.meets_at.rpartition(":")[0].strip("[]")
+        return self.rendezvous_endpoint.rpartition(":")[0].strip("[]")
 
     @property
     def standalone(self) -> bool:

@@ -16,7 +16,7 @@ from lockstep.launchers.node import FIRST_NODE, NODES
 KINDS: Final = ("jobset", "trainjob", "job")
 _MANIFEST: Final = Path(__file__).with_name("kubernetes.yaml")
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME: Final = 63  # limit of a pod's host name
+_MAX_NAME_CHARS: Final = 63  # limit of a pod's host name
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
     """
     problems = []
     longest_name = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
-    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _LONGEST_NAME:
-        limit = _LONGEST_NAME - len(longest_name) + len(cluster.name)
+    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _MAX_NAME_CHARS:
+        limit = _MAX_NAME_CHARS - len(longest_name) + len(cluster.name)
         problems.append(
             f"--name: expected at most {limit} characters from a-z, 0-9 and -, with a letter first, "
             f"got {cluster.name!r}"

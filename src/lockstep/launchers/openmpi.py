@@ -11,7 +11,7 @@ from lockstep.launchers.job import Job
 from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
 VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in PLACE), "PMIX_NAMESPACE", *MASTER)
-_MISSING: Final = "mpirun of Open MPI sets it in each process"
+_MISSING_ADVICE: Final = "mpirun of Open MPI sets it in each process"
 # OMPI_MCA_orte_hnp_uri is the host that runs mpirun, which may not be a host of the job.
 _ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
 
@@ -21,7 +21,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
     port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # job ID, which is the same on all ranks
-    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING_ADVICE, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:

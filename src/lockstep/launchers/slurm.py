@@ -20,9 +20,9 @@ VARIABLES: Final = (
     *("SLURM_DISTRIBUTION", *MASTER),
 )
 _PSEUDO_STEPS: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
-_ANSWER_S: Final = 5.0
+_SCONTROL_TIMEOUT_S: Final = 5.0
 _STEPS: Final = 16  # port distance of consecutive jobs, so that their first steps use different ports
-_MISSING: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
+_MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
@@ -33,7 +33,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """
     if not _is_task_of_many(env):
         return None
-    variables = Variables(env, _MISSING)
+    variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("SLURM_PROCID")
     size = variables.number("SLURM_STEP_NUM_TASKS")
     local_rank = variables.number("SLURM_LOCALID")
@@ -84,9 +84,8 @@ def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
         return info
     address = node_address(_show_node(name))
     if not address and env.get("ENVIRONMENT") == "BATCH" and name in _first_host(env.get("SLURM_JOB_NODELIST", "")):
-        address = env.get(
-            "SLURM_LAUNCH_NODE_IPADDR", ""
-        )  # address of the host that called srun; batch scripts run on the first host of the job
+        # Address of the host that called srun; batch scripts run on the first host of the job.
+        address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
     return replace(info, master=address) if _can_resolve(address) else info
 
 
@@ -99,7 +98,7 @@ def node_address(text: str) -> str:
 def _show_node(name: str) -> str:
     with suppress(OSError, subprocess.TimeoutExpired):  # scontrol isn't installed, or Slurm doesn't respond
         command = ["scontrol", "show", "node", name]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False).stdout
     return ""
 
 

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import replace
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS
+from lockstep.common.follow_parent import RESOLVE_FLAG
 from lockstep.errors import UsageError
 from lockstep.launchers import agents
 from lockstep.launchers.base import Launcher
@@ -18,14 +18,14 @@ def commands(job: Job) -> dict[str, list[str]]:
     """
     if not job.hosts:
         raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
-    return {host: _line(replace(job, host=index)) for index, host in enumerate(job.hosts)}
+    return {host: _ssh_command(replace(job, host=index)) for index, host in enumerate(job.hosts)}
 
 
-def _line(job: Job) -> list[str]:
+def _ssh_command(job: Job) -> list[str]:
     # Detects an unreachable host within 45 s. Never asks for a password, because there may be no terminal.
     ssh_options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
     # Check that the host can be resolved. Otherwise, torchrun would retry for minutes.
-    resolve_check = [] if job.standalone else [KNOWS, job.meets_on]
+    resolve_check = [] if job.standalone else [RESOLVE_FLAG, job.rendezvous_host]
     agent = followed(job, [*resolve_check, *agents.command(replace(job, options=()))])
     remote_command = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"
     return ["ssh", *ssh_options, *job.options, job.hosts[job.host], remote_command]

@@ -38,7 +38,7 @@ TIMED: Final = 5  # number of timed steps, whose median time is used
 # The steps whose memory is measured. The highest peak is used. With simulated peers, each number is the duration of the
 # communication relative to a step. In a real run, the communication ends at a different time in each step, and buffers
 # are held until then.
-_LATE: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
+_COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
         sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_seconds(run_step, world) for _ in range(TIMED))
         peak = 0
-        for steps in _LATE:
+        for steps in _COMMUNICATION_STEPS:
             if traffic and sent * steps:
                 traffic.late = max(1.0, steps * seconds * traffic.link / sent)
             peak = max(peak, memory.peak(lambda: run_step(digests)))

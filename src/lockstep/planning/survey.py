@@ -93,14 +93,14 @@ def survey(
     """Measure each strategy on each number of processes.
 
     If `strategies` is empty, this measures all strategies that promise the same bits, except for strategies that
-    unpickle received data. `setup` is the result of `made_ready`. `tell` is called with each placement that is
+    unpickle received data. `setup` is the result of `open_for_survey`. `tell` is called with each placement that is
     measured.
     """
     pairs = _pairs(loaded, strategies, counts)
     return [_check_and_measure(strategy, processes, loaded, setup, machine, tell) for strategy, processes in pairs]
 
 
-def made_ready(loaded: Loaded) -> Setup:
+def open_for_survey(loaded: Loaded) -> Setup:
     """Run the checks that don't depend on the placement, and open the recipe before processes are forked.
 
     A mistake in the recipe raises UsageError.
@@ -161,7 +161,7 @@ def _check_and_measure(
     figures, pretended, reason = _measure(resolved, setup, machine, tell)
     if figures is None:
         return replace(row, reason=reason)
-    takes_turns = pretended and not machine.link and not _cards(resolved.placement)
+    takes_turns = pretended and not machine.link and not _gpu_count(resolved.placement)
     share = processes / usable_cores() if takes_turns else 1.0
     return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
@@ -171,13 +171,15 @@ def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> 
 
     A single rank with simulated peers runs first, because this machine may not have enough memory for all ranks.
     """
-    processes, max_ranks, single = resolved.processes, _at_once(resolved.placement), None
+    processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
     if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync compares layers across ranks
         tell(name)
         single, reason = largest(resolved, setup, machine.link or LINK)
         all_can_run = (
-            single is not None and 1 < processes <= max_ranks and single.peak <= room(resolved.placement, processes)
+            single is not None
+            and 1 < processes <= max_ranks
+            and single.peak <= memory_per_rank(resolved.placement, processes)
         )
         if machine.link or not all_can_run:
             return single, True, reason
@@ -190,19 +192,19 @@ def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> 
     return every, False, reason
 
 
-def _at_once(placement: Placement) -> int:
+def _max_ranks(placement: Placement) -> int:
     """Return the number of ranks that can run on this machine at once: one per GPU, unless the backend is gloo."""
-    cards = _cards(placement)
+    cards = _gpu_count(placement)
     return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
 
 
-def _cards(placement: Placement) -> int:
+def _gpu_count(placement: Placement) -> int:
     return 0 if placement.device == "cpu" else torch.cuda.device_count()
 
 
-def room(placement: Placement, processes: int) -> int:
+def memory_per_rank(placement: Placement, processes: int) -> int:
     """Return the available memory of each rank in bytes: that of its GPU, or an equal share of the free memory."""
-    if cards := _cards(placement):
+    if cards := _gpu_count(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
     memory = host.memory()

@@ -34,7 +34,9 @@ OF_FORWARD: Final = (
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-_CLOSE: Final = 1e-3  # relative tolerance; two sums of the same losses are much closer, and a mean is much further away
+_RELATIVE_TOLERANCE: Final = (
+    1e-3  # relative tolerance; two sums of the same losses are much closer, and a mean is much further away
+)
 
 
 class RandomSample(NamedTuple):
@@ -269,7 +271,7 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(spectral)}; each process would update its own copy, once for each of its micro-batches; "
             f"compute the norm from the weight only (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
+        yield CodeFinding(SPECTRAL_NORM, _accumulates(probed, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
@@ -277,7 +279,7 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(norms)}; each process would only keep statistics of its own micro-batches; derive it from "
             f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
-        yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
+        yield CodeFinding(CUSTOM_BATCHNORM, _accumulates(probed, norms), text, tuple(norms))
     if other_buffers:
         located_names = [f"{name}{probed.at(name)}" for name in other_buffers]
         text = (
@@ -285,10 +287,10 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
             f"inputs"
         )
-        yield CodeFinding(BUFFERS, _counts(probed, other_buffers), text, tuple(other_buffers))
+        yield CodeFinding(BUFFERS, _accumulates(probed, other_buffers), text, tuple(other_buffers))
 
 
-def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
+def _accumulates(probed: ProbeResult, names: Sequence[str]) -> bool:
     """Return whether the final value of a buffer depends on earlier micro-batches. Caches don't."""
     return any(name in probed.counting_buffers for name in names)
 
@@ -317,11 +319,11 @@ def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.loss is None or probed.loss.samples < 2:
         return
     samples, joint_loss, one_by_one = probed.loss
-    if _alike(joint_loss, one_by_one):
+    if _is_close(joint_loss, one_by_one):
         return
     sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {one_by_one:.6g}"
     figures = f"loss{probed.at('loss')}: {sums}"
-    if _alike(joint_loss * samples, one_by_one):
+    if _is_close(joint_loss * samples, one_by_one):
         text = (
             f"{figures}: this is already a mean, and is divided by the number of samples again; return the sum "
             f"(reduction='sum'), or one value for each sample (reduction='none')"
@@ -335,5 +337,5 @@ def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
         yield CodeFinding(NO_SUM, False, text)
 
 
-def _alike(left: float, right: float) -> bool:
-    return abs(left - right) <= _CLOSE * max(abs(left), abs(right))
+def _is_close(left: float, right: float) -> bool:
+    return abs(left - right) <= _RELATIVE_TOLERANCE * max(abs(left), abs(right))

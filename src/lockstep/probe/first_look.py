@@ -37,7 +37,7 @@ from lockstep.setup.user_code import import_paths
 NOT_LOOKED: Final = "not checked"
 
 _PATIENCE_S: Final = 10.0  # maximum time that the start of training waits for the check
-_PARAMETERS: Final = 250_000_000  # maximum number of parameters; a check needs memory for several copies
+_MAX_PARAMETERS: Final = 250_000_000  # maximum number of parameters; a check needs memory for several copies
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
 
@@ -56,8 +56,8 @@ def first_look(setup: Setup) -> Iterator[Look]:
         yield list
         return
     parameters = setup.summary.parameters
-    if parameters > _PARAMETERS:
-        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than the check copies")]
+    if parameters > _MAX_PARAMETERS:
+        yield lambda: [_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -102,16 +102,16 @@ def _receive_findings(receiving: Connection) -> list[CodeFinding]:
     start = time.monotonic()
     try:
         if not receiving.poll(_PATIENCE_S):
-            return [_not_looked(f"it took more than {time.monotonic() - start:.0f} s")]
+            return [_unchecked_finding(f"it took more than {time.monotonic() - start:.0f} s")]
         answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
-        return [_not_looked("its process was killed")]
+        return [_unchecked_finding("its process was killed")]
     if "failed" in answer:
-        return [_not_looked(answer["failed"])]
+        return [_unchecked_finding(answer["failed"])]
     return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
 
 
-def _not_looked(reason: str) -> CodeFinding:
+def _unchecked_finding(reason: str) -> CodeFinding:
     text = (
         f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
         f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
@@ -124,8 +124,8 @@ def _run_check(setup: Setup, sending: Connection) -> None:
     die_with_parent()
     for number in stopping():  # signals are sent to the whole process group, and the run handles them
         signal.signal(number, signal.SIG_IGN)
-    _fall_silent()
-    _open_files_anew()
+    _silence_output()
+    _reopen_files()
     torch.set_num_threads(1)  # a fork doesn't copy the threads of a thread pool
     not_a_rank()
     answer: dict[str, Any]
@@ -146,23 +146,23 @@ def _faults(setup: Setup) -> list[CodeFinding]:
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 
-def _fall_silent() -> None:
+def _silence_output() -> None:
     """Redirect stdout and stderr to /dev/null. The run itself prints the same messages."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
-        os.dup2(nowhere, number)
-    sys.stdout = sys.stderr = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115
+        os.dup2(null_descriptor, number)
+    sys.stdout = sys.stderr = open(null_descriptor, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def _open_files_anew() -> None:
+def _reopen_files() -> None:
     """Reopen regular files that are open for reading, because a forked process shares file offsets with the run."""
     with suppress(FileNotFoundError):  # not on Linux
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                _open_anew(int(name))
+                _reopen_file(int(name))
 
 
-def _open_anew(descriptor: int) -> None:
+def _reopen_file(descriptor: int) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return

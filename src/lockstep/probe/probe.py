@@ -47,8 +47,8 @@ from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint.tensorfile import digest
 
 _SAMPLES: Final = 8  # number of samples to fetch twice from each split
-_FEW: Final = 4  # number of samples in a quick check, per split and per micro-batch
-_LARGE: Final = 1 << 14  # number of elements in a sample above which a quick check uses fewer samples
+_QUICK_SAMPLES: Final = 4  # number of samples in a quick check, per split and per micro-batch
+_LARGE_SAMPLE: Final = 1 << 14  # number of elements in a sample above which a quick check uses fewer samples
 _LOSS_SAMPLES: Final = 32  # maximum number of samples whose loss is computed individually
 _DRAWN: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
@@ -83,12 +83,12 @@ def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
 
     This doesn't find problems that only occur in the backward pass or on a different device.
     """
-    samples_found = random_samples(setup, _FEW) if samples else []
+    samples_found = random_samples(setup, _QUICK_SAMPLES) if samples else []
     if not forward:
         return ProbeResult(random_samples=samples_found, places=_places(setup))
     recipe, device = setup.recipe, torch.device("cpu")
     numbers = sum(tensor[0].numel() for tensor in tensors_of(setup.problem.example))  # number of elements in a sample
-    few_samples = 2 if numbers > _LARGE else _FEW
+    few_samples = 2 if numbers > _LARGE_SAMPLE else _QUICK_SAMPLES
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(setup.data.train))
     reduced = replace(
         setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
@@ -113,7 +113,7 @@ def random_samples(setup: Setup, count: int) -> list[RandomSample]:
     if setup.data.validation is not None:
         numbers = [*range(min(count, len(setup.data.validation)))]
         parts.append(("validation", setup.data.validation, numbers, None))
-    return [sample for part, split, indices, draw in parts for sample in _random(part, split, indices, draw)]
+    return [sample for part, split, indices, draw in parts for sample in _changing_samples(part, split, indices, draw)]
 
 
 def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
@@ -122,13 +122,13 @@ def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
     `fetching` is the method that fetches an item. The findings name its line.
     """
     try:
-        changing = [*_random("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
+        changing = [*_changing_samples("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
     except TrainingError:  # an unreadable file, which training reports when it reads the item
         return []
     return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
 
 
-def _random(
+def _changing_samples(
     part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
 ) -> Iterator[RandomSample]:
     _digests_of(split, indices[:1], draw)  # a dataset may draw random numbers when it fetches its first item
@@ -137,7 +137,7 @@ def _random(
     checks_rank = among_ranks and first == second
     other_digests = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if checks_rank else second
     for index, first_digests, second_digests in zip(indices, first, other_digests, strict=True):
-        if difference := _what_differs(first_digests, second_digests):
+        if difference := _describe_difference(first_digests, second_digests):
             yield RandomSample(part, index, difference, checks_rank)
 
 
@@ -188,7 +188,7 @@ class _Probe:
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Run the micro-batches and return the observations."""
-        model, first, second = self._fresh(), self._settings.given[0], self._settings.given[-1]
+        model, first, second = self._build_model(), self._settings.given[0], self._settings.given[-1]
         kinds = {type(module) for module in model.modules()}
         before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
         first_result = self._compute(model, first)
@@ -198,13 +198,13 @@ class _Probe:
         unused_names = [
             name for name, p in model.named_parameters() if p.requires_grad and name not in {*first_result, *two}
         ]
-        fresh_model = self._fresh()
+        fresh_model = self._build_model()
         alone_result = self._compute(fresh_model, second)
         changed, fewer = before.buffer_changes(after), ModelState(fresh_model)
         own_loss = ":" in self._setup.recipe.loss.name
         loss = self._loss(fresh_model, first) if self._settings.backward or own_loss else None
-        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), first_result)
-        repeated_result = first_result if elsewhere == first_result else self._compute(self._fresh(), first)
+        elsewhere = _as_another_rank(lambda: self._compute(self._build_model(), first), first_result)
+        repeated_result = first_result if elsewhere == first_result else self._compute(self._build_model(), first)
         repeated = _first_difference(first_result, repeated_result)
         attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
@@ -253,7 +253,7 @@ class _Probe:
         )
 
     def _weight_changes(self) -> list[str]:
-        model = self._fresh()
+        model = self._build_model()
         before = weights(model)
         self._compute(model, self._settings.given[0])
         return [name for name, digest in weights(model).items() if digest != before[name]]
@@ -261,9 +261,11 @@ class _Probe:
     def _evaluation(self) -> tuple[str, dict[str, str]]:
         """Return the part of an evaluation that depends on the previous batch, and the reads that explain this."""
         first, second = self._settings.given[0], self._settings.given[-1]
-        if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
+        if self._evaluation_digest(self._build_model(), first, second) == self._evaluation_digest(
+            self._build_model(), second
+        ):
             return "", {}
-        model = self._fresh()
+        model = self._build_model()
         with record_reads() as reads:
             self._evaluation_digest(model, first, second)
         return "outputs", dict(reads)
@@ -276,7 +278,7 @@ class _Probe:
         with autocast(self._settings.precision, self._world.device):
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
-    def _fresh(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         """Build the model. This also resets the random generators of Python and NumPy to a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
@@ -321,7 +323,7 @@ class _Probe:
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
         """Return everything except its inputs that the code reads to build and run the model, with the lines."""
         with record_reads() as recorded:
-            self._compute(self._fresh(), microbatch)
+            self._compute(self._build_model(), microbatch)
         return dict(recorded)
 
 
@@ -333,11 +335,13 @@ def _places(setup: Setup) -> dict[str, str]:
     if "data" in paths:
         parts = {"training": setup.data.train, "validation": setup.data.validation}
         splits = {part: split for part, split in parts.items() if split is not None}
-        locations |= {part: user_code.place_of(_fetching(split)) or locations["data"] for part, split in splits.items()}
+        locations |= {
+            part: user_code.place_of(_fetch_function(split)) or locations["data"] for part, split in splits.items()
+        }
     return {part: location for part, location in locations.items() if location}
 
 
-def _fetching(split: Split) -> object:
+def _fetch_function(split: Split) -> object:
     """Return the function that fetches samples of a custom split."""
     if isinstance(split, ImportedSplit):
         return type(split.dataset).__getitem__
@@ -372,7 +376,7 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
     return digests
 
 
-def _what_differs(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     """Return a text about the first difference between two samples, or an empty string if there is none."""
     of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_DRAWN}) <= 2 else {}
     paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]

@@ -23,10 +23,11 @@ from lockstep.training.checkpoint.tensorfile import digest
 CACHE: Final = "cache of"  # prefix of the text of a cached function
 SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
 
-_DEPTH: Final = 4  # maximum nesting level of containers and objects
-_BRIEF: Final = 24  # maximum number of characters of a value that is shown in full
-_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
-_BYTES: Final = 16 << 20  # maximum size of a tensor or array; of larger ones, likely datasets, only the shape counts
+_MAX_DEPTH: Final = 4  # maximum nesting level of containers and objects
+_MAX_SHOWN_CHARS: Final = 24  # maximum number of characters of a value that is shown in full
+_MAX_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
+# Maximum size of a tensor or array; of larger ones, likely datasets, only the shape counts.
+_MAX_TENSOR_BYTES: Final = 16 << 20
 
 
 @final
@@ -46,8 +47,8 @@ class ModelState:
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
                     (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
-            for name, value in _plain(module):
-                self.attributes[prefix + name] = _format_value(value, _DEPTH)
+            for name, value in _custom_attributes(module):
+                self.attributes[prefix + name] = _format_value(value, _MAX_DEPTH)
 
     def buffer_changes(self, after: Self) -> list[str]:
         """Return the names of the buffers whose values differ in `after`."""
@@ -149,7 +150,7 @@ def is_spectral_norm(module: nn.Module) -> bool:
 def change_of(before: str, after: str) -> str:
     """Return the change of a value as text, such as `0 -> 2` or `a tensor`, from the texts of both values."""
     kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
-    if max(len(before), len(after)) <= _BRIEF:
+    if max(len(before), len(after)) <= _MAX_SHOWN_CHARS:
         return f"{before} -> {after}"
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == kind_after else f"{kind} -> {kind_after}"
 
@@ -164,15 +165,16 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attributes that a module's own code has set, without the internal attributes of torch."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
     # Before each forward, the hook of spectral_norm recomputes the weight from parameters and buffers.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # torch's own, as in fully_shard
-        if name not in {*registries, *computed} and not torchs and not _lists_parameters(value):
+        # torch's own, as in fully_shard.
+        is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
+        if name not in {*registries, *computed} and not is_internal and not _lists_parameters(value):
             yield name, value
 
 
@@ -188,12 +190,12 @@ def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
-        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
+        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _MAX_DEPTH)}"
     types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
     containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
     if plain or containers or isinstance(value, types) or type(value).__module__ in modules:
-        return _format_value(value, _DEPTH)
+        return _format_value(value, _MAX_DEPTH)
     return type(value).__name__
 
 
@@ -210,7 +212,7 @@ def _format_value(value: Any, depth: int) -> str:
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _BYTES else ''}"
+        return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _MAX_TENSOR_BYTES else ''}"
     if isinstance(value, bool | int | float | complex | str | bytes | count | None):
         return repr(value)
     if isinstance(value, Generator):
@@ -224,23 +226,23 @@ def _format_value(value: Any, depth: int) -> str:
     if not depth or isinstance(value, nn.Module | type):
         return type(value).__name__
     if isinstance(value, Mapping):
-        items = islice(value.items(), _ITEMS)
+        items = islice(value.items(), _MAX_ITEMS)
         text = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(item, depth - 1)}" for key, item in items)
         return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     if isinstance(value, list | tuple | deque):
-        text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _ITEMS))
+        text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS))
         return f"{type(value).__name__} [{text}]{_length_suffix(value)}"
     if isinstance(value, set | frozenset):
-        text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _ITEMS)))
+        text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS)))
         return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
 
 
 def _digest(tensor: Tensor) -> str:
-    if tensor.is_meta or tensor.numel() * tensor.element_size() > _BYTES:
+    if tensor.is_meta or tensor.numel() * tensor.element_size() > _MAX_TENSOR_BYTES:
         return str(tuple(tensor.shape))
     return digest([tensor])
 
 
 def _length_suffix(container: Any) -> str:
-    return f" of {len(container)}" if len(container) > _ITEMS else ""
+    return f" of {len(container)}" if len(container) > _MAX_ITEMS else ""

@@ -22,7 +22,7 @@ class ModelTraits:
     """
 
     def __init__(self) -> None:
-        self._static: list[str] = []
+        self._static_traits: list[str] = []
         self._written: dict[str, None] = {}
         self._recomputed: dict[str, None] = {}
         self._forwards: list[Counter[str]] = []  # number of calls of each module with parameters, for each forward
@@ -43,7 +43,7 @@ class ModelTraits:
 
     def watch(self, model: nn.Module) -> None:
         """Watch all future forward passes of a model."""
-        self._static = [*_static(model)]
+        self._static_traits = [*_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(partial(self._before, name))
@@ -68,7 +68,7 @@ class ModelTraits:
             for name, module in modules
             if _hooks_accumulation(module)
         ]
-        texts += self._static
+        texts += self._static_traits
         names = {name for forward in self._forwards for name in forward}
         for name in sorted(names):
             if any(name not in forward for forward in self._forwards):
@@ -104,7 +104,7 @@ class ModelTraits:
                 self._written[name] = None
 
 
-def _static(model: nn.Module) -> Iterator[str]:
+def _static_traits(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield (

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from lockstep.common.own_code import is_installed, location
-from lockstep.setup.user_code import is_librarys, place_of_frame
+from lockstep.setup.user_code import is_library_file, place_of_frame
 
 CLOCK: Final = "the clock"
 SYSTEM: Final = "the system's randomness"
@@ -31,8 +31,8 @@ NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
 _VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-_OF_RUN: Final = ("rank", "size")  # attributes of lockstep's Run
-_ASKED: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # functions of torch.distributed
+_RUN_ATTRIBUTES: Final = ("rank", "size")  # attributes of lockstep's Run
+_RANK_FUNCTIONS: Final = ("get_rank", "get_world_size", "get_node_local_rank")  # functions of torch.distributed
 
 
 @contextmanager
@@ -73,7 +73,7 @@ class _Calls:
         source, reader = None, frame
         if event == "c_call":
             source = self._names.get(function)
-        elif event == "call" and _asks_for_rank(frame):
+        elif event == "call" and _reads_rank(frame):
             source, reader = RANK, frame.f_back or frame
         if source is not None and (source == RANK or self._counts()) and (location := place_of_frame(reader)):
             self._reads.setdefault(source, location)
@@ -88,26 +88,27 @@ class _Draws:
         self._counts = counts
         self._frames: list[tuple[FrameType, int]] = []  # running frames outside of libraries, with their current lines
         self._counted = counts()  # value of `counts` at the last check
-        self._states: dict[str, Any] = (
-            self._current_states() if self._counted else {}
-        )  # generator states at the last check
+        # Generator states at the last check.
+        self._states: dict[str, Any] = self._current_states() if self._counted else {}
 
     def begin(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if event != "call" or is_librarys(file) or (is_installed(file) and not self._counts()):  # for example an import
+        if (
+            event != "call" or is_library_file(file) or (is_installed(file) and not self._counts())
+        ):  # for example an import
             return None
         self._compare_states()
         self._frames.append((frame, frame.f_lineno))
-        return self._go_on
+        return self._trace_line
 
-    def _go_on(self, frame: FrameType, event: str, _: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event in ("line", "return"):
             self._compare_states()
             if event == "return":
                 self._frames.pop()
             else:
                 self._frames[-1] = frame, frame.f_lineno
-        return self._go_on
+        return self._trace_line
 
     def _compare_states(self) -> None:
         """Attribute state changes since the last check to the line that was running.
@@ -131,10 +132,10 @@ class _Draws:
         return {PYTHON: python_random.getstate(), NUMPY: (position, np.asarray(key).tobytes()), TORCH: torch_state}
 
 
-def _asks_for_rank(frame: FrameType) -> bool:
+def _reads_rank(frame: FrameType) -> bool:
     code = frame.f_code
-    if code.co_name in _OF_RUN and code.co_filename.endswith("lockstep/loop/run.py"):
+    if code.co_name in _RUN_ATTRIBUTES and code.co_filename.endswith("lockstep/loop/run.py"):
         return True
-    if code.co_name in _ASKED:
+    if code.co_name in _RANK_FUNCTIONS:
         return code.co_filename.endswith("torch/distributed/distributed_c10d.py")
     return code is type(os.environ).__getitem__.__code__ and frame.f_locals.get("key") in _VARIABLES

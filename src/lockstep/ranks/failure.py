@@ -18,7 +18,7 @@ from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, 
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
 
-_LONGEST: Final = 8_000  # characters, each up to six bytes in JSON; fits into the 64 KiB buffer of a pipe
+_MAX_CHARS: Final = 8_000  # characters, each up to six bytes in JSON; fits into the 64 KiB buffer of a pipe
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Failure:
 
     def __post_init__(self) -> None:
         text = printable(self.text)
-        if len(text) > _LONGEST:
-            cut = f"\n... {len(text) - _LONGEST:,} characters ...\n"
-            text = f"{text[: _LONGEST // 2]}{cut}{text[-(_LONGEST // 2) + len(cut) :]}"
+        if len(text) > _MAX_CHARS:
+            cut = f"\n... {len(text) - _MAX_CHARS:,} characters ...\n"
+            text = f"{text[: _MAX_CHARS // 2]}{cut}{text[-(_MAX_CHARS // 2) + len(cut) :]}"
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "host", printable_line(self.host))
         object.__setattr__(self, "log", printable_line(self.log))

@@ -83,7 +83,7 @@ class Heartbeat:
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = watched(rank, size)
         self._beats: dict[int, Beat] = {}  # last received heartbeat by rank
-        self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
+        self._killed = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
         self._looks = 0  # number of checks of the store
         self._silent = dict.fromkeys(self._watched, 0)  # number of checks since the last new heartbeat, by rank
         self._failed: Failure | None = None
@@ -118,7 +118,7 @@ class Heartbeat:
                 return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
-        return None if self._looks - looks >= self._missed else self._alone(self._missed)
+        return None if self._looks - looks >= self._missed else self._store_failure(self._missed)
 
     def _beat(self) -> None:
         """Send heartbeats, read the heartbeats of watched ranks, and check for failures, until the block ends."""
@@ -162,28 +162,28 @@ class Heartbeat:
                 if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck_beats >= self._lost_looks:
-                self._rendezvous.end(self._alone(stuck_beats))
+                self._rendezvous.end(self._store_failure(stuck_beats))
             elif lost_ranks := self._lost_ranks(self._lost_looks):
                 self._rendezvous.end(self._failure_of(lost_ranks))
 
     def _lost_ranks(self, looks: int) -> list[int]:
         """Return the silent ranks that are lost: their process is gone, or in an unknown state after `looks` checks."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
-        states = {rank: process_state.state(self._last(rank).process) for rank in silent}
+        states = {rank: process_state.state(self._last_beat(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
-    def _last(self, rank: int) -> Beat:
+    def _last_beat(self, rank: int) -> Beat:
         """Return the last heartbeat of a rank, or an empty heartbeat if there is none."""
         return self._beats.get(rank, Beat(0))
 
     def _failure_of(self, ranks: list[int]) -> Failure:
         """Return the failure that describes the lost `ranks`."""
         rank = ranks[0]
-        last = self._last(rank)
+        last = self._last_beat(rank)
         is_gone = process_state.state(last.process) == "gone"
         on_this_host = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
-        memory = self._killed.words(last.peak) if on_this_host else oom.had(last.peak)
+        memory = self._killed.words(last.peak) if on_this_host else oom.describe_peak(last.peak)
         status = f" (last status: {last.status})" if last.status else ""
         explanation = (
             f"{'killed' if is_gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
@@ -191,7 +191,7 @@ class Heartbeat:
         observation = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
         return self._loss_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
 
-    def _alone(self, looks: int) -> Failure:
+    def _store_failure(self, looks: int) -> Failure:
         """Return the failure to report if the store doesn't respond."""
         host = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
         observation = f"{host} has not answered for {looks * self._beat_s:.0f} s"

@@ -80,20 +80,20 @@ def run_workers(
     workers that lost a peer.
     """
     check_loopback(timing)
-    started = _Started(timing)
+    started = _Workers(timing)
     with ExitStack() as stack:
         received = stack.enter_context(_relay_signals(started))
-        address = stack.enter_context(_nameless_file())
+        address = stack.enter_context(_unnamed_file())
         stack.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
         for rank in range(processes):
-            started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s, timing))
+            started.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
         first = cause(ends)
         if first is None:
             return max(end.result or 0 for end in ends)
         if -first.code in received:
             return _report_signal(-first.code)
-        failure = first.failure or _silent(first, processes, started.memory(first.rank), logs)
+        failure = first.failure or _unreported_failure(first, processes, started.memory(first.rank), logs)
     # All workers have ended, so no worker prints anything after this.
     print(failure.words, file=sys.stderr)
     if failed:
@@ -136,13 +136,13 @@ class _Process:
 
 
 @final
-class _Started:
+class _Workers:
     """The started workers, by rank."""
 
     def __init__(self, timing: Timing) -> None:
         self._workers: list[_Process] = []
         self._timing = timing
-        self._killed = oom.Killed(round(timing.memory_s / timing.watch_s))
+        self._killed = oom.KillDetector(round(timing.memory_s / timing.watch_s))
 
     def start(self, rank: int, method: Literal["fork", "spawn"], body: Callable[[Connection], None]) -> None:
         """Start the worker of the next rank."""
@@ -153,7 +153,7 @@ class _Started:
             with worker_end:
                 process = context.Process(target=body, args=(worker_end,))
                 process.start()
-                self._workers.append(_Process(process, _ending(process), pipe))
+                self._workers.append(_Process(process, _open_end_descriptor(process), pipe))
         except OSError as error:
             raise limit_error(f"start rank {rank}", error) from error
 
@@ -208,7 +208,7 @@ class _Started:
             os.close(worker.ending)
 
 
-def _ending(process: BaseProcess) -> int:
+def _open_end_descriptor(process: BaseProcess) -> int:
     """Return a file descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(process.pid or 0)
@@ -242,7 +242,7 @@ def _end_of(rank: int, worker: _Process) -> End | None:
     return End(rank, code, end_time)
 
 
-def _begin(
+def _run_worker(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
     """Run the worker in its process. The process ends with the agent, and gets no signals from the terminal."""
@@ -271,7 +271,7 @@ def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn
     end_process(rendezvous, failure, report)
 
 
-def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
+def _unreported_failure(end: End, size: int, memory: str, logs: Path | None) -> Failure:
     """Return the failure of a worker that ended without reporting it."""
     if end.code < 0:
         end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
@@ -291,7 +291,7 @@ def _report_signal(number: int) -> int:
 
 
 @contextmanager
-def _nameless_file() -> Iterator[str]:
+def _unnamed_file() -> Iterator[str]:
     """Yield the rendezvous address of an in-memory file. It can't be removed, and disappears when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")
@@ -308,7 +308,7 @@ def _nameless_file() -> Iterator[str]:
 
 
 @contextmanager
-def _relay_signals(started: _Started) -> Iterator[list[int]]:
+def _relay_signals(started: _Workers) -> Iterator[list[int]]:
     """Forward signals that stop a run to the workers while the block runs. Yield the list of received signals."""
     received: list[int] = []
     agent = os.getpid()

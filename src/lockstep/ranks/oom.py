@@ -35,7 +35,7 @@ KILLED: Final = "out of memory: the kernel killed a process on this host"
 
 
 @final
-class Killed:
+class KillDetector:
     """Counts recent out-of-memory kills on this host. Create it before the processes start.
 
     The host may be shared, so older kills may be unrelated to this run. Call `look` at regular intervals while all
@@ -52,10 +52,10 @@ class Killed:
     def words(self, peak: int) -> str:
         """Return a message about the peak memory of a process, in bytes, and whether the host ran out of memory."""
         if kills() > self._counts[0]:
-            return "; ".join(filter(None, [KILLED, had(peak)]))
-        return had(peak)
+            return "; ".join(filter(None, [KILLED, describe_peak(peak)]))
+        return describe_peak(peak)
 
 
-def had(peak: int) -> str:
+def describe_peak(peak: int) -> str:
     """Return a message about the peak memory of a process, in bytes, or an empty string if it is 0 (unknown)."""
     return f"it used up to {peak / 2**20:,.0f} MiB" if peak else ""

@@ -13,15 +13,15 @@ from typing import Final, Literal
 
 State = Literal["runs", "gone", "unknown"]
 
-_STATE: Final = 0  # index into the fields of /proc/PID/stat after the name, which may contain spaces
-_STARTED: Final = 19
+_STATE_FIELD: Final = 0  # index into the fields of /proc/PID/stat after the name, which may contain spaces
+_START_TIME_FIELD: Final = 19
 _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
 
 
 def identity() -> str:
     """Return an identifier of this process that is unique across hosts, or an empty string if unsupported."""
     with suppress(OSError):
-        return f"{_numbers_of()} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
+        return f"{_pid_space()} {os.getpid()} {_stat(os.getpid())[_START_TIME_FIELD]}"
     return ""
 
 
@@ -29,7 +29,7 @@ def state(process: str) -> State:
     """Return the state of a process by its `identity`. It is "unknown" if the process is stopped or not visible."""
     try:
         numbers, number, started = process.rsplit(" ", 2)
-        if numbers != _numbers_of():
+        if numbers != _pid_space():
             return "unknown"
         pid = int(number)
     except (OSError, ValueError):
@@ -38,10 +38,10 @@ def state(process: str) -> State:
         fields = _stat(pid)
     except OSError:
         return "gone"
-    return _STATES.get(fields[_STATE], "unknown") if fields[_STARTED] == started else "gone"
+    return _STATES.get(fields[_STATE_FIELD], "unknown") if fields[_START_TIME_FIELD] == started else "gone"
 
 
-def _numbers_of() -> str:
+def _pid_space() -> str:
     """Return an identifier of the PID space of this process. Processes with the same identifier can see each other.
 
     It consists of the boot ID, the PID namespace and the host name. The host name is included because a machine can

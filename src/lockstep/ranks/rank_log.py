@@ -175,7 +175,7 @@ def outliving_terminal() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
-    with redirect_stdout(_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_unfailing(sys.stderr, _STDERR)):
+    with redirect_stdout(_make_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_make_unfailing(sys.stderr, _STDERR)):
         yield
 
 
@@ -213,7 +213,7 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.close(copy)
 
 
-def _unfailing(stream: TextIO | None, standard: int) -> TextIO:
+def _make_unfailing(stream: TextIO | None, standard: int) -> TextIO:
     """Return a stream that ignores errors. A stream without a descriptor, as in a notebook, is returned unchanged."""
     if stream is None:
         return _UnfailingStream(standard)

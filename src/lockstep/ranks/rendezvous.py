@@ -91,7 +91,7 @@ class Rendezvous:
             return
         key = self._exchange("compare")
         with self._store_errors():
-            self._publish(key, _short_enough(facts))
+            self._publish(key, _hash_long_facts(facts))
             if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
                 verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
@@ -126,7 +126,7 @@ class Rendezvous:
         """Wait until all ranks have written a value for `key`. Return the values by rank."""
         assert self.store is not None
         self._wait(f"{key} all", key)
-        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
+        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, LONGEST_FACTS)
         for value in values:
             if isinstance(value, UntrustedError):
                 raise value
@@ -208,16 +208,16 @@ class Rendezvous:
                 with self._store_errors():
                     base = JobStore(_store(self, address), self.secret)
                     if self.info.rank == 0:
-                        self._gather(base)
+                        self._register_ranks(base)
                     else:
-                        self._follow(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
+                        self._join_start(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
                 return
             except PeerLostError:  # the previous start has ended, together with its rank 0
                 if time.monotonic() >= retry_until:
                     raise
                 self.store = None
 
-    def _gather(self, base: JobStore) -> None:
+    def _register_ranks(self, base: JobStore) -> None:
         name = uuid.uuid4().hex
         self.store = base.part(name)
         registrations = {0: self._registration()}
@@ -233,7 +233,7 @@ class Rendezvous:
         self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
 
-    def _follow(self, base: JobStore, late_s: float) -> None:
+    def _join_start(self, base: JobStore, late_s: float) -> None:
         """Find the ID of this start and wait for `begin`. Rank 0 may start up to `late_s` seconds after this rank."""
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
@@ -242,7 +242,7 @@ class Rendezvous:
             start_id = current_id
             if base.has(_START):
                 try:
-                    start_id = base.read(_START, _name)
+                    start_id = base.read(_START, _parse_start_id)
                 except UntrustedError:  # the store may contain the ID of a different job until rank 0 starts
                     if self.store is None and time.monotonic() >= trust_after:
                         raise
@@ -358,7 +358,7 @@ def polls(
     raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
-def _name(value: Any) -> str:
+def _parse_start_id(value: Any) -> str:
     """Return `value` if it is the ID of a start. Otherwise, raise ValueError."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
         raise ValueError("expected the ID of a start")
@@ -379,7 +379,7 @@ def _parse_hosts(value: Any) -> tuple[str, ...]:
     return tuple(printable_line(text(host)) for host in value_fields["hosts"])
 
 
-def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts, replacing each fact that is too long to send with its hash, such as a million names."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
     max_length = LONGEST_FACTS // (2 * max(len(facts), 1))
@@ -389,7 +389,7 @@ def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _facts(value: Any) -> dict[str, Any]:
+def _parse_facts(value: Any) -> dict[str, Any]:
     """Return `value` if it is a dict of facts by name. Otherwise, raise ValueError."""
     if type(value) is not dict:
         raise ValueError("expected a dict of facts")

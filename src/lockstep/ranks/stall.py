@@ -31,11 +31,11 @@ from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, who
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
 
-_LINES: Final = 8  # number of stack lines of a late rank in a report
+_REPORT_LINES: Final = 8  # number of stack lines of a late rank in a report
 _SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends, since a stack may be deep
 
-_OURS: Final = "lockstep/"
-_TORCH: Final = "torch/distributed/"
+_LOCKSTEP_PREFIX: Final = "lockstep/"
+_TORCH_PREFIX: Final = "torch/distributed/"
 # The modules in which the main thread waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
@@ -45,7 +45,7 @@ _DOORS: Final = (
 
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
-_LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
+_LATE_ROLES: Final[tuple[_Role, ...]] = ("is late", "is behind")
 # The last line of a report. It is the line of the first role in this dict that any rank has.
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
@@ -74,7 +74,7 @@ class ThreadState:
     @property
     def words(self) -> str:
         """The status, and the innermost Lockstep line outside `_DOORS`. The lines inside look alike for all waits."""
-        own_lines = [line for line in self.stack if line.startswith(_OURS)]
+        own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_DOORS)]
         return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
 
@@ -184,15 +184,15 @@ class StallDetector:
     def _thread_state(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
-        files = [_short(frame_summary.filename) for frame_summary in summary]
-        own_file = next((file for file in files if file.startswith(_OURS)), "")
+        files = [_relative_name(frame_summary.filename) for frame_summary in summary]
+        own_file = next((file for file in files if file.startswith(_LOCKSTEP_PREFIX)), "")
         stack = tuple(
             f"{file}:{frame_summary.lineno} {frame_summary.name}"
             for file, frame_summary in zip(files, summary, strict=True)
         )[::-1]
         status = self.rendezvous.status()
-        if own_file in _DOORS or files[0].startswith(_TORCH):
-            return ThreadState(status, _to_the_door(stack), True)
+        if own_file in _DOORS or files[0].startswith(_TORCH_PREFIX):
+            return ThreadState(status, _trim_to_wait(stack), True)
         return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
@@ -202,7 +202,7 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
     ranks_by_state: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, state) in sorted(answers.items()):
         role = _role(state, max_step)
-        stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_LINES:]]
+        stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_REPORT_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
         ranks_by_state.setdefault((role, "\n".join([state.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
@@ -220,7 +220,7 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
     if not silent:
         roles = {role for role, _ in ranks_by_state}
         lines += [ending for role, ending in _ENDINGS.items() if role in roles][:1]
-        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE]
+        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE_ROLES]
         lines += [_SAVES] if late and all(state.status.phase == "saving" for state in late) else []
     return "\n".join(line for line in lines if line)
 
@@ -229,7 +229,7 @@ def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> lis
     """Return the ranks that don't answer. If all ranks answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
     max_step = max((state.status.step for _, state in answers.values()), default=0)
-    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE]
+    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE_ROLES]
 
 
 def _role(state: ThreadState, max_step: int) -> _Role:
@@ -276,15 +276,15 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
-def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
+def _trim_to_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
     """Return a stack without the lines inside the wait, because these change while the thread waits."""
-    own_lines = [index for index, line in enumerate(stack) if line.startswith(_OURS)]
+    own_lines = [index for index, line in enumerate(stack) if line.startswith(_LOCKSTEP_PREFIX)]
     last_outside = max((index for index in own_lines if not stack[index].startswith(_DOORS)), default=-1)
     door = next((index for index in own_lines if index > last_outside), len(stack))
     return stack[: door + 1]
 
 
-def _short(filename: str) -> str:
+def _relative_name(filename: str) -> str:
     """Return a file name relative to the longest matching entry of `sys.path`."""
     folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
     return filename.removeprefix(f"{max(folders, key=len)}/") if folders else filename

@@ -55,9 +55,9 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
-_COLLECTED: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
+_DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
 # Keys that set where and how the steps are computed. All other keys must match the run.
-_FREE: Final = ("placement.", "run.key_file")
+_OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
 Place = tuple[int, bool]  # key of a digest: its step, and whether it is a digest of weights
@@ -153,7 +153,7 @@ def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int
     torch.set_num_threads(1)  # see run/start.py
     run = open_run(request)
     prepared = _prepare(run)
-    return on_ranks(partial(_as_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
+    return on_ranks(partial(_run_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
 
 
 def open_run(request: ReplayRequest) -> OpenedRun:
@@ -173,7 +173,7 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     data_keys = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
-        if not (key.startswith(_FREE) or key in data_keys or key in code):
+        if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
             raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
     checkpoints = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)
@@ -220,7 +220,7 @@ def _prepare(run: OpenedRun, processes: int | None = None) -> Prepared:
     return prepared
 
 
-def _as_rank(
+def _run_rank(
     request: ReplayRequest,
     report: Callable[[Replay], None],
     shared: tuple[OpenedRun, Prepared] | None,
@@ -274,7 +274,7 @@ class _Steps:
         """Run the steps and return the findings. They are only complete on rank 0."""
         self._resume()
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
-        plan = replace(self._setup.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
+        plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
         for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
             pass

@@ -20,7 +20,7 @@ from lockstep.core.digest import Digests
 from lockstep.device.machine import numerics_differences
 from lockstep.errors import UsageError
 
-_LARGEST: Final = 1 << 30  # maximum size in bytes of a file to read
+_MAX_TRACE_BYTES: Final = 1 << 30  # maximum size in bytes of a file to read
 Word = Annotated[str, Field(max_length=1000)]
 
 
@@ -80,7 +80,7 @@ class Trace:
 def read(path: Path) -> tuple[Head, list[Traced]]:
     """Read a trace. Raises UsageError if the file isn't a trace."""
     try:
-        first, *lines = plainfile.content(path, _LARGEST).decode().splitlines()
+        first, *lines = plainfile.content(path, _MAX_TRACE_BYTES).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
         return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
     except OSError as error:

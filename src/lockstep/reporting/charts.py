@@ -9,22 +9,22 @@ from typing import Any, Final
 from lockstep.reporting.thinning import Point
 
 # The colorblind-safe palette of Okabe and Ito, without black, so that it works on white and black backgrounds.
-_COLOURS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
+_COLORS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
 _GREY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
 _HEIGHT: Final = 340  # without the legend of the chart, which has a line for each trace on a phone
 KEY_HEIGHT: Final = 19  # height of a legend line in pixels
-_MOST_KEYS: Final = 8  # a group with more bars has no legend, because colors would repeat
+_MAX_LEGEND_KEYS: Final = 8  # a group with more bars has no legend, because colors would repeat
 _BAR_HEIGHT: Final = 40
 _CELL_HEIGHT: Final = 26
-_LONGEST_TICK: Final = 16  # maximum number of characters in a tick label
-_MOST_TICKS: Final = 16
+_MAX_TICK_CHARS: Final = 16  # maximum number of characters in a tick label
+_MAX_TICKS: Final = 16
 # Colors of low and high values, on the diagonal and off the diagonal. All are light, so that the same text color is
 # readable on them.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
 _ON_SHADES: Final = "#1b1f24"
 RUNS: Final = "runs"  # heading of the runs in the legend of the page
-_MARKED: Final = 60  # lines with fewer points have markers
+_MAX_MARKERS: Final = 60  # lines with fewer points have markers
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def curves(
     """
     data = []
     by_training = training or {}
-    places = _places([*names, *lines, *by_training])
+    places = _positions([*names, *lines, *by_training])
     for name in sorted({*lines, *by_training}, key=places.__getitem__):
         if name in by_training:
             thin = _curve(name, places[name], by_training[name], "training", noisy=True)
@@ -109,7 +109,7 @@ def lines(
     the lines in the legend of the page.
     """
     data = []
-    places = _places([*names, *series])
+    places = _positions([*names, *series])
     for name, points in series.items():
         line = _GREY if name == ideal else _line(places[name])
         trace = _trace(name, [point[0] for point in points], [point[1] for point in points], line, size=8)
@@ -121,7 +121,7 @@ def lines(
         layout["yaxis"]["tickformat"] = ".0%"
     if log_x:
         layout["xaxis"]["type"] = "log"
-    elif len(values) <= _MOST_TICKS:
+    elif len(values) <= _MAX_TICKS:
         layout["xaxis"] |= {"tickmode": "array", "tickvals": values}
     layout["yaxis"]["rangemode"] = "tozero" if from_zero else "normal"
     return Chart(title, {"data": data, "layout": layout}, note=note, legend=legend)
@@ -142,11 +142,11 @@ def bars(
             "name": plain(name),
             "x": [_finite(value) for value in values],
             "y": [plain(each).replace(", ", ",<br>", 1) for each in of],
-            "marker": {"color": _COLOURS[number % len(_COLOURS)]},
+            "marker": {"color": _COLORS[number % len(_COLORS)]},
         }
         for number, (name, values) in enumerate(parts.items())
     ]
-    keys = len(data) if len(data) <= _MOST_KEYS else 0
+    keys = len(data) if len(data) <= _MAX_LEGEND_KEYS else 0
     layout = _layout(x, "", keys)
     layout["yaxis"] |= {"autorange": "reversed", "type": "category"}
     layout["barmode"] = "stack" if stacked else "group"
@@ -182,7 +182,9 @@ def matrix(
             "zmax": 1 if diagonal else max((share for row in z for share in row if share), default=1),
             "colorscale": [[0, few], [1, many]],
             "showscale": False,
-            "text": [[_short(counts[row][column]) if own[row][column] else "" for column in places] for row in places],
+            "text": [
+                [_format_short(counts[row][column]) if own[row][column] else "" for column in places] for row in places
+            ],
             "texttemplate": "%{text}",
             "textfont": {"color": _ON_SHADES},
             "hovertext": hovers,
@@ -194,7 +196,7 @@ def matrix(
 
     data = [cells(diagonal=True), cells(diagonal=False)]
     layout = _layout(x, y, 0)
-    shown = [plain(name if len(name) <= _LONGEST_TICK else f"{name[: _LONGEST_TICK - 1]}…") for name in names]
+    shown = [plain(name if len(name) <= _MAX_TICK_CHARS else f"{name[: _MAX_TICK_CHARS - 1]}…") for name in names]
     ticks = {"tickmode": "array", "tickvals": places, "ticktext": shown, "showgrid": False, "zeroline": False}
     layout["xaxis"] |= ticks
     layout["yaxis"] |= {**ticks, "autorange": "reversed"}
@@ -207,7 +209,7 @@ def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, n
     finite = [point for point in points if all(map(math.isfinite, point))]
     xs, ys = [point[0] for point in finite], [point[1] for point in finite]
     ends = [min(xs), max(xs)] if finite else []
-    marker = {"size": 6, "color": _COLOURS[0], "opacity": 0.6}
+    marker = {"size": 6, "color": _COLORS[0], "opacity": 0.6}
     data: list[dict[str, Any]] = [
         {"type": "scatter", "name": "samples", "mode": "markers", "x": xs, "y": ys, "marker": marker},
         {"type": "scatter", "name": "equal", "mode": "lines", "x": ends, "y": ends, "line": _GREY},
@@ -220,7 +222,7 @@ def plain(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def _short(count: int) -> str:
+def _format_short(count: int) -> str:
     """Return a count as text that is short enough for a cell."""
     sizes = ((999_500_000, 1e9, "G"), (999_500, 1e6, "M"), (9_999, 1e3, "k"))
     return next((f"{count / unit:.3g}{sign}" for least, unit, sign in sizes if count > least), str(count))
@@ -244,7 +246,7 @@ def _layout(x: str, y: str, keys: int) -> dict[str, Any]:
 def _trace(name: str, x: Sequence[float], y: Sequence[float], line: Mapping[str, Any], size: int) -> dict[str, Any]:
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(x) < _MARKED else "lines",
+        "mode": "lines+markers" if len(x) < _MAX_MARKERS else "lines",
         "name": plain(name),
         "x": x,
         "y": [_finite(value) for value in y],
@@ -261,14 +263,14 @@ def _curve(name: str, place: int, points: Sequence[Point], part: str, *, noisy: 
     return {**_trace(full, samples, [point.value for point in points], _line(place), size=5), "meta": meta}
 
 
-def _places(names: Sequence[str]) -> dict[str, int]:
+def _positions(names: Sequence[str]) -> dict[str, int]:
     """Return the position of each name, not counting duplicates."""
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
 def _line(number: int) -> dict[str, Any]:
     """Return the style of a line. The first 32 styles are distinct."""
-    return {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number // len(_COLOURS) % len(_DASHES)]}
+    return {"color": _COLORS[number % len(_COLORS)], "dash": _DASHES[number // len(_COLORS) % len(_DASHES)]}
 
 
 def _finite(value: float) -> float | None:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lockstep.common.text import size
 from lockstep.reporting import wording
-from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
+from lockstep.reporting.terminal import is_moving, make_console, progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
@@ -25,18 +25,18 @@ class Console:
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
-        self._rich = terminal_on(stream, terminal)
+        self._rich = make_console(stream, terminal)
         self._moving = is_moving(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._longer = False  # whether this start extends a run that was already described
+        self._is_extended = False  # whether this start extends a run that was already described
         self._live: Live | None = None  # shows the progress and metrics on a terminal
-        self._began = 0.0
-        self._drawn = -float("inf")
+        self._start_time = 0.0
+        self._last_drawn = -float("inf")
         self._evaluated = ""  # metrics of the last evaluation as text
-        self._means = wording.Means()
+        self._running_means = wording.Means()
 
     def write(self, event: Event, time: float) -> None:
         match event:
@@ -74,14 +74,19 @@ class Console:
         A custom training loop can extend its run (epochs=epoch + 1), which starts the run again.
         """
         self.close()
-        self._longer = self._run is not None
+        self._is_extended = self._run is not None
         self._run = event
-        if not self._longer:
+        if not self._is_extended:
             for line in wording.start_lines(event, self._rate_rule):
                 self._line(line)
-        self._began, self._drawn, self._evaluated, self._means = time, -float("inf"), "", wording.Means()
+        self._start_time, self._last_drawn, self._evaluated, self._running_means = (
+            time,
+            -float("inf"),
+            "",
+            wording.Means(),
+        )
         if self._moving:
-            self._live = live_on(self._rich)
+            self._live = start_live(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
         """Show the progress and metrics of a step. A terminal is updated at most ten times per second."""
@@ -89,22 +94,22 @@ class Console:
         if run is None:
             return
         if self._live is None:
-            figures = wording.figures(event, run, means=self._means.add(event))
-            memory, left = size(event.peak_bytes), self._left(event, run, time)
+            figures = wording.figures(event, run, means=self._running_means.add(event))
+            memory, left = size(event.peak_bytes), self._time_left(event, run, time)
             self._line(f"{wording.place(event, run)}  {figures}  {memory}  {left}")
-        elif time - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
-            self._drawn = time
-            left = self._left(event, run, time)
+        elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
+            self._last_drawn = time
+            left = self._time_left(event, run, time)
             bar = progress_line(wording.place(event, run), event.step, run.steps, left)
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
-    def _left(self, event: Stepped, run: Started, time: float) -> str:
+    def _time_left(self, event: Stepped, run: Started, time: float) -> str:
         """Return the estimated remaining time as text. The average speed includes evaluations and saves."""
-        a_step = (time - self._began) / max(event.step - run.step, 1)
+        a_step = (time - self._start_time) / max(event.step - run.step, 1)
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
     def _finish(self, event: Done) -> None:
-        if self._run is not None and not self._longer:
+        if self._run is not None and not self._is_extended:
             rows = wording.summary(event, self._run, self._run_dir)
             if self._moving:
                 self._rich.print(_table(rows))

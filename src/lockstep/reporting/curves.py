@@ -6,12 +6,12 @@ from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import figures
 from lockstep.training.events import Event, Started
 
-_IN_THE_LOG_ALONE: Final = ("peak_bytes",)
+_LOG_ONLY: Final = ("peak_bytes",)
 
 
 def curves(event: Event) -> dict[str, float]:
     """Return the metrics of a step report or an evaluation by curve name."""
-    return {name: value for name, value in figures(jsonl.figures(event, 0.0)) if name not in _IN_THE_LOG_ALONE}
+    return {name: value for name, value in figures(jsonl.figures(event, 0.0)) if name not in _LOG_ONLY}
 
 
 def tracked(event: Event) -> dict[str, float]:

@@ -8,14 +8,16 @@ from typing import Any, Final, TextIO
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus, best
 from lockstep.reporting.run_view import STYLES, RunView, differing, endings, loss
-from lockstep.reporting.terminal import print_unfolded, table, terminal_on
+from lockstep.reporting.terminal import make_console, print_unwrapped, table
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
 _BEST_AT: Final = 3  # index of the column before which `best` is inserted
 _KEYS_AT: Final = 6  # index of the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MOST_KEYS: Final = 5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
-_WIDEST: Final = 24  # maximum number of characters in a column of a differing key
+_MAX_KEY_COLUMNS: Final = (
+    5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
+)
+_MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
@@ -24,17 +26,19 @@ def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool
     `terminal` is whether `stream` is a terminal, which is detected by default. Empty columns are omitted. If the
     terminal is too narrow, the last columns are omitted too, and a line names them.
     """
-    console = terminal_on(stream, terminal)
+    console = make_console(stream, terminal)
     rows = [cells(run, now) for run in runs]
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _settings(runs)
-    headings = _headings(keys[:_MOST_KEYS])
+    headings = _headings(keys[:_MAX_KEY_COLUMNS])
     columns.insert(_BEST_AT, ("best", best([run.history for run in runs])))
-    columns[_KEYS_AT:_KEYS_AT] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
+    columns[_KEYS_AT:_KEYS_AT] = [
+        (headings[key], [_truncate(each.get(key, "")) for each in settings]) for key in headings
+    ]
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
-    print_unfolded(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
-    lines = [f"the runs also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
+    print_unwrapped(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
+    lines = [f"the runs also differ in {', '.join(keys[_MAX_KEY_COLUMNS:])}"] if keys[_MAX_KEY_COLUMNS:] else []
     for line in [*lines, *endings(runs)]:
         console.print(line, soft_wrap=True)
 
@@ -108,5 +112,5 @@ def _headings(keys: Sequence[str]) -> dict[str, str]:
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_CELL_CHARS else f"{text[: _MAX_CELL_CHARS - 1]}…"

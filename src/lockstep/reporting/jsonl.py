@@ -20,8 +20,8 @@ from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
-_HEAD: Final = 256  # bytes of the first event, whose timestamp identifies a log
-_LONGEST: Final = 1 << 20  # maximum number of bytes in a line; an event has a few hundred
+_HEAD_BYTES: Final = 256  # bytes of the first event, whose timestamp identifies a log
+_MAX_LINE_BYTES: Final = 1 << 20  # maximum number of bytes in a line; an event has a few hundred
 
 
 @final
@@ -74,7 +74,7 @@ def figures(event: Event, time: float) -> dict[str, Any]:
     flat: dict[str, Any] = {"event": event.name, "time": time}
     for field in fields(event):
         if field.name != "name":
-            flat |= _flat(field.name, getattr(event, field.name))
+            flat |= _flatten(field.name, getattr(event, field.name))
     if isinstance(event, Started):
         flat |= {"schema": schemas.SCHEMA, "units": UNITS}
     return {name: _finite(value) for name, value in flat.items()}
@@ -117,9 +117,9 @@ class Tail:
         with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
             file.seek(self._offset)
             # A line that is too long is read in several parts. None of the parts is an event.
-            while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
+            while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
                 number = self._line
-                self._head = self._head or line[:_HEAD]
+                self._head = self._head or line[:_HEAD_BYTES]
                 self._offset += len(line)
                 self._line += line.endswith(b"\n")
                 if (event := self._event(line, number)) is not None:
@@ -132,7 +132,7 @@ class Tail:
             if "schema" in event:
                 schemas.check(event["schema"], place)
             return event
-        long = f"a line of more than {_LONGEST:,} bytes" if len(line) > _LONGEST else ""
+        long = f"a line of more than {_MAX_LINE_BYTES:,} bytes" if len(line) > _MAX_LINE_BYTES else ""
         if self._strict:
             raise UsageError(
                 f"{place}: {long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
@@ -157,7 +157,7 @@ def last(path: Path) -> dict[str, Any]:
     return next((event for event in found if isinstance(event, dict)), {})
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
+def _flatten(name: str, value: Any) -> dict[str, Any]:
     prefix = {"figures": "", "best": "best_"}.get(name)
     if prefix is None or not isinstance(value, dict):  # `best` of a `saved` event is a bool
         return {name: value}

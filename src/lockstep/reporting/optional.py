@@ -22,14 +22,14 @@ class Optional:
 
     def write(self, event: Event, time: float) -> None:
         if (sink := self._sink) is not None:
-            self._try(lambda: sink.write(event, time))
+            self._call_sink(lambda: sink.write(event, time))
 
     def close(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            self._try(sink.close)
+            self._call_sink(sink.close)
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _call_sink(self, call: Callable[[], None]) -> None:
         # Libraries draw retry delays from Python's global random generator, which the user's loop may also use.
         drawn = random.getstate()
         try:

@@ -21,8 +21,8 @@ from markupsafe import Markup
 from lockstep.common.text import printable
 from lockstep.reporting.charts import Chart
 
-_LONG: Final = 24  # characters; a column with a longer cell is left-aligned and may wrap
-_MOST_UNFOLDED: Final = 10  # a foldable table with more rows is folded at first
+_LONG_CELL_CHARS: Final = 24  # characters; a column with a longer cell is left-aligned and may wrap
+_MAX_UNFOLDED_ROWS: Final = 10  # a foldable table with more rows is folded at first
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Table:
     def long(self) -> list[bool]:
         """Whether each column is left-aligned and may wrap."""
         rows = [row for _, rows in self.groups for row in rows]
-        return [at > 0 and any(len(row[at]) > _LONG for row in rows) for at in range(len(self.headings))]
+        return [at > 0 and any(len(row[at]) > _LONG_CELL_CHARS for row in rows) for at in range(len(self.headings))]
 
     @property
     def is_closed(self) -> bool:
         """Whether the table is collapsed at first."""
-        return self.folded and len(self.rows) > _MOST_UNFOLDED
+        return self.folded and len(self.rows) > _MAX_UNFOLDED_ROWS
 
 
 @dataclass(frozen=True)

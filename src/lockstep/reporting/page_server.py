@@ -25,11 +25,13 @@ from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import live_sections, title
 from lockstep.reporting.run_view import RunView
 
-_EVERY_MS: Final = 2_000  # milliseconds between two requests of a page
-_LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # seconds to serve after the end, so that pages get the last update
-_SILENT_S: Final = 10.0  # timeout of a connection without a request
-_LONGEST_S: Final = 60.0  # maximum duration of a connection; a page has a few MB and uses a connection per request
-_MOST: Final = 64  # maximum number of connections; beyond this, the oldest connections are closed
+_POLL_MS: Final = 2_000  # milliseconds between two requests of a page
+_LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # seconds to serve after the end, so that pages get the last update
+_IDLE_TIMEOUT_S: Final = 10.0  # timeout of a connection without a request
+_MAX_CONNECTION_S: Final = (
+    60.0  # maximum duration of a connection; a page has a few MB and uses a connection per request
+)
+_MAX_CONNECTIONS: Final = 64  # maximum number of connections; beyond this, the oldest connections are closed
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -57,16 +59,16 @@ class PageServer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        page = live_page("Runs", _EVERY_MS).encode()
+        page = live_page("Runs", _POLL_MS).encode()
         self._page = Answer(HTTPStatus.OK, "text/html; charset=utf-8", page, _tag(page))
         self._runs: Sequence[RunView] = ()
-        self._over = False
+        self._is_final = False
         self._data: Answer | None = None
         self._building = threading.Lock()
-        self._asked = threading.Event()  # set once a page has requested data
-        self._informed = threading.Event()  # set once a page has received the last update
+        self._data_requested = threading.Event()  # set once a page has requested data
+        self._final_update_sent = threading.Event()  # set once a page has received the last update
         self._host = host
-        self._server = _listening(host, port, self)
+        self._server = _make_server(host, port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
 
     @property
@@ -80,17 +82,17 @@ class PageServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._over and self._asked.is_set():
-            self._informed.wait(_LINGER_S)
+        if kind is None and self._is_final and self._data_requested.is_set():
+            self._final_update_sent.wait(_LINGER_S)
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def publish(self, runs: Sequence[RunView], over: bool) -> None:
         """Show these runs. `over` is whether this is the last update."""
-        if over != self._over or _state(runs) != _state(self._runs):
+        if over != self._is_final or _state(runs) != _state(self._runs):
             with self._building:
-                self._runs, self._over, self._data = runs, over, None
+                self._runs, self._is_final, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
         """Return the response to a GET request.
@@ -112,9 +114,9 @@ class PageServer:
         """Return the response with the latest update. It is only built when a page requests it."""
         with self._building:
             if self._data is None:
-                body = live_data(self._runs, self._over)
+                body = live_data(self._runs, self._is_final)
                 self._data = Answer(HTTPStatus.OK, "application/json", body, _tag(body))
-            (self._informed if self._over else self._asked).set()
+            (self._final_update_sent if self._is_final else self._data_requested).set()
             return self._data
 
 
@@ -144,11 +146,11 @@ def _state(runs: Collection[RunView]) -> list[object]:
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
-def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
+def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
     class Request(BaseHTTPRequestHandler):
         """Handles requests to this server."""
 
-        timeout = _SILENT_S
+        timeout = _IDLE_TIMEOUT_S
         server_version, sys_version = "lockstep", ""
 
         def do_GET(self) -> None:
@@ -172,18 +174,18 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
 
         address_family = family
         daemon_threads = True
-        request_queue_size = 2 * _MOST  # if the queue is full, clients only retry after seconds
+        request_queue_size = 2 * _MAX_CONNECTIONS  # if the queue is full, clients only retry after seconds
 
         def process_request(self, request: Any, client_address: Any) -> None:
             opened[request] = time.monotonic()
-            for old in list(opened)[:-_MOST]:
-                _hang_up(old)
+            for old in list(opened)[:-_MAX_CONNECTIONS]:
+                _shut_down(old)
             super().process_request(request, client_address)
 
         def service_actions(self) -> None:
             for old, since in list(opened.items()):
-                if time.monotonic() - since > _LONGEST_S:
-                    _hang_up(old)
+                if time.monotonic() - since > _MAX_CONNECTION_S:
+                    _shut_down(old)
 
         def shutdown_request(self, request: Any) -> None:
             opened.pop(request, None)
@@ -200,7 +202,7 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         raise UsageError(f"{where}: cannot listen: {error.strerror}{hint}") from error
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shut down a connection that a thread is reading from."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -14,8 +14,8 @@ from lockstep.reporting.page import Section
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
 _SCALE: Final = 2
-_MOST_ABOVE: Final = 8  # maximum number of traces in a legend above the chart
-_BESIDE: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
+_MAX_KEYS_ABOVE: Final = 8  # maximum number of traces in a legend above the chart
+_SIDE_LEGEND: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
 
 
 def check_png() -> None:
@@ -52,10 +52,10 @@ def file_layout(chart: Chart) -> dict[str, Any]:
     keys = len(chart.figure["data"])
     if chart.legend and keys > 1:
         layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * keys}
-    if chart.legend and keys > _MOST_ABOVE:
+    if chart.legend and keys > _MAX_KEYS_ABOVE:
         # In plotly, a legend above the chart takes up to half of the height, and a legend next to it takes the full
         # height.
-        layout["legend"] = _BESIDE
+        layout["legend"] = _SIDE_LEGEND
     return layout
 
 

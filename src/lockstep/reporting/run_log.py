@@ -12,13 +12,13 @@ from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
-_LARGEST: Final = 1e300  # maximum magnitude of a metric
-_LARGEST_COUNT: Final = 1e15  # larger numbers aren't exact as float, or aren't valid times
-_OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
-_TRAINING: Final = "/train"  # name suffix of training curves
-_VALIDATION: Final = "/validation"  # name suffix of the loss curve of evaluations
-_MOST_CURVES: Final = 100  # maximum number of curves of a run; a typical log has about ten
-_REPORTS: Final = 20  # number of step reports for measuring speed; includes evaluations, but not the past hours
+_MAX_MAGNITUDE: Final = 1e300  # maximum magnitude of a metric
+_MAX_COUNT: Final = 1e15  # larger numbers aren't exact as float, or aren't valid times
+_STEP_FIELDS: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
+_TRAINING_SUFFIX: Final = "/train"  # name suffix of training curves
+_VALIDATION_SUFFIX: Final = "/validation"  # name suffix of the loss curve of evaluations
+_MAX_CURVES: Final = 100  # maximum number of curves of a run; a typical log has about ten
+_SPEED_REPORTS: Final = 20  # number of step reports for measuring speed; includes evaluations, but not the past hours
 
 
 class SpeedSample(NamedTuple):
@@ -120,9 +120,9 @@ class History:
     @property
     def figure(self) -> Figure | None:
         """The monitored metric of the last evaluation. If the loss is monitored, this is the task's first metric."""
-        own = [key for key in self.evaluated if _name("evaluated", key, of_model=True) == key]
+        own = [key for key in self.evaluated if _curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
-        value = self.of_evaluation(name)
+        value = self.evaluation_metric(name)
         return None if value is None else Figure(name, value, name in self.fractions)
 
     @property
@@ -130,34 +130,34 @@ class History:
         """The hash of the final weights, or empty if the run isn't done."""
         return text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
-    def of_evaluation(self, name: str) -> float | None:
+    def evaluation_metric(self, name: str) -> float | None:
         """Return a metric of the last evaluation, or the loss."""
         return _figure(self.evaluated.get(name))
 
-    def last_of(self, curve: str) -> float | None:
+    def last_value(self, curve: str) -> float | None:
         """Return the last value of a curve, or None if there is no such curve."""
         points = self.curves.get(curve)
         return points[-1].value if points else None
 
     def is_share(self, curve: str) -> bool:
         """Return whether the values of a curve are fractions between 0 and 1."""
-        name = curve.removesuffix(_TRAINING).removesuffix("/ema")
+        name = curve.removesuffix(_TRAINING_SUFFIX).removesuffix("/ema")
         return name in self.fractions or name == "mfu"
 
 
 def training_curve(figure: str) -> str:
     """Return the name of the training curve of a metric."""
-    return f"{figure}{_TRAINING}"
+    return f"{figure}{_TRAINING_SUFFIX}"
 
 
 def evaluation_curve(figure: str) -> str:
     """Return the name of the evaluation curve of a metric."""
-    return f"loss{_VALIDATION}" if figure == "loss" else figure
+    return f"loss{_VALIDATION_SUFFIX}" if figure == "loss" else figure
 
 
 def figure_of(curve: str) -> str:
     """Return the name of the metric of a training or evaluation curve."""
-    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING)
+    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING_SUFFIX)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
@@ -173,7 +173,7 @@ def best(histories: Sequence[History]) -> list[str]:
 
     If all runs are equal, or if they monitor different metrics, all texts are empty.
     """
-    judged = [each.of_evaluation(each.monitor) for each in histories]
+    judged = [each.evaluation_metric(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
     ways = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
@@ -196,9 +196,9 @@ class RunLog:
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # the first entry is the last start
-        self._began: float | None = None  # time of the last start
-        self._before = self._now = 0.0  # total seconds of earlier starts, and the time of the last event
+        self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)  # the first entry is the last start
+        self._start_time: float | None = None  # time of the last start
+        self._earlier_seconds = self._now = 0.0  # total seconds of earlier starts, and the time of the last event
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add the next event.
@@ -214,21 +214,21 @@ class RunLog:
         time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
-        if self._began is None:
-            self._began = self._now = time
+        if self._start_time is None:
+            self._start_time = self._now = time
         if kind == "started":
-            self._before += max(0.0, self._now - self._began)
-            self._began, self._started = time, event
-            self._forget(step)
+            self._earlier_seconds += max(0.0, self._now - self._start_time)
+            self._start_time, self._started = time, event
+            self._drop_after(step)
             self._reports.clear()
-            self._starts.append(_start(event, step, self._before))
+            self._starts.append(_start(event, step, self._earlier_seconds))
         if kind in ("started", "step"):
             self._reports.append(SpeedSample(time, step, samples))
             self._loss = _figure(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
         for name, value in figures(event):
-            if name in self._curves or len(self._curves) < _MOST_CURVES:
+            if name in self._curves or len(self._curves) < _MAX_CURVES:
                 self._curves.setdefault(name, Thinned()).append(Point(step, samples, seconds, value))
         if kind == "saved":
             took, best = _number(event, "seconds") or 0.0, event.get("best") is True
@@ -268,9 +268,9 @@ class RunLog:
 
     @property
     def _seconds(self) -> float:
-        return self._before + max(0.0, self._now - (self._began or 0.0))
+        return self._earlier_seconds + max(0.0, self._now - (self._start_time or 0.0))
 
-    def _forget(self, step: int) -> None:
+    def _drop_after(self, step: int) -> None:
         """Drop everything after `step`, because these steps are recomputed."""
         for curve in self._curves.values():
             curve.cut(step)
@@ -294,7 +294,7 @@ def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
-            if (name := _name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
+            if (name := _curve_name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
                 yield name, number
 
 
@@ -316,11 +316,11 @@ def peaks(event: Mapping[str, Any]) -> list[float]:
 def _check(event: Mapping[str, Any]) -> None:
     """Raise KeyError or ValueError if a required field is missing or has the wrong type."""
     kind = event.get("event")
-    required, forms = (_REQUIRED.get(kind, ()), _FORMS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    required, forms = (_REQUIRED.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
     for key in required:
         if event.get(key) is None:
             raise KeyError(key)
-    for key, is_right in (*_FORMS_OF_ALL.items(), *forms.items()):
+    for key, is_right in (*_COMMON_VALIDATORS.items(), *forms.items()):
         if (value := event.get(key)) is not None and not is_right(value):
             raise ValueError(f"{key}: invalid value in an event")
 
@@ -330,11 +330,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST_COUNT
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _LARGEST_COUNT
+    return type(value) in (int, float) and 0 <= value < _MAX_COUNT
 
 
 def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
@@ -353,11 +353,11 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
 
 
 @lru_cache(maxsize=1_000)  # a log has many events, but few kinds of events
-def _name(kind: str, key: str, of_model: bool) -> str:
+def _curve_name(kind: str, key: str, of_model: bool) -> str:
     """Return the curve name for a field of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
-        names = {"loss": training_curve("loss"), **{name: name for name in _OF_STEP}}
-        own, suffix = {each.name for each in fields(Stepped)}, _TRAINING
+        names = {"loss": training_curve("loss"), **{name: name for name in _STEP_FIELDS}}
+        own, suffix = {each.name for each in fields(Stepped)}, _TRAINING_SUFFIX
     elif kind == "evaluated":
         suffix = "" if of_model else "/ema"
         names, own = {"loss": evaluation_curve("loss") + suffix}, {each.name for each in fields(Evaluated)}
@@ -369,7 +369,7 @@ def _name(kind: str, key: str, of_model: bool) -> str:
 def _figure(value: Any) -> float | None:
     """Return a metric as a float, which may not be finite, or None if it isn't a number."""
     if type(value) in (int, float):
-        return None if abs(value) >= _LARGEST else float(value)
+        return None if abs(value) >= _MAX_MAGNITUDE else float(value)
     return float(value) if value in _NOT_FINITE else None
 
 
@@ -384,8 +384,8 @@ def _numbers(values: Any) -> list[float]:
 
 
 _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
-_FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
-_FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
+_COMMON_VALIDATORS: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
+_VALIDATORS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
     "step": {"loss": lambda value: _figure(value) is not None},
     "stopped": {"reason": _is_text},

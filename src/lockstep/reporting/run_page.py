@@ -14,14 +14,14 @@ from lockstep.reporting.run_view import (
     differing,
     endings,
     latest,
-    named_figures,
+    named_metrics,
     named_progress,
     time_left,
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
-_LAST: Final = {
+_FIRST_CHARTS: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
+_LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
     "norm": "norm of the gradient",
@@ -30,12 +30,14 @@ _LAST: Final = {
     "mfu": "MFU",
     "peak_bytes": "peak memory, MiB",
 }
-_NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
+_NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
 _FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # axes start at zero, as do all percentages
-_MOST_BESIDE: Final = 3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
-_MOST_BARS: Final = 3  # maximum number of runs on a live page with a progress bar and all metrics each
-_MOST_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
-_SHOWN: Final = 12  # number of characters shown of a hash
+_MAX_KEY_COLUMNS: Final = (
+    3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
+)
+_MAX_PROGRESS_BARS: Final = 3  # maximum number of runs on a live page with a progress bar and all metrics each
+_MAX_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
+_HASH_CHARS: Final = 12  # number of characters shown of a hash
 _NOTICES: Final = 10
 _SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
 _TIME: Final = "Time is the sum over all starts, without the pauses between them."
@@ -43,7 +45,9 @@ _TIME: Final = "Time is the sum over all starts, without the pauses between them
 
 def sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a page about runs: results, differences, curves, restarts and checkpoints."""
-    return _filled([*_outline(runs), *curve_sections(_histories(runs)), _starts(runs), _saves(runs)])
+    return _drop_empty(
+        [*_outline(runs), *curve_sections(_histories(runs)), _restart_table(runs), _checkpoint_table(runs)]
+    )
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
@@ -52,15 +56,22 @@ def live_sections(runs: Sequence[RunView]) -> list[Section]:
     If there are few runs, each has a progress bar and all its metrics. If there are many, the table of runs shows the
     progress.
     """
-    has_bars = len(runs) <= _MOST_BARS
+    has_bars = len(runs) <= _MAX_PROGRESS_BARS
     outline = _outline(runs, with_progress=not has_bars)
     progress: list[Section] = [*map(_progress, runs)] if has_bars else outline[:1]
     rest = outline if has_bars else outline[1:]
     if len(runs) == 1:
         known = {name for name, _ in _progress(runs[0]).figures}
-        rest = [_without(each, known) if isinstance(each, Figures) else each for each in rest]
-    shown = [*progress, *curve_sections(_histories(runs)), _events(runs), *rest, _starts(runs), _saves(runs)]
-    return _filled(shown)
+        rest = [_drop_metrics(each, known) if isinstance(each, Figures) else each for each in rest]
+    shown = [
+        *progress,
+        *curve_sections(_histories(runs)),
+        _events(runs),
+        *rest,
+        _restart_table(runs),
+        _checkpoint_table(runs),
+    ]
+    return _drop_empty(shown)
 
 
 def title(runs: Sequence[RunView]) -> str:
@@ -79,8 +90,8 @@ def curve_sections(histories: Mapping[str, History]) -> list[Section]:
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
     names = dict.fromkeys(map(figure_of, curves_by_name))
-    own = [name for name in names if name not in (*_FIRST, *_LAST)]
-    asked = [name for name in (*_FIRST, *own, *_LAST) if name in names]
+    own = [name for name in names if name not in (*_FIRST_CHARTS, *_LAST_CHARTS)]
+    asked = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
     flops = _flops_per_sample(histories)
     if flops and "samples_per_s" in names:
         asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve as samples_per_s
@@ -117,7 +128,7 @@ def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> C
         return [each._replace(value=each.value / 2**20) for each in points] if figure == "peak_bytes" else points
 
     of_figure = found(evaluation_curve(figure)) or found(figure)
-    words, training = _LAST.get(figure, figure), found(training_curve(figure))
+    words, training = _LAST_CHARTS.get(figure, figure), found(training_curve(figure))
     if all(len(points) < 2 for points in (*of_figure.values(), *training.values())):
         return None
     return curves(
@@ -128,7 +139,7 @@ def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> C
         names=[*histories],
         percent=any(each.is_share(figure) for each in histories.values()),
         from_zero=figure in _FROM_ZERO,
-        noisy=figure in _NOISY,
+        noisy=figure in _NOISY_CURVES,
         note=note,
     )
 
@@ -144,7 +155,7 @@ def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> li
     if not names:
         return []
     title = "Reported once"
-    headings = [_LAST.get(name, name) for name in names]
+    headings = [_LAST_CHARTS.get(name, name) for name in names]
     cells = {label: [_single_value(name, each) for name in names] for label, each in histories.items()}
     if len(histories) == 1:
         [values] = cells.values()
@@ -153,14 +164,14 @@ def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> li
 
 
 def _single_value(name: str, history: History) -> str:
-    value = history.last_of(name)
+    value = history.last_value(name)
     if value is None:
         return ""
     if name == "peak_bytes":
         return f"{value / 2**20:,.0f}"
     if name in ("samples_per_s", "flops_per_s"):
         return f"{value:,.0f}"
-    return wording.curve_value(name, value, history.is_share(name))
+    return wording.format_metric(name, value, history.is_share(name))
 
 
 def _outline(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
@@ -178,7 +189,7 @@ def _histories(runs: Sequence[RunView]) -> dict[str, History]:
     return {run.folder: run.history for run in runs}
 
 
-def _filled(shown: Sequence[Section]) -> list[Section]:
+def _drop_empty(shown: Sequence[Section]) -> list[Section]:
     """Return the sections, leaving out empty tables and grids."""
     return [
         each
@@ -187,7 +198,7 @@ def _filled(shown: Sequence[Section]) -> list[Section]:
     ]
 
 
-def _without(grid: Figures, names: Collection[str]) -> Figures:
+def _drop_metrics(grid: Figures, names: Collection[str]) -> Figures:
     return replace(grid, figures=[(name, value) for name, value in grid.figures if name not in names])
 
 
@@ -203,7 +214,7 @@ def _events(runs: Sequence[RunView]) -> Table:
 
 def _progress(run: RunView) -> ProgressBar:
     done, total = _steps(run)
-    return ProgressBar(run.name, done, total, [*named_progress(run), *named_figures(run)])
+    return ProgressBar(run.name, done, total, [*named_progress(run), *named_metrics(run)])
 
 
 def _steps(run: RunView) -> tuple[int, int]:
@@ -233,7 +244,7 @@ def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
     is_recipe = any(name.startswith("recipe.") for name in differences)
     same = [_SAME_RECIPE] if differences and not is_recipe else []
     done = [step / steps for step, steps in map(_steps, runs)] if with_progress else []
-    if len(differences) <= _MOST_BESIDE:
+    if len(differences) <= _MAX_KEY_COLUMNS:
         cells, notes = names | differences | cells, notes + same
         return [Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done)]
     cells, differences = names | cells, names | differences
@@ -247,8 +258,8 @@ def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool
     """Return the columns of the table of runs. It shows the last value of each curve in `curves`."""
 
     def value(run: RunView, name: str) -> str:
-        last = run.history.last_of(name)
-        return "" if last is None else wording.curve_value(name, last, run.history.is_share(name))
+        last = run.history.last_value(name)
+        return "" if last is None else wording.format_metric(name, last, run.history.is_share(name))
 
     speeds = [run.status.samples_per_s for run in runs]
     return {
@@ -260,7 +271,7 @@ def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool
         **{name: [value(run, name) for run in runs] for name in curves},
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
         "starts": [f"{len(run.history.starts):,}" for run in runs],
-        "weights": [run.history.weights_sha256[:_SHOWN] for run in runs],
+        "weights": [run.history.weights_sha256[:_HASH_CHARS] for run in runs],
         "machine": [run.machine for run in runs],
     }
 
@@ -279,21 +290,24 @@ def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
 
 def _run(run: RunView, shown: Sequence[str]) -> list[str]:
     history, speed = run.history, run.status.samples_per_s
-    values = [(name, history.last_of(name)) for name in shown]
+    values = [(name, history.last_value(name)) for name in shown]
     return [
         run.folder,
         run.state,
         wording.of(run.status.step, run.status.steps),
         wording.duration(history.seconds) if history.starts else "",
-        *("" if value is None else wording.curve_value(name, value, history.is_share(name)) for name, value in values),
+        *(
+            "" if value is None else wording.format_metric(name, value, history.is_share(name))
+            for name, value in values
+        ),
         "" if speed is None else f"{speed:,.0f}",
         f"{len(history.starts):,}",
-        history.weights_sha256[:_SHOWN],
+        history.weights_sha256[:_HASH_CHARS],
         run.machine,
     ]
 
 
-def _starts(runs: Sequence[RunView]) -> Table:
+def _restart_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,
@@ -304,24 +318,24 @@ def _starts(runs: Sequence[RunView]) -> Table:
         ]
         for run in runs
         if len(run.history.starts) > 1
-        for start in run.history.starts[-_MOST_ROWS:]
+        for start in run.history.starts[-_MAX_ROWS:]
     ]
     columns = ["run", "after step", "at", "placement", "steps recomputed"]
     return Table("Restarts", columns, rows, grouped=True, folded=True)
 
 
-def _saves(runs: Sequence[RunView]) -> Table:
+def _checkpoint_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,
             f"{save.step:,}",
             wording.duration(save.seconds),
             f"{save.took_s:.2f} s",
-            save.weights_sha256[:_SHOWN],
+            save.weights_sha256[:_HASH_CHARS],
             "yes" if save.best else "",
         ]
         for run in runs
-        for save in run.history.saves[-_MOST_ROWS:]
+        for save in run.history.saves[-_MAX_ROWS:]
     ]
     columns = ["run", "after step", "at", "took", "weights", "best so far"]
     return Table("Checkpoints", columns, rows, grouped=True, folded=True)

@@ -15,13 +15,13 @@ State = Literal["queued", "running", "saved", "done", "failed", "died", "unreada
 
 _NO_REASON: Final = "ended without recording a reason (killed, out of memory or host lost); see logs/ in the run folder"
 STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
-_MOST_NAMES: Final = 5  # maximum number of run names in a line
-_ACTIVE: Final = ("running", "queued")
-_WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-_AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
-_SHOWN: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the metrics of the task
-_NOT_SHOWN: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
-_MOST: Final = 12  # maximum number of metrics in a line
+_MAX_NAMES: Final = 5  # maximum number of run names in a line
+_ACTIVE_STATES: Final = ("running", "queued")
+_QUEUED_STATES: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNNING_STATES: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
+_SHOWN_CURVES: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the metrics of the task
+_HIDDEN_CURVES: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
+_MAX_METRICS: Final = 12  # maximum number of metrics in a line
 _SPEED: Final = "samples/s"
 
 
@@ -62,7 +62,7 @@ class RunView:
     @property
     def is_active(self) -> bool:
         """Whether the run continues without a new start."""
-        return self.state in _ACTIVE
+        return self.state in _ACTIVE_STATES
 
 
 def state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
@@ -74,9 +74,9 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
     """
     if status.last == "done":
         return "done"
-    if held or job in _AT_WORK:  # a job that just started doesn't hold the lock yet
+    if held or job in _RUNNING_STATES:  # a job that just started doesn't hold the lock yet
         return "running"
-    if job in _WAITING or (job is None and submitted is not None and submitted > (status.time or 0)):
+    if job in _QUEUED_STATES or (job is None and submitted is not None and submitted > (status.time or 0)):
         return "queued"
     return "saved" if status.last == "stopped" else "died"
 
@@ -131,17 +131,17 @@ def eta(run: RunView) -> str:
 
 def figures(run: RunView) -> str:
     """Return the speed and the last value of each metric as a line of text."""
-    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_figures(run)]
+    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_metrics(run)]
     return join(*words)
 
 
-def named_figures(run: RunView) -> list[tuple[str, str]]:
+def named_metrics(run: RunView) -> list[tuple[str, str]]:
     """Return the speed and the last value of each metric as pairs of name and text."""
     history, speed = run.history, run.status.samples_per_s
-    names = [name for name in history.curves if name not in (*_NOT_SHOWN, *_SHOWN)]
-    names += [name for name in _SHOWN if name in history.curves]
+    names = [name for name in history.curves if name not in (*_HIDDEN_CURVES, *_SHOWN_CURVES)]
+    names += [name for name in _SHOWN_CURVES if name in history.curves]
     speeds = [] if speed is None else [(_SPEED, f"{speed:,.0f}")]
-    return [*speeds, *((name, _figure(name, history)) for name in names[:_MOST])]
+    return [*speeds, *((name, _figure(name, history)) for name in names[:_MAX_METRICS])]
 
 
 def named_progress(run: RunView) -> list[tuple[str, str]]:
@@ -161,7 +161,7 @@ def named_progress(run: RunView) -> list[tuple[str, str]]:
 
 def loss(history: History) -> str:
     """Return the loss of the last evaluation as text. Before the first evaluation, return the loss of the last step."""
-    evaluated, trained = history.of_evaluation("loss"), history.status.loss
+    evaluated, trained = history.evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
         return wording.loss(evaluated)
     return "" if trained is None else f"train {wording.loss(trained)}"
@@ -177,7 +177,7 @@ def ending(run: RunView) -> str:
     if run.state == "unreadable":
         return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
     if run.state != "done":
-        return f"{run.name} {_why(run) or f'is {run.state}'}"
+        return f"{run.name} {_end_reason(run) or f'is {run.state}'}"
     done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
     return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
 
@@ -186,9 +186,9 @@ def endings(runs: Sequence[RunView]) -> list[str]:
     """Return the reasons why runs ended early. Runs with the same reason share a line."""
     alike: dict[str, list[str]] = {}
     for run in runs:
-        alike.setdefault(_why(run), []).append(run.name)
-    more = {why: f" and {len(names) - _MOST_NAMES:,} more" for why, names in alike.items() if len(names) > _MOST_NAMES}
-    return [f"{', '.join(names[:_MOST_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
+        alike.setdefault(_end_reason(run), []).append(run.name)
+    more = {why: f" and {len(names) - _MAX_NAMES:,} more" for why, names in alike.items() if len(names) > _MAX_NAMES}
+    return [f"{', '.join(names[:_MAX_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
 
 
 def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
@@ -211,12 +211,12 @@ def _placement(start: RunStart) -> str:
     return f"{start.strategy} on {start.processes or '?'}, {start.device}"
 
 
-def _why(run: RunView) -> str:
+def _end_reason(run: RunView) -> str:
     """Return the reason why a run ended early, or an empty string if it didn't."""
     stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 
 def _figure(name: str, history: History) -> str:
-    value = history.last_of(name)
-    return "" if value is None else wording.curve_value(name, value, history.is_share(name))
+    value = history.last_value(name)
+    return "" if value is None else wording.format_metric(name, value, history.is_share(name))

@@ -12,10 +12,10 @@ from rich.text import Text
 
 _ANY_WIDTH: Final = 1 << 16
 _GAP: Final = 2  # number of spaces between two columns
-_LEAST: Final = 4  # number of columns that are always shown, even if the terminal is too narrow
+_MIN_COLUMNS: Final = 4  # number of columns that are always shown, even if the terminal is too narrow
 
 
-def terminal_on(stream: TextIO, terminal: bool | None = None) -> Console:
+def make_console(stream: TextIO, terminal: bool | None = None) -> Console:
     """Return a console that writes text unchanged.
 
     `terminal` is whether `stream` is a terminal, which is detected by default. It is passed to rich explicitly, because
@@ -30,7 +30,7 @@ def is_moving(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def live_on(console: Console) -> Live:
+def start_live(console: Console) -> Live:
     """Start a live display. Each update replaces the previous one, and stopping it clears the display.
 
     It has no refresh thread. A thread would take time from training, and forking workers from a process with threads
@@ -58,7 +58,7 @@ def table(
     names them. `styles` contains the style of the state cell for each row.
     """
     shown, left_out = dict(columns), []
-    while console.is_terminal and len(shown) > _LEAST and _width(shown) > console.width:
+    while console.is_terminal and len(shown) > _MIN_COLUMNS and _width(shown) > console.width:
         left_out.append(shown.popitem()[0])
     found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in shown:
@@ -70,7 +70,7 @@ def table(
     )
 
 
-def print_unfolded(console: Console, drawing: RenderableType) -> None:
+def print_unwrapped(console: Console, drawing: RenderableType) -> None:
     """Print lines without wrapping and without trailing spaces, because wrapped table cells aren't readable."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:

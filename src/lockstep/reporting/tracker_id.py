@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lockstep.common import plainfile
 
-_LARGEST = 1_000  # maximum file size in bytes
+_MAX_ID_BYTES = 1_000  # maximum file size in bytes
 
 
 def file_of(name: str) -> str:
@@ -16,7 +16,7 @@ def file_of(name: str) -> str:
 def read_id(folder: Path, name: str) -> str:
     """Return the stored run ID, or an empty string if there is none."""
     try:
-        return plainfile.content(folder / file_of(name), _LARGEST).decode().strip()
+        return plainfile.content(folder / file_of(name), _MAX_ID_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
 

@@ -13,8 +13,8 @@ from lockstep.core.devices import SLOWLY
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
-_SURE: Final = 0.95  # probability that audits would have detected a fault
-_LARGE: Final = 1e6  # larger losses are shown without fixed decimals
+_DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
+_MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
@@ -35,7 +35,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
-        *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # not counted in a custom loop
+        *([_describe_flops(event)] if event.task or event.flops_per_sample else []),  # not counted in a custom loop
         *([rate_rule] if rate_rule else []),
         # If there are several ranks, a separate warning reports their hash seeds.
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
@@ -115,14 +115,14 @@ def figure(value: float, is_fraction: bool) -> str:
     return percent(value) if is_fraction else f"{value:.4g}"
 
 
-def curve_value(name: str, value: float, is_share: bool) -> str:
+def format_metric(name: str, value: float, is_share: bool) -> str:
     """Return the value of a curve as text. All losses have the same number of decimals."""
     return loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_share)
 
 
 def loss(value: float) -> str:
     """Return a loss as text."""
-    return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4g}"
+    return f"{value:.4f}" if abs(value) < _MAX_FIXED_LOSS else f"{value:.4g}"
 
 
 def log_line(event: Logged) -> str:
@@ -171,7 +171,7 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
     rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
     rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
-    rows += [("predicted", _graded(event))] if event.predicted else []
+    rows += [("predicted", _compare_prediction(event))] if event.predicted else []
     if run_dir is None:
         return [*rows, ("run folder", f"none: {_NOTHING_KEPT}")]
     folder = printable_line(shlex.quote(run_dir))
@@ -179,7 +179,7 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
 
 
-def _graded(event: Done) -> str:
+def _compare_prediction(event: Done) -> str:
     said, was = ((step_time(each["step_s"]), size(each["peak_bytes"])) for each in (event.predicted, event.measured))
     return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
 
@@ -189,8 +189,12 @@ def _fault_rate(audited: int) -> str:
 
     It follows from the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
     """
-    seldom = int(audited / -math.log(1 - _SURE))
-    return f"; a fault in 1 of {seldom:,} steps would have shown, with {_SURE:.0%} probability" if seldom > 1 else ""
+    seldom = int(audited / -math.log(1 - _DETECTION_PROBABILITY))
+    return (
+        f"; a fault in 1 of {seldom:,} steps would have shown, with {_DETECTION_PROBABILITY:.0%} probability"
+        if seldom > 1
+        else ""
+    )
 
 
 def align(rows: Sequence[Row]) -> list[str]:
@@ -228,7 +232,7 @@ def format_count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def _of_a_sample(event: Started) -> str:
+def _describe_flops(event: Started) -> str:
     """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or why these are unknown."""
     if event.flops_per_sample is None:
         return "FLOP per sample not counted: the model does not run on the meta device of torch"

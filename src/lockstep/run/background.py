@@ -39,9 +39,10 @@ from lockstep.run.training import train_here
 from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
-_STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # exit codes that aren't errors; events tell them apart
+# Exit codes that aren't errors; events tell them apart.
+_EXPECTED_CODES: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)
 _END: Final = "end"
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 
 Train = Callable[[Loaded, Sink], int]  # returns the exit code
 
@@ -132,7 +133,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
     try:
         with closing(receiver):
             while not has_ended:
-                if not receiver.poll(_LOOK_S):
+                if not receiver.poll(_POLL_S):
                     has_ended = not process.is_alive() and not receiver.poll(0)
                     continue
                 message = plainfile.parse_json(receiver.recv_bytes())
@@ -151,7 +152,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
 
 def _raise(end: Mapping[str, Any]) -> None:
     code, text = end[_END], end["text"]
-    if code in _STOPPED:
+    if code in _EXPECTED_CODES:
         return
     kinds: dict[int, type[LockstepError]] = {EXIT_USAGE: UsageError, EXIT_PREFLIGHT: PreflightError}
     raise kinds.get(code, TrainingError)(text)
@@ -179,7 +180,11 @@ class EventPipe:
 def _background(body: Callable[[EventPipe], int], connection: Connection) -> None:
     """Run `body` as the background process. Nothing is printed, and errors are sent to the waiting process."""
     errors = io.StringIO()
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(errors):
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as null_stream,
+        redirect_stdout(null_stream),
+        redirect_stderr(errors),
+    ):
         try:
             code, text = body(EventPipe(connection)), ""
         except LockstepError as error:

@@ -39,7 +39,8 @@ from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
-_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # key prefixes that only apply to training
+# Key prefixes that only apply to training.
+_TRAINING_PREFIXES: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
     """
     is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden:
-        is_unused = key.startswith(_OF_TRAINING) or (
+        is_unused = key.startswith(_TRAINING_PREFIXES) or (
             is_local and key.startswith("placement.") and key != "placement.device"
         )
         if is_unused and key != "run.key_file":

@@ -17,7 +17,7 @@ from lockstep.run.start_event import loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.prepare import Prepared
 from lockstep.tasks.base import Report
-from lockstep.training.evaluate import LOSS, evaluate, figures_of
+from lockstep.training.evaluate import LOSS, evaluate, task_metrics
 from lockstep.training.events import Evaluated, Started
 from lockstep.training.progress import Progress
 
@@ -63,7 +63,7 @@ def evaluation_event(
     task, batch = ready.task, evaluation_batch(ready.recipe)
     batches, count = loader.validation(batch), loader.validation_batches(batch)
     sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
-    figures = figures_of(task, sums)
+    figures = task_metrics(task, sums)
     if keep is not None:
         keep(task.report(sums))
     return Evaluated(

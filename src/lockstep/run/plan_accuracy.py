@@ -12,12 +12,12 @@ from lockstep.device.live_bytes import LiveBytes, can_count
 from lockstep.setup.resolved import Resolved
 
 T = TypeVar("T")
-_WATCHED: Final = 2  # the first step whose memory is measured; the previous step creates the optimizer state
-_TIMED: Final = 7  # the first step whose time is measured instead of its memory
+_FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured; the previous step creates the optimizer state
+_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured instead of its memory
 
 
 @final
-class Grading:
+class PlanAccuracy:
     """Measures the steps of a rank. Create it before the engine, because memory counts from then on, as in a plan.
 
     Time is measured in the steps that follow the memory measurement. `clock` excludes the time of loading data,
@@ -40,9 +40,9 @@ class Grading:
         """Yield the items of `steps`, and measure each step. A step ends when the next item is requested."""
         for item in steps:
             self._steps += 1
-            if self._steps == _TIMED:
+            if self._steps == _FIRST_TIMED_STEP:
                 self._before = self._clock.split_seconds()
-            if self._live is None or not _WATCHED <= self._steps < _TIMED:
+            if self._live is None or not _FIRST_MEMORY_STEP <= self._steps < _FIRST_TIMED_STEP:
                 yield item
                 continue
             with self._live.watched() as peak:
@@ -51,10 +51,10 @@ class Grading:
 
     def measured(self) -> dict[str, float]:
         """Return the mean step time in seconds and the peak memory in bytes. Empty if there were too few steps."""
-        if self._steps < _TIMED:
+        if self._steps < _FIRST_TIMED_STEP:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
-        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _TIMED)
+        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _FIRST_TIMED_STEP)
         return {"step_s": seconds, "peak_bytes": peak}
 
 

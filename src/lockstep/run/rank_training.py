@@ -28,7 +28,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.events import evaluation_event, start_event
-from lockstep.run.plan_accuracy import Grading, is_predicted
+from lockstep.run.plan_accuracy import PlanAccuracy, is_predicted
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
@@ -45,11 +45,11 @@ from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
-_SEEDED: Final = (
+_SEED_ADVICE: Final = (
     "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
     "seeded before the model is built"
 )
-_FILES: Final = 100  # maximum number of unreadable files in an event
+_MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an event
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class RankTraining:
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
-        self.grading = Grading(world, self.clock) if is_predicted(prepared.resolved) else None
+        self.grading = PlanAccuracy(world, self.clock) if is_predicted(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
         # Bind to cores before memory is pinned and before loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
@@ -85,7 +85,7 @@ class RankTraining:
         self.engine: Engine
         self.loader: Loader
         build = ready.problem.build_model
-        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
+        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEED_ADVICE))
         agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
         self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
@@ -187,8 +187,8 @@ class RankTraining:
             by_rank = self.world.told_by_all(sorted(unreadable - reported))
             new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
             reported.update(new_indices)
-            for first in range(0, len(new_indices), _FILES):
-                files = tuple(file(index) for index in new_indices[first : first + _FILES])
+            for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
+                files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
                 yield Skipped(**self.rank.progress.at, files=files)
 
     def _done(self) -> Done:

@@ -27,7 +27,7 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")
-_SIGNALLED: Final = 128  # larger exit codes represent signals, as in a shell
+_SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
@@ -123,6 +123,6 @@ def in_workers_silently(
             code = on_ranks(work, ready, placement, count, in_subprocess=True, hashes=hashes)
         except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
-    if code > _SIGNALLED:
+    if code > _SIGNAL_BASE:
         raise SystemExit(code)
     return code, printed.getvalue().strip()

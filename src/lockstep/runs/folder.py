@@ -48,11 +48,11 @@ LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
 LAST_EVALUATION = "last-evaluation.json"
-_HANDED_OVER: Final = "deepspeed.json"
-_OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
-_OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
-_FILES: Final = (*_OF_START, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
-_LONGEST_REASON: Final = 500
+_ENGINE_CONFIG: Final = "deepspeed.json"
+_SINK_FILES: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
+_START_FILES: Final = (CONFIG, ENVIRONMENT, _ENGINE_CONFIG)
+_FILES: Final = (*_START_FILES, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_SINK_FILES)
+_MAX_REASON_CHARS: Final = 500
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     from, if any, and messages for the user. Raises UsageError if the folder is in use or isn't usable.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    _refuse_foreign(folder)
+    _check_paths(folder)
     with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
         folder_lock = lock(folder)
     try:
@@ -177,7 +177,7 @@ def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
     """Write config.yaml, and the configuration files of an external engine, by file name."""
     _write(folder / CONFIG, config)
-    (folder / _HANDED_OVER).unlink(missing_ok=True)  # written by a start with a different strategy
+    (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # written by a start with a different strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
 
@@ -229,7 +229,7 @@ def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
 def keep_failure(folder: Path, failure: Failure) -> None:
     """Write result.json for a failed start, with the first line of the error, its cause, its ranks and its host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
-    outcome = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
+    outcome = {"exit_code": failure.exit_code, "reason": reason[:_MAX_REASON_CHARS], "cause": failure.cause}
     # If an audit identified ranks, the reason contains their hosts. `failure.host` is the host of the rank that reports
     # it.
     location = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
@@ -278,7 +278,7 @@ def fresh_folder(name: str) -> Path:
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _check_paths(folder: Path) -> None:
     """Raise UsageError if a path in the run folder should be a regular file but isn't, or is a link to the outside.
 
     The folder itself may be a link, because the user named it.

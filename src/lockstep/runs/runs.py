@@ -20,11 +20,11 @@ RESULT: Final = "result.json"
 JOB_SCRIPT: Final = "job.sh"  # written by `lockstep submit`
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
-_SIGNS: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
-_DEEPEST: Final = 4
-_LARGEST: Final = 1 << 20  # maximum size of a JSON file in bytes
-_LONGEST: Final = 500  # maximum number of characters in a reason
-_LONGEST_MACHINE: Final = 200
+_MARKER_FILES: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
+_MAX_DEPTH: Final = 4
+_MAX_JSON_BYTES: Final = 1 << 20  # maximum size of a JSON file in bytes
+_MAX_REASON_CHARS: Final = 500  # maximum number of characters in a reason
+_MAX_MACHINE_CHARS: Final = 200
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run_folders(*folders: Path) -> Iterator[Path]:
     real_paths = set()
     for folder in folders:
         try:
-            for run in _below(folder, _DEEPEST):
+            for run in _find_runs(folder, _MAX_DEPTH):
                 if (real := os.path.realpath(run)) not in real_paths:
                     real_paths.add(real)
                     yield run
@@ -62,7 +62,7 @@ def record_job(folder: Path, submitted: Submitted) -> None:
 def job_of(folder: Path) -> Submitted | None:
     """Return the last job of a run folder, or None if there is none. Raise UsageError if the record can't be read."""
     try:
-        match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
+        match plainfile.parse_json(plainfile.content(folder / JOB, _MAX_JSON_BYTES)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
         raise ValueError("not a job record")
@@ -77,10 +77,10 @@ def failure(folder: Path, *, ignore_transient: bool = False) -> str:
 
     With `ignore_transient`, a failure after which a scheduler restarts the run doesn't count.
     """
-    result = json_in(folder / RESULT)
+    result = read_json_dict(folder / RESULT)
     is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")
     reason = result.get("reason") if is_failure else None
-    return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
+    return printable_line(reason)[:_MAX_REASON_CHARS] if isinstance(reason, str) else ""
 
 
 def machine_of(folder: Path) -> str:
@@ -88,13 +88,13 @@ def machine_of(folder: Path) -> str:
 
     The description is read from environment.json.
     """
-    environment = json_in(folder / _ENVIRONMENT)
+    environment = read_json_dict(folder / _ENVIRONMENT)
     cpu, packages, gpus = environment.get("cpu"), environment.get("packages"), environment.get("gpus")
     cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     parts = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
     parts += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
     parts += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
-    return printable_line(", ".join(parts))[:_LONGEST_MACHINE]
+    return printable_line(", ".join(parts))[:_MAX_MACHINE_CHARS]
 
 
 def is_held(folder: Path) -> bool:
@@ -113,21 +113,21 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
+def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
     # Links come last, so that a run is found under its own name.
     entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
-    if any(entry.name in _SIGNS for entry in entries):
+    if any(entry.name in _MARKER_FILES for entry in entries):
         yield folder
     elif depth:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _below(folder / entry.name, depth - 1)
+                yield from _find_runs(folder / entry.name, depth - 1)
 
 
-def json_in(file: Path) -> dict[str, Any]:
+def read_json_dict(file: Path) -> dict[str, Any]:
     """Return the dict in a JSON file, or an empty dict if it can't be read."""
     try:
-        content = plainfile.parse_json(plainfile.content(file, _LARGEST))
+        content = plainfile.parse_json(plainfile.content(file, _MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

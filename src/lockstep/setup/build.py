@@ -38,7 +38,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
-from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
+from lockstep.setup.examples import examples, norm_warnings, repeat_samples, smallest_microbatch, transforms_of
 from lockstep.setup.first_weights import FirstWeights
 from lockstep.setup.optimizing import optimizer, optimizer_factories, special_settings
 from lockstep.setup.schedule import check_rate, find_rate
@@ -219,7 +219,7 @@ def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Model
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
     """Run the model and the task on a training batch of the smallest micro-batch size and on two evaluation samples."""
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
-    training_inputs = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    training_inputs = task.inputs(repeat_samples(example, smallest_microbatch(recipe, steps)))
     check = partial(_check_task, task, example)
     return check_model(
         build, name=recipe.model.name, evaluation=evaluation_inputs, training=training_inputs, check=check
@@ -266,7 +266,7 @@ def _warnings(
     recipe: Recipe, steps: Steps, summary: Summary, first: FirstWeights | None, fit: Fit | None
 ) -> Iterator[str]:
     if summary.batchnorm:
-        yield from few_samples(recipe, steps)
+        yield from norm_warnings(recipe, steps)
     if first is not None and fit is not None and (fit.fresh or fit.left_over):
         yield f"first weights from {first.label}: {fit}"
 

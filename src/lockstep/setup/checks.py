@@ -182,7 +182,7 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
 def _check_updates(
     resolved: Resolved,
     chunked: bool,
-    makes: Iterable[Callable[..., Optimizer]],
+    factories: Iterable[Callable[..., Optimizer]],
     dtypes: Collection[torch.dtype | None],
 ) -> bool:
     traits = resolved.strategy.traits
@@ -191,7 +191,7 @@ def _check_updates(
     lends_wholes = traits.lends_wholes and not chunked and resolved.placement.audit_every is None
     needed = [
         check_updates(make, resolved.strategy_name, dtype, lends_wholes=lends_wholes)
-        for make in makes
+        for make in factories
         for dtype in dtypes
     ]
     return any(needed)

@@ -116,9 +116,8 @@ def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, devic
         )
     device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
-        losses_in(
-            model, task, device_batch, 1
-        )  # rejects a mask over the full sequence, such as that of a sliding window
+        # Rejects a mask over the full sequence, such as that of a sliding window.
+        losses_in(model, task, device_batch, 1)
         losses_in(model, task, device_batch, chunks)
     return arguments
 
@@ -132,6 +131,5 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)
 
-    return cooperative.run(
-        [partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None
-    )  # chunks have no state to isolate
+    # Chunks have no state to isolate.
+    return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)

@@ -9,7 +9,7 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_if_any
 from lockstep.training.sample_digest import digest_ends
 
-_CHOSEN: Final = ("mean", "std")  # facts that a recipe can set, and that are compared as part of the recipe
+_RECIPE_FACTS: Final = ("mean", "std")  # facts that a recipe can set, and that are compared as part of the recipe
 
 
 def setup_facts(ready: Setup) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path
     `current` are the facts of the current data. Facts that are only in one of the two mappings are ignored.
     """
     for name, before in saved.items():
-        if name in current and current[name] != before and name not in _CHOSEN:
+        if name in current and current[name] != before and name not in _RECIPE_FACTS:
             difference = _difference(before, current[name])
             raise UsageError(
                 f"{path}: {name} of its training data does not match: {difference}; set recipe.data.root to the data "

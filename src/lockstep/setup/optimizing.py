@@ -56,11 +56,11 @@ def optimizer_factories(
     """
     return [
         optimizer(recipe),
-        *(optimizer(recipe, partial(_always, setting)) for setting in distinct(parameter_settings)),
+        *(optimizer(recipe, partial(_constant_setting, setting)) for setting in distinct(parameter_settings)),
     ]
 
 
-def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
+def _constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 

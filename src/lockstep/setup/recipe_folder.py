@@ -15,7 +15,7 @@ from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differ
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import signing_key
 
-_LONGEST_NAME: Final = 200  # maximum name length in bytes, without the timestamp; file systems allow 255
+_MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timestamp; file systems allow 255
 
 
 def claim(loaded: Loaded) -> Claim:
@@ -28,11 +28,11 @@ def claim(loaded: Loaded) -> Claim:
     key = signing_key(run.key_file)
     # This must come before the run folder is created.
     checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
-    folder = Path(run.dir) if run.dir else fresh(loaded)
-    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, checkpoint, key))
+    folder = Path(run.dir) if run.dir else new_run_folder(loaded)
+    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _find_start(loaded, folder, checkpoint, key))
 
 
-def fresh(loaded: Loaded) -> Path:
+def new_run_folder(loaded: Loaded) -> Path:
     """Return a new folder for a run that starts now. It is named after the recipe and the model.
 
     If the name of the model starts with the name of the recipe, this part isn't repeated. For example, digits and
@@ -41,11 +41,11 @@ def fresh(loaded: Loaded) -> Path:
     model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
     suffix = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
     name = f"{loaded.name}-{suffix}" if suffix else loaded.name
-    name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
+    name = name.encode(errors="surrogateescape")[:_MAX_NAME_BYTES].decode(errors="ignore")
     return fresh_folder(name)
 
 
-def _beginning(
+def _find_start(
     loaded: Loaded, folder: Path, checkpoint: store.FoundCheckpoint | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume

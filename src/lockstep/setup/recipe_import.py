@@ -18,10 +18,10 @@ def import_recipe(
     """
     counts = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
     processes = int(counts[-1]) if counts and counts[-1].isdecimal() else 0
-    return import_file(file, words, gpus or world_size or processes or _cards())
+    return import_file(file, words, gpus or world_size or processes or _gpu_count())
 
 
-def _cards() -> int:
+def _gpu_count() -> int:
     import torch  # imported lazily, since it takes seconds
 
     return max(1, torch.cuda.device_count())

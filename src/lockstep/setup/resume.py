@@ -37,7 +37,7 @@ from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.store import Snapshot
 
-_SHOWN: Final = 8  # maximum number of problems listed for a checkpoint
+_MAX_PROBLEMS: Final = 8  # maximum number of problems listed for a checkpoint
 
 
 def recipe_differences(before: Recipe, current: Recipe) -> list[str]:
@@ -73,7 +73,9 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_SHOWN]]
+        lines = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_MAX_PROBLEMS]
+        ]
         raise UsageError("\n".join([f"{path}: its recipe is not valid in this version:", *lines])) from None
 
 
@@ -89,7 +91,7 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
         *_loss_scale_problems(state, ready),
         *_feedback_problems(snapshot.feedback or {}, ready),
     ]
-    _refuse(path, problems)
+    _raise_problems(path, problems)
     return state
 
 
@@ -103,7 +105,7 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
         *_forms_problems("model", _forms(snapshot.model), ready.summary.tensors),
         *_average_problems(snapshot, ready),
     ]
-    _refuse(path, problems)
+    _raise_problems(path, problems)
     return state
 
 
@@ -113,7 +115,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
         name: tensors.get(name, tensor).dtype for name, tensor in expected.items()
     }  # averaged weights may have a wider dtype
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
-    _refuse(path, list(_forms_problems("model", _forms(tensors), forms)))
+    _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
 
 
 def feedback_lost(before: Snapshot, current: State) -> list[str]:
@@ -138,7 +140,7 @@ def check_first(ready: Setup) -> None:
         if problems:
             remedy = "set run.start_from.optimizer=false to load only its weights"
             text = f"run.start_from: {first.checkpoint.path}: its optimizer does not match this recipe; {remedy}:"
-            raise UsageError("\n".join([text, *problems[:_SHOWN]]))
+            raise UsageError("\n".join([text, *problems[:_MAX_PROBLEMS]]))
 
 
 def check_beginning(ready: Setup) -> None:
@@ -185,12 +187,14 @@ def continuation_state(ready: Setup, current: State) -> State:
     )
 
 
-def _refuse(path: Path, problems: Sequence[str]) -> None:
+def _raise_problems(path: Path, problems: Sequence[str]) -> None:
     if not problems:
         return
-    remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    remainder = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
     raise UsageError(
-        "\n".join([f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_SHOWN], *remainder])
+        "\n".join(
+            [f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_MAX_PROBLEMS], *remainder]
+        )
     )
 
 

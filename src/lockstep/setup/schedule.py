@@ -13,7 +13,7 @@ from lockstep.core.order import Steps
 from lockstep.core.rate import Rate, Shape
 from lockstep.errors import UsageError
 
-_LOOKED_AT: Final = 1_000  # number of steps at which a custom schedule is checked
+_CHECKED_STEPS: Final = 1_000  # number of steps at which a custom schedule is checked
 _CONTRACT: Final = "see docs/extend.md"
 
 
@@ -36,7 +36,9 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
     if ":" not in recipe.schedule.name:
         return
     rate = find_rate(recipe, steps)
-    step_numbers = sorted({round(fraction * (steps.total - 1) / _LOOKED_AT) for fraction in range(_LOOKED_AT + 1)})
+    step_numbers = sorted(
+        {round(fraction * (steps.total - 1) / _CHECKED_STEPS) for fraction in range(_CHECKED_STEPS + 1)}
+    )
     samples_seen = [steps[step].samples_seen for step in step_numbers]
     values = [rate.at(samples) for samples in samples_seen]
     for step, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):

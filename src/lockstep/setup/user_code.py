@@ -23,13 +23,13 @@ from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
-_BUILDING: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state of a forward
+_CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state of a forward
 # Calls of these names, as statements, only display a value.
-_SHOWING: Final = (
+_DISPLAY_FUNCTIONS: Final = (
     *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
     *("set_postfix", "set_postfix_str", "set_description"),
 )
-_IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
+_IN_PLACE_METHODS: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
@@ -81,7 +81,7 @@ def place_of(target: object) -> str:
         file, (_, line) = inspect.getsourcefile(unwrapped), inspect.getsourcelines(unwrapped)
     except (TypeError, OSError):  # written in C, or entered in an interpreter
         return ""
-    return location(file, line) if file and not is_librarys(file) else ""
+    return location(file, line) if file and not is_library_file(file) else ""
 
 
 def place_of_attribute(kind: type, name: str) -> str:
@@ -155,10 +155,12 @@ def _uses(node: ast.AST, name: str) -> bool:
     match node:
         case ast.Name(ctx=ast.Load()):
             return node.id == name
-        case ast.Expr(value=ast.Call(func=ast.Name(id=method) | ast.Attribute(attr=method))) if method in _SHOWING:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=method) | ast.Attribute(attr=method))) if (
+            method in _DISPLAY_FUNCTIONS
+        ):
             return False
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=method)) as call) if (
-            owner.id == name and method in _IN_PLACE
+            owner.id == name and method in _IN_PLACE_METHODS
         ):
             return any(_uses(child, name) for child in (*call.args, *call.keywords))
         case ast.Subscript(value=ast.Name() as owner, ctx=ast.Store()) if owner.id == name:
@@ -212,37 +214,39 @@ def place_of_frame(frame: FrameType | None) -> str:
     """
     while frame is not None and _is_python_file(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or is_librarys(frame.f_code.co_filename):
+    if frame is None or is_library_file(frame.f_code.co_filename):
         return ""
     return location(frame.f_code.co_filename, frame.f_lineno)
 
 
-def is_librarys(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Return whether a source file belongs to the Python standard library, torch, NumPy or Lockstep."""
     return _is_python_file(file) or file.startswith(_library_folders())
 
 
-def _first_line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
+def _first_line(tree: ast.AST, is_target: Callable[[ast.AST], bool]) -> int | None:
     """Return the first line in a function that changes a name. If there is none, return the first line that uses it."""
     functions = [
         function_node
         for function_node in ast.walk(tree)
-        if isinstance(function_node, ast.FunctionDef) and function_node.name not in _BUILDING
+        if isinstance(function_node, ast.FunctionDef) and function_node.name not in _CONSTRUCTORS
     ]
     nodes = [node for function in functions for node in ast.walk(function)]
-    lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
+    lines = [
+        (not _changes(node, is_target), node.lineno) for node in nodes if is_target(node) or _changes(node, is_target)
+    ]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
 
 
-def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+def _changes(node: ast.AST, is_target: Callable[[ast.AST], bool]) -> bool:
     """Return whether a node assigns a name or one of its items, or calls a method that changes it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
-            return is_it(node)
+            return is_target(node)
         case ast.Subscript(value=value, ctx=ast.Store()):
-            return is_it(value)
+            return is_target(value)
         case ast.Attribute(value=value, attr=name):
-            return is_it(value) and (name.endswith("_") or name in _IN_PLACE)
+            return is_target(value) and (name.endswith("_") or name in _IN_PLACE_METHODS)
     return False
 
 

@@ -20,7 +20,7 @@ from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor,
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
-_NAMED: Final = 5  # maximum number of tensors listed in a message
+_MAX_NAMED: Final = 5  # maximum number of tensors listed in a message
 _HOST_BYTES: Final = 64
 _DIGEST_BYTES: Final = 16
 
@@ -40,7 +40,7 @@ class Disagreement:
     @property
     def name_list(self) -> str:
         """The names of the differing tensors as text. A long list is truncated."""
-        return list_some(self.names, _NAMED)
+        return list_some(self.names, _MAX_NAMED)
 
     @property
     def verdict(self) -> str:

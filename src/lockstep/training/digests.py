@@ -22,9 +22,9 @@ from lockstep.core.digest import Digests
 from lockstep.core.shard import NamedTensors, Shard
 
 PRICE: Final = 0.005  # maximum fraction of the step time
-_TOGETHER: Final = 64  # number of digests that are summed with a single message
-_MEASURED: Final = 8  # number of digests that are timed before the interval is chosen
-_LONGEST_INTERVAL: Final = 1 << 12
+_DIGESTS_PER_MESSAGE: Final = 64  # number of digests that are summed with a single message
+_TIMED_DIGESTS: Final = 8  # number of digests that are timed before the interval is chosen
+_MAX_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
@@ -56,8 +56,8 @@ class StepDigests:
         self._owned: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: list[tuple[int, bool, Tensor]] = []
         self._last_added = 0.0  # time of the last call of `add`
-        self._steps: deque[float] = deque(maxlen=_MEASURED)  # seconds between consecutive steps
-        self._spent: deque[float] = deque(maxlen=_MEASURED)  # seconds per digest
+        self._steps: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds between consecutive steps
+        self._digest_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds per digest
 
     def add(self, step: int) -> None:
         """Record the digest of the gradient that leads to `step`, if a digest is due at this step."""
@@ -71,7 +71,7 @@ class StepDigests:
         if self.every is None:
             if self.world.device.type == "cuda":  # the elapsed time is known only after the kernels have run
                 torch.cuda.synchronize(self.world.device)
-            self._spent.append(time.perf_counter() - now)
+            self._digest_seconds.append(time.perf_counter() - now)
 
     def add_weights(self, step: int, weights: NamedTensors) -> None:
         """Record the digest of the weights after `step` updates."""
@@ -79,7 +79,7 @@ class StepDigests:
 
     def collect(self, *, waits: bool = False) -> None:
         """Sum the parts over all ranks, and write the digests. With `waits`, only do so if enough are pending."""
-        threshold = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
+        threshold = 1 if not waits else _TIMED_DIGESTS if self.every is None else _DIGESTS_PER_MESSAGE
         if len(self._parts) < threshold:
             return
         notes, self._parts = self._parts, []
@@ -112,9 +112,9 @@ class StepDigests:
     def _wanted_interval(self) -> Tensor:
         """Return the interval that keeps digests within `PRICE`, or 0 if it is unknown or on other ranks than 0."""
         every = 0
-        if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
-            target_interval = median(self._spent) / (PRICE * median(self._steps))
+        if self.world.rank == 0 and self.every is None and len(self._digest_seconds) == _TIMED_DIGESTS:
+            target_interval = median(self._digest_seconds) / (PRICE * median(self._steps))
             every = 1
-            while every < min(target_interval, _LONGEST_INTERVAL):
+            while every < min(target_interval, _MAX_INTERVAL):
                 every *= 2
         return torch.tensor(every, device=self.world.device)

@@ -34,7 +34,7 @@ def batch_sums(task: Task, outputs: Any, batch: Batch, weight: int) -> dict[str,
     return {LOSS: task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}
 
 
-def figures_of(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the loss and the metrics of the task by name, as an evaluation reports them."""
     figures = task.figures(sums)
     loss = figures.pop(LOSS, float(sums[LOSS]) / max(int(sums[WEIGHT]), 1))
@@ -55,7 +55,7 @@ def evaluate(
     on exactly one rank. A batch with the number None is computed, but doesn't count. With `details`, the details of the
     task are summed too (see Task).
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     added = NamedSums()
     with engine.evaluation() as predict:
         for number, batch, weight in batches:
@@ -64,4 +64,4 @@ def evaluate(
                 continue
             detail_sums = task.details(outputs, batch) if details else {}
             added.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
-    return Totals(added.total(world, number_of_batches), time.perf_counter() - began)
+    return Totals(added.total(world, number_of_batches), time.perf_counter() - start_time)

@@ -21,9 +21,10 @@ LOSS: Final = "the loss"
 BATCH: Final = "the batch"
 _MODULE: Final = "lockstep module"
 # The results of these operations can be uninitialized, or infinite on purpose, such as an attention mask.
-_UNSET: Final = ("empty", "new_empty")
-_FILLS: Final = (*_UNSET, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
-_EXCHANGES: Final = ("c10d::", "_c10d_functional::", "fsdp::")  # collectives may fill their outputs after they return
+_UNINITIALIZED_OPS: Final = ("empty", "new_empty")
+_FILL_OPS: Final = (*_UNINITIALIZED_OPS, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
+# Collectives may fill their outputs after they return.
+_COLLECTIVE_PREFIXES: Final = ("c10d::", "_c10d_functional::", "fsdp::")
 
 
 class Tensors(Protocol):
@@ -153,18 +154,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if tensor.is_floating_point() and tensor.numel():
                     self._examined.note_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
-                    _notes_of(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
+                    _node_metadata(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         if node is not None:
-            self._backward_module = _notes_of(node).get(_MODULE, self._backward_module)
+            self._backward_module = _node_metadata(node).get(_MODULE, self._backward_module)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        if self._paused or name.startswith(_EXCHANGES):
+        if self._paused or name.startswith(_COLLECTIVE_PREFIXES):
             return func(*args, **kwargs)
         # Inspect the inputs first, because an operation may write its result into them.
-        is_checked = self._examined.nonfinite is None and not name.startswith(_FILLS)
+        is_checked = self._examined.nonfinite is None and not name.startswith(_FILL_OPS)
         input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
@@ -179,7 +180,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
         module = (self._modules[-1] if self._modules else LOSS) if node is None else self._backward_module
         operation = name if node is None else f"{name} of {node}"
-        if not name.startswith(_UNSET):
+        if not name.startswith(_UNINITIALIZED_OPS):
             self._note(phase, module, operation, outputs)
         if input_kinds is None:
             return
@@ -218,7 +219,7 @@ def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
     return tensor[index : index + 1] if tensor.ndim and len(tensor) == samples else tensor
 
 
-def _notes_of(node: Any) -> dict[str, Any]:
+def _node_metadata(node: Any) -> dict[str, Any]:
     """Return the metadata of an autograd node. The stubs of torch declare it as a function."""
     notes: dict[str, Any] = node.metadata
     return notes

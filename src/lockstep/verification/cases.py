@@ -43,9 +43,13 @@ from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, open_cases, probe, with_validation, work
 
 _SINGLE: Final = StrategyConfig(name="single")
-_PLAIN: Final = {"recompute": "none", "offload_activations": False, "workers": 0}  # must not change the results
-_LARGEST: Final = 4  # maximum number of processes with --all
-_BATCHES: Final = 4  # number of full validation batches; a short batch follows
+_NEUTRAL_SETTINGS: Final = {
+    "recompute": "none",
+    "offload_activations": False,
+    "workers": 0,
+}  # must not change the results
+_MAX_PROCESSES: Final = 4  # maximum number of processes with --all
+_EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batch follows
 
 
 @dataclass(frozen=True)
@@ -134,12 +138,12 @@ def _verify_cases(
     recipe = setup.recipe
     samples = 0 if setup.data.validation is None else len(setup.data.validation)
     batch = evaluation_batch(recipe)
-    evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
+    evaluated = min(samples, _EVALUATED_BATCHES * batch + max(1, batch // 2))
     if len(cases) > 2:  # otherwise, there are only the single process and the requested placement
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = select_steps(setup.steps, steps)
-        single_case = _case(loaded, _SINGLE, 1, _PLAIN)
+        single_case = _case(loaded, _SINGLE, 1, _NEUTRAL_SETTINGS)
         job = TraceJob(single_case.resolved, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, single_case, with_validation(setup, evaluated), tell)
         probed = comparison.look()
@@ -185,7 +189,7 @@ def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
     placement = loaded.config.placement
     separate_devices = placement.device != "cpu" and placement.backend != "gloo"  # one device per process
     gpus = torch.cuda.device_count() if separate_devices else 0
-    sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
+    sizes = range(1, min(_MAX_PROCESSES, gpus or _MAX_PROCESSES) + 1)
     requested = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
     exact_names = [name for name in ordered if _case_of(loaded, name, 1).resolved.strategy.traits.exactness == "bits"]

@@ -19,7 +19,7 @@ from lockstep.verification.compare import EVALUATION, Difference
 from lockstep.verification.trace import AVERAGE, DATA, GRADIENT, LOSS, MODEL, OPTIMIZER, OWN_LOSS, SCALARS
 
 EVALUATED: Final = "evaluated sum"  # the kind of a difference that only appears in the evaluation
-_OTHER_DATA: Final = (
+_DATA_CAUSE: Final = (
     "the dataset returns different samples in this process than in the reference: each sample depends on the process, "
     "the time or earlier fetches; make it a function of the index and of the generators that are seeded for each sample"
 )
@@ -82,21 +82,23 @@ def cause(diagnosis: Diagnosis) -> str:
     if diagnosis.first.what == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
-            hash_seed_cause(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA
+            hash_seed_cause(diagnosis.probed.at("training", "data"))
+            if _differs_by_hash_seed(diagnosis)
+            else _DATA_CAUSE
         )
     if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
-    if _by_hashes(diagnosis):
+    if _differs_by_hash_seed(diagnosis):
         return hash_seed_cause(diagnosis.probed.at("model", "loss"))
     notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
             return notes[FOREIGN_RANDOMNESS]
         return f"possibly a note, which may only matter after more micro-batches: {next(iter(notes.values()))}"
-    return _without_suspect(diagnosis)
+    return _unexplained_cause(diagnosis)
 
 
 def hash_seed_cause(location: str = "") -> str:
@@ -107,11 +109,11 @@ def hash_seed_cause(location: str = "") -> str:
     )
 
 
-def _by_hashes(diagnosis: Diagnosis) -> bool:
+def _differs_by_hash_seed(diagnosis: Diagnosis) -> bool:
     return diagnosis.hashes and diagnosis.again
 
 
-def _without_suspect(diagnosis: Diagnosis) -> str:
+def _unexplained_cause(diagnosis: Diagnosis) -> str:
     first = diagnosis.first
     if not diagnosis.again:
         return (

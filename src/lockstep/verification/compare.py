@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lockstep.verification import trace
-from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace, Wanted
+from lockstep.verification.trace import DATA, KINDS, OWN_LOSS, TENSOR_KINDS, TensorRequest, Trace
 
 EVALUATION: Final = "evaluation"
-NOT_THERE: Final = "missing"
+MISSING_VALUE: Final = "missing"
 
 _BUDGET_BYTES: Final = 512 << 20  # total size of the tensors that are written in full
 
@@ -37,11 +37,11 @@ class Difference:
     found: str = ""
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> TensorRequest | None:
         """The tensor to request in order to get the values. None if the values are known or only exist on one side."""
-        if self.position is None or self.what not in OF_TENSORS or NOT_THERE in (self.reference, self.found):
+        if self.position is None or self.what not in TENSOR_KINDS or MISSING_VALUE in (self.reference, self.found):
             return None
-        return Wanted(self.position, self.what, self.name)
+        return TensorRequest(self.position, self.what, self.name)
 
 
 @dataclass(frozen=True)
@@ -87,18 +87,18 @@ def _compare_kind(
     """
     holders = () if what in (DATA, OWN_LOSS) else (0,)
     for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
-        value = expected.get(name, NOT_THERE)
+        value = expected.get(name, MISSING_VALUE)
         rank_values = {rank: observations[name] for rank, observations in ranks.items() if name in observations}
         different_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != value)
         if not rank_values or not rank_values.keys() >= {*holders}:
-            yield Difference(position, step, what, name, holders, value, NOT_THERE)
+            yield Difference(position, step, what, name, holders, value, MISSING_VALUE)
         elif different_ranks:
             yield Difference(position, step, what, name, different_ranks, value, rank_values[different_ranks[0]])
 
 
-def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
+def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
     """Return the tensors to inspect: the first differing tensor, and more differing tensors within the size budget."""
-    wanted: list[Wanted] = []
+    wanted: list[TensorRequest] = []
     room = _BUDGET_BYTES
     for difference in differences:
         if difference.wanted is not None:

@@ -11,15 +11,26 @@ from torch import Tensor, nn
 
 from lockstep.training.checkpoint.tensorfile import digest
 
-_DEPTH: Final = 4  # maximum nesting depth of containers and objects
-_ITEMS: Final = 1_000  # maximum number of items that are examined per container
-_BYTES: Final = 16 << 20  # maximum size of a tensor outside of modules; a larger tensor is a dataset
-_NO_STATE: Final = (ModuleType, type, str, bytes, int, float, complex, torch.device, torch.dtype, torch.Generator)
+_MAX_DEPTH: Final = 4  # maximum nesting depth of containers and objects
+_MAX_ITEMS: Final = 1_000  # maximum number of items that are examined per container
+_MAX_TENSOR_BYTES: Final = 16 << 20  # maximum size of a tensor outside of modules; a larger tensor is a dataset
+_STATELESS_TYPES: Final = (
+    ModuleType,
+    type,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.device,
+    torch.dtype,
+    torch.Generator,
+)
 
 
 def held_tensors(value: Any, placed_ids: Collection[int]) -> list[Tensor]:
     """Return the tensors that a value refers to, except for objects whose id is in `placed_ids`."""
-    return list(_tensors(value, {*placed_ids}, _DEPTH))
+    return list(_tensors(value, {*placed_ids}, _MAX_DEPTH))
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
@@ -29,21 +40,21 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
 
 def parts(value: Any) -> Iterable[Any]:
     """Return the values in a container or object. Return () for Lockstep's own objects and types without state."""
-    if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "lockstep":
+    if isinstance(value, _STATELESS_TYPES) or type(value).__module__.partition(".")[0] == "lockstep":
         return ()
     if isinstance(value, Mapping):
-        return list(islice(value.values(), _ITEMS))
+        return list(islice(value.values(), _MAX_ITEMS))
     if isinstance(value, list | tuple | deque | set | frozenset):
-        return list(islice(value, _ITEMS))
+        return list(islice(value, _MAX_ITEMS))
     return list(getattr(value, "__dict__", {}).values())
 
 
 def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
-    if isinstance(value, _NO_STATE) or value is None or id(value) in seen_ids:
+    if isinstance(value, _STATELESS_TYPES) or value is None or id(value) in seen_ids:
         return
     seen_ids.add(id(value))
     if isinstance(value, Tensor):
-        if value.numel() * value.element_size() <= _BYTES:
+        if value.numel() * value.element_size() <= _MAX_TENSOR_BYTES:
             yield value
     elif isinstance(value, nn.Module):
         yield from _module_tensors(value, seen_ids, depth)

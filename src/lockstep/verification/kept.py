@@ -14,7 +14,7 @@ from lockstep.probe.state import Globals, ModelState, change_of
 from lockstep.setup.user_code import is_carried, is_used, own_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import digest_of, held_tensors, parts
 
-_OF_MODEL: Final = " of the model"
+_MODEL_SUFFIX: Final = " of the model"
 _MODE: Final = "the mode of "
 _MAIN: Final = "__main__."
 _TENSORS: Final = "the tensors of "
@@ -24,10 +24,11 @@ _STATE: Final = 1
 _COUNT: Final = 2
 _FIGURE: Final = 3
 _UNUSED: Final = 4
-_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # types to which a loop can add without custom functions
+# Types to which a loop can add without custom functions.
+_ACCUMULATOR_TYPES: Final = (int, float, list, dict, set, deque, Tensor)
 
 
-class Lost(NamedTuple):
+class LostState(NamedTuple):
     """The state that was lost by resuming: by name, its change and location. The most likely causes come first.
 
     `unused` is state that the loop only updates, prints or logs, as far as Lockstep can tell.
@@ -66,8 +67,8 @@ class Kept:
         changes: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, after._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
-                changes[f"{name}{_OF_MODEL}"] = _describe(change, _place_in(model, name))
-            changes |= {f"{name}{_OF_MODEL}": "a buffer" for name in before.buffer_changes(state_after)}
+                changes[f"{name}{_MODEL_SUFFIX}"] = _describe(change, _place_in(model, name))
+            changes |= {f"{name}{_MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
         for name, change in self._globals.changes(after._globals).items():
             values = [variables[name] for variables in (self._variables, after._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
@@ -91,7 +92,7 @@ class Kept:
         for model, state in self._models:
             for name, module in model.named_modules():
                 texts[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
-            texts |= {f"{name}{_OF_MODEL}": text for name, text in (state.attributes | state.buffers).items()}
+            texts |= {f"{name}{_MODEL_SUFFIX}": text for name, text in (state.attributes | state.buffers).items()}
         texts |= self._globals.values
         for name, value in self._variables.items():
             if id(value) in placed_ids or isinstance(value, Tensor):
@@ -112,19 +113,21 @@ class Kept:
         for name, value in self._variables.items():
             kind = _likelihood(value, placed_ids)
             is_unused = (
-                kind != _TENSOR and isinstance(value, _PLAIN) and not is_used(self._scopes[name], _variable(name))
+                kind != _TENSOR
+                and isinstance(value, _ACCUMULATOR_TYPES)
+                and not is_used(self._scopes[name], _variable(name))
             )
             likelihoods[name] = _UNUSED if is_unused else kind
         return likelihoods
 
-    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
+    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> LostState:
         """Return the lost state, by comparing this process with the `texts` of a different process at the same step."""
         lost_state: dict[str, tuple[int, str]] = {}
-        models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
+        models = {f"{name}{_MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
         for key, text_now in self.texts().items():
             name = key.removeprefix(_TENSORS)
             text_before = before.get(key, text_now)
-            if text_before == text_now or (name in self._scopes and self._is_set_anew(name)):
+            if text_before == text_now or (name in self._scopes and self._is_reassigned(name)):
                 continue
             if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the full model includes its submodules
                 continue
@@ -137,7 +140,7 @@ class Kept:
             likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order == _FIGURE}
         if not likely_state:  # the position of an iterator can't be compared
             likely_state = {name.removeprefix(_MAIN): description for name, description in self._iterators()}
-        return Lost(
+        return LostState(
             likely_state, {name: description for name, (order, description) in _sorted(lost_state) if order == _UNUSED}
         )
 
@@ -145,7 +148,7 @@ class Kept:
         tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
-    def _is_set_anew(self, name: str) -> bool:
+    def _is_reassigned(self, name: str) -> bool:
         return is_carried(self._scopes[name], _variable(name)) is False
 
     def _iterators(self) -> Iterator[tuple[str, str]]:
@@ -156,7 +159,7 @@ class Kept:
                 isinstance(value, Iterator)
                 and not isinstance(value, count)
                 and not is_lockstep
-                and not self._is_set_anew(name)
+                and not self._is_reassigned(name)
             ):
                 yield name, _describe("an iterator, which starts again", self._globals.place(name))
 

@@ -43,22 +43,23 @@ from lockstep.setup.user_code import own_modules
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import hash_seed_cause
-from lockstep.verification.kept import Kept, Lost
+from lockstep.verification.kept import Kept, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
-_TRACE: Final = "trace.jsonl"
-_OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches errors that only some strategies raise
-_WITNESSED: Final = "witnessed-{}.json"  # formatted with the rank
-_RUN: Final = "run"  # run folder of a placement
-_STATE: Final = "state.json"  # state of the script in the stopped run
-_LOST: Final = "lost.json"  # state that was lost in the resumed run
-_SAME: Final = ("identical", "within tolerance")
-_SHOWN: Final = 3  # maximum number of tensors in a message
-_STEPS: Final = 4  # number of steps of a recipe, as in the command
+_TRACE_FILE: Final = "trace.jsonl"
+_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches errors that only some strategies raise
+_OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # formatted with the rank
+_RUN_FOLDER: Final = "run"  # run folder of a placement
+_STATE_FILE: Final = "state.json"  # state of the script in the stopped run
+_LOST_FILE: Final = "lost.json"  # state that was lost in the resumed run
+_AGREEING: Final = ("identical", "within tolerance")
+_MAX_NAMES: Final = 3  # maximum number of tensors in a message
+_RECIPE_STEPS: Final = 4  # number of steps of a recipe, as in the command
 
-Asked = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
+StrategyChoice = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
 Step = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
-_PLAN: Final = ("train_samples", "batch", "microbatches", "steps")  # fields of Started: the arguments of run.steps
+# Fields of Started: the arguments of run.steps.
+_PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ class Checked:
     @property
     def good(self) -> bool:
         """Whether the results agree, or the placement isn't possible."""
-        return self.verdict in (*_SAME, "not possible")
+        return self.verdict in (*_AGREEING, "not possible")
 
     @property
     def line(self) -> str:
         """The placement and its verdict as a line of text."""
-        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
+        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _AGREEING else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
         return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
@@ -132,7 +133,7 @@ def verify(
     placement is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
-        return _verify_recipe(str(function), processes, strategies, steps or _STEPS)
+        return _verify_recipe(str(function), processes, strategies, steps or _RECIPE_STEPS)
     if isinstance(function, str | Path):
         function = script(Path(function), ())
     rows = list(check_placements(function, processes, strategies, steps, seed=seed))
@@ -148,7 +149,9 @@ def check_compared(rows: Sequence[Checked]) -> None:
         raise UsageError("nothing was compared, because the loop supports none of these placements; use different ones")
 
 
-def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
+def _verify_recipe(
+    recipe: str, processes: Sequence[int], strategies: Sequence[StrategyChoice], steps: int
+) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
@@ -161,16 +164,16 @@ def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[A
     ]
 
 
-def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
+def _places(processes: Sequence[int], strategies: Sequence[StrategyChoice]) -> list[tuple[StrategyChoice, int]]:
     """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1."""
-    single: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
+    single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
     return [*single, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
 def check_placements(
     function: Callable[[], object],
     processes: Sequence[int],
-    strategies: Sequence[Asked],
+    strategies: Sequence[StrategyChoice],
     steps: int | None,
     guarded: bool = True,
     *,
@@ -194,7 +197,7 @@ def check_placements(
         places = _places(processes, strategies)
         if reference.warnings and 1 not in processes:
             places = [("single", 1), *places]
-        agreeing: list[tuple[Asked, int]] = []
+        agreeing: list[tuple[StrategyChoice, int]] = []
         for number, (strategy, count) in enumerate(places):
             if count == 1:
                 rerun = _run_again(loop, reference, can_be_spawned(function))
@@ -205,7 +208,7 @@ def check_placements(
             code, message = loop.run(strategy, count, str(number))
             label = _label(strategy)
             if code != EXIT_DONE:  # an error that only occurs with several processes is a fault of the loop
-                unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
+                unfit = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
                 yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
                 continue
             placement_trace = loop.trace(str(number))
@@ -221,11 +224,11 @@ def check_placements(
             yield _resume(loop, reference, agreeing, seed)
 
 
-def _label(strategy: Asked) -> str:
+def _label(strategy: StrategyChoice) -> str:
     return strategy if isinstance(strategy, str) else str(strategy["name"])
 
 
-def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int]], seed: int) -> Checked:
+def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[StrategyChoice, int]], seed: int) -> Checked:
     """Stop the last matching placement after a step, resume on a different placement, and compare the steps."""
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
@@ -258,7 +261,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=departure)
 
 
-def _lost_state(lost: Lost) -> str:
+def _lost_state(lost: LostState) -> str:
     """Return the likely cause, which is the state of the script that was lost by resuming."""
     if lost.likely:
         return (
@@ -273,7 +276,7 @@ def _lost_state(lost: Lost) -> str:
 
 
 def _list_changes(changes: Mapping[str, str]) -> str:
-    return list_some([f"{name} ({change})" for name, change in changes.items()], _SHOWN)
+    return list_some([f"{name} ({change})" for name, change in changes.items()], _MAX_NAMES)
 
 
 def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
@@ -303,7 +306,7 @@ def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
     cause = f"the loop reads {' and '.join(causes)}" if causes else ""
     if changes:
         names = [f"{name} ({change})" for name, change in changes.items()]
-        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
+        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _MAX_NAMES)} from one step to the next"
     return f"; likely cause: {cause}; make the loop depend only on its data and its model" if cause else ""
 
 
@@ -330,7 +333,7 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     return partial(run_script, str(path), [str(path), *arguments])
 
 
-class _Enough(BaseException):
+class _EnoughSteps(BaseException):
     """Ends the function after the requested steps."""
 
 
@@ -345,7 +348,7 @@ class _Loop:
 
     def run(
         self,
-        strategy: Asked,
+        strategy: StrategyChoice,
         count: int,
         name: str,
         hashes: str | None = None,
@@ -370,36 +373,38 @@ class _Loop:
 
     def has_folder(self, name: str) -> bool:
         """Return whether the function uses a run folder."""
-        return (self.folder / name / _RUN).exists()
+        return (self.folder / name / _RUN_FOLDER).exists()
 
     def forget_varying(self, name: str, other: str) -> None:
         """Remove all values that differ from the run `other` from the recorded state of a stopped run."""
         states = [
-            plainfile.parse_json((self.folder / run_name / _STATE).read_text(encoding="utf-8"))
+            plainfile.parse_json((self.folder / run_name / _STATE_FILE).read_text(encoding="utf-8"))
             for run_name in (name, other)
         ]
         texts, other_texts = (dict(state["texts"]) for state in states)
         states[0]["texts"] = {key: text for key, text in texts.items() if other_texts.get(key) == text}
-        (self.folder / name / _STATE).write_text(json.dumps(states[0]), encoding="utf-8")
+        (self.folder / name / _STATE_FILE).write_text(json.dumps(states[0]), encoding="utf-8")
 
-    def lost(self, name: str) -> Lost:
+    def lost(self, name: str) -> LostState:
         """Return the state of the script that was lost in a resumed run."""
-        path = self.folder / name / _LOST
-        return Lost(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else Lost({}, {})
+        path = self.folder / name / _LOST_FILE
+        return (
+            LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
+        )
 
     def trace(self, name: str) -> Trace:
         """Return the observations of rank 0. Raises UsageError if the function took no step."""
-        path = self.folder / name / _TRACE
+        path = self.folder / name / _TRACE_FILE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
             raise UsageError("the function took no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read(self.folder / name / EVENTS)]
-        plans = [{key: event[key] for key in _PLAN} for event in events if event["event"] == "started"]
+        plans = [{key: event[key] for key in _PLAN_FIELDS} for event in events if event["event"] == "started"]
         return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
     def witnessed(
-        self, strategy: Asked, count: int, name: str
+        self, strategy: StrategyChoice, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
         """Run the function again. Return the values that it reads, the state that it keeps, and its model's traits.
 
@@ -410,7 +415,7 @@ class _Loop:
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
         traits: dict[str, None] = {}
-        for path in sorted((self.folder / name).glob(_WITNESSED.format("*"))):
+        for path in sorted((self.folder / name).glob(_OBSERVATIONS_FILE.format("*"))):
             observations = plainfile.parse_json(path.read_text(encoding="utf-8"))
             reads, changes = {**reads, **observations["reads"]}, {**changes, **observations["kept"]}
             traits |= dict.fromkeys(observations["traits"])
@@ -436,34 +441,34 @@ class _Loop:
 
         def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
-                with (folder / _TRACE).open("a", encoding="utf-8") as trace:
+                with (folder / _TRACE_FILE).open("a", encoding="utf-8") as trace:
                     trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
             if witness and states and not changes:
-                changes.update(states[0].changes(_kept(ambient)))
+                changes.update(states[0].changes(_loop_state(ambient)))
             if self.steps is not None and number >= self.steps:
-                raise _Enough
+                raise _EnoughSteps
             if stop is None or rank or len(ambient.runs) > 1:
                 return
             if witness and number == stop:
-                state_now = _kept(ambient)
+                state_now = _loop_state(ambient)
                 state = {"texts": state_now.texts(), "likelihoods": state_now.likelihoods()}
-                (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+                (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
                 signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
         if rank == 0 and witness and resumes is not None:
-            before = plainfile.parse_json((resumes / _STATE).read_text(encoding="utf-8"))
-            sinks.append(_LostState(before, folder / _LOST, lambda: _kept(ambient)))
-        run_folder, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
+            before = plainfile.parse_json((resumes / _STATE_FILE).read_text(encoding="utf-8"))
+            sinks.append(_LostState(before, folder / _LOST_FILE, lambda: _loop_state(ambient)))
+        run_folder, keeps = (resumes or folder) / _RUN_FOLDER, stop is not None or resumes is not None
         ambient = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
         recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
-        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w", encoding="utf-8") as null_stream, redirect_stdout(null_stream):
             try:
                 with recorded, explain_errors(ambient.runs):
                     self.function()
-            except _Enough:
+            except _EnoughSteps:
                 pass
             except SystemExit as end:
                 if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
@@ -474,7 +479,7 @@ class _Loop:
                 run.close()
         if witness:
             observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
-            (folder / _WITNESSED.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
+            (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 
 
@@ -511,7 +516,7 @@ def _record_reads(
     def computing() -> int:
         microbatch = max((run._computing for run in ambient.runs), default=0)
         if microbatch and not states:
-            states.append(_kept(ambient))
+            states.append(_loop_state(ambient))
             for run in ambient.runs:
                 if run._model is not None:
                     traits.watch(run._model)
@@ -527,14 +532,14 @@ def _record_reads(
             }
 
 
-def _kept(ambient: WorkerContext) -> Kept:
+def _loop_state(ambient: WorkerContext) -> Kept:
     return Kept([run._model for run in ambient.runs if run._model is not None])
 
 
 def _mismatch(reference: Trace, actual: Trace) -> str:
     """Return a message about the first difference, or an empty string if there is none."""
     for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
-        if key := next((name for name in _PLAN if plan[name] != other_plan[name]), None):
+        if key := next((name for name in _PLAN_FIELDS if plan[name] != other_plan[name]), None):
             return f"run.steps: {key.removeprefix('train_')} is {other_plan[key]:,}, not {plan[key]:,}"
     for (number, loss, digests), (actual_number, other_loss, actual_digests) in zip(
         reference.steps, actual.steps, strict=False
@@ -545,7 +550,7 @@ def _mismatch(reference: Trace, actual: Trace) -> str:
             return f"step {number}: the loss is {float.fromhex(other_loss)!r}, not {float.fromhex(loss)!r}"
         names = [name for name in digests if digests[name] != actual_digests.get(name)]
         if names:
-            return f"step {number}: the same loss, but different weights: {list_some(names, _SHOWN)}"
+            return f"step {number}: the same loss, but different weights: {list_some(names, _MAX_NAMES)}"
     if len(reference.steps) != len(actual.steps):
         return f"{len(actual.steps)} steps, not {len(reference.steps)}"
     return ""

@@ -20,12 +20,12 @@ OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
 SCALARS: Final = "figures of the engine"  # non-tensor state as JSON
 KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in order of occurrence
-OF_TENSORS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
+TENSOR_KINDS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
 
 T = TypeVar("T")
 
 
-class Wanted(NamedTuple):
+class TensorRequest(NamedTuple):
     """A requested tensor: the position of its step in the verification, its kind and its name."""
 
     position: int
@@ -77,17 +77,17 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
+def keep(folder: Path, rank: int, wanted: TensorRequest, tensor: Tensor) -> None:
     """Write a requested tensor of a rank."""
     safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, wanted))
 
 
-def load_tensor(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
+def load_tensor(folder: Path, rank: int, wanted: TensorRequest) -> Tensor | None:
     """Return a tensor that a rank has written, or None if the rank had no such tensor."""
     path = _tensor_path(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _tensor_path(folder: Path, rank: int, wanted: Wanted) -> Path:
+def _tensor_path(folder: Path, rank: int, wanted: TensorRequest) -> Path:
     # A tensor name may be too long for a file name, so its hash is used.
     return folder / f"rank-{rank}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:32]}.safetensors"

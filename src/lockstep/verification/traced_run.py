@@ -47,7 +47,7 @@ from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.verification import trace
-from lockstep.verification.trace import StepTrace, Trace, Wanted
+from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
 FACTS: Final = "facts.json"
 
@@ -67,7 +67,7 @@ class TraceJob:
     first: int = 0
     resume: Path | None = None
     save_after: int | None = None
-    wanted: frozenset[Wanted] = frozenset()
+    wanted: frozenset[TensorRequest] = frozenset()
 
 
 def open_cases(loaded: Loaded) -> Setup:
@@ -209,7 +209,7 @@ class _TracedRun:
             digests = {}
             for name, tensor in wholes(self._world, tensors):
                 digests[name] = digest([tensor])
-                request = Wanted(position, kind, name)
+                request = TensorRequest(position, kind, name)
                 if request in self._job.wanted:
                     trace.keep(self._job.folder, self._world.rank, request, tensor)
             # Keep the order of the state.

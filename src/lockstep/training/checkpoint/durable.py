@@ -30,7 +30,7 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     return Written(digest.hexdigest(), size)
 
 
-def allot(path: Path, head: bytes, length: int) -> None:
+def create_sized(path: Path, head: bytes, length: int) -> None:
     """Create a new file of `length` bytes that starts with `head`, for `write_at` to fill."""
     with path.open("xb") as file:
         file.write(head)

@@ -15,7 +15,7 @@ from lockstep.training.checkpoint import store
 from lockstep.training.progress import Progress
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-_SHOWN: Final = 5  # maximum number of problems listed for a file
+_MAX_PROBLEMS: Final = 5  # maximum number of problems listed for a file
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Figure = Annotated[float, Field(allow_inf_nan=True)]
@@ -83,7 +83,7 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].lower()}, got {repr(detail['input'])[:60]}"
-            for detail in error.errors()[:_SHOWN]
+            for detail in error.errors()[:_MAX_PROBLEMS]
         ]
         raise UsageError(
             "\n".join([f"{path / store.STATE}: does not match the format of this version:", *lines])

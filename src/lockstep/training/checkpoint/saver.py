@@ -59,13 +59,13 @@ class Saver:
         If a save fails, raises TrainingError. In the background, the call returns the event of the previous save, or
         raises its error.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         fields, best = progress.at, progress.best_at == progress.step
         if self._executor is None:
-            return [self._write(fields, best, snapshot, began)]
+            return [self._write(fields, best, snapshot, start_time)]
         completed = self.wait()
         copied = _copy_snapshot(snapshot)
-        self._running = self._executor.submit(self._write, fields, best, copied, began)
+        self._running = self._executor.submit(self._write, fields, best, copied, start_time)
         return completed
 
     def poll(self) -> list[Saved]:
@@ -82,21 +82,21 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
+    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, start_time: float) -> Saved:
         step, weights = fields["step"], store.weights_sha256(whole_tensors(snapshot.model))
         if (difference := disagreement(self._world, snapshot.model, weights)) is not None:
-            raise HostError(_not_saved(step, difference, self.buffers))
+            raise HostError(_disagreement_message(step, difference, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         else:
             with self._world.untimed():  # the other ranks wait in a collective, which may time out
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
-        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
+        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - start_time
         return Saved(**fields, path=path, weights_sha256=weights, best=best, seconds=seconds)
 
 
-def _not_saved(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
+def _disagreement_message(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
     """Return the message for ranks that disagree: the tensors, the differing rank, the likely cause, and what to do."""
     fault = "a processor or memory fault"
     if buffers.issuperset(difference.names):

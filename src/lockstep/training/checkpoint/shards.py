@@ -41,7 +41,7 @@ def save(
     def prepare() -> str:
         temporary = store.prepare(final)
         for name, frame in frames.items():
-            durable.allot(temporary / name, frame.head, frame.bytes)
+            durable.create_sized(temporary / name, frame.head, frame.bytes)
         return str(temporary)
 
     def write(temporary: Path) -> None:
@@ -61,7 +61,7 @@ def save(
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
-        raise HostError(store.not_written(final, error)) from error
+        raise HostError(store.write_error_message(final, error)) from error
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:

@@ -9,9 +9,9 @@ from typing import Final
 
 from lockstep.errors import UsageError, os_error_as
 
-_SHORTEST: Final = 32  # bytes; a shorter key could be guessed
-_LONGEST: Final = 4096
-_HOW: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
+_MIN_KEY_BYTES: Final = 32  # bytes; a shorter key could be guessed
+_MAX_KEY_BYTES: Final = 4096
+_KEY_ADVICE: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
 _PURPOSE: Final = b"lockstep checkpoint manifest\n"  # makes a signature of other data with this key invalid
 
 
@@ -27,17 +27,19 @@ def read_key(path: Path) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"run.key_file {path}: not a regular file; {_HOW}")
+            raise UsageError(f"run.key_file {path}: not a regular file; {_KEY_ADVICE}")
         if status.st_mode & 0o077 or status.st_uid not in (0, os.geteuid()):
             raise UsageError(
                 f"run.key_file {path}: other users can access it (mode {stat.S_IMODE(status.st_mode):04o}, owner "
                 f"{status.st_uid}); run chmod 600 {path}, or create a new key if another user may have read it"
             )
-        key = os.read(descriptor, _LONGEST + 1)
+        key = os.read(descriptor, _MAX_KEY_BYTES + 1)
     finally:
         os.close(descriptor)
-    if not _SHORTEST <= len(key) <= _LONGEST:
-        raise UsageError(f"run.key_file {path}: expected {_SHORTEST} to {_LONGEST} bytes, got {len(key)}; {_HOW}")
+    if not _MIN_KEY_BYTES <= len(key) <= _MAX_KEY_BYTES:
+        raise UsageError(
+            f"run.key_file {path}: expected {_MIN_KEY_BYTES} to {_MAX_KEY_BYTES} bytes, got {len(key)}; {_KEY_ADVICE}"
+        )
     return key
 
 

@@ -64,8 +64,8 @@ SCRIPT: Final = "script.safetensors"  # tensors of a user's script
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_LARGEST_MANIFEST: Final = 1 << 16  # bytes; a manifest lists at most six files
-_LARGEST_STATE: Final = 1 << 26  # bytes; some optimizers keep a scalar for each parameter
+_MAX_MANIFEST_BYTES: Final = 1 << 16  # bytes; a manifest lists at most six files
+_MAX_STATE_BYTES: Final = 1 << 26  # bytes; some optimizers keep a scalar for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
 # .tmp is a folder that is being written or removed. .old is a checkpoint that is being replaced by a newer checkpoint
@@ -132,12 +132,12 @@ def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key
         temporary = prepare(final)
         files = {
             name: durable.write(temporary / name, tensorfile.chunks(tensors))
-            for name, tensors in whole_files(snapshot).items()
+            for name, tensors in unsharded_files(snapshot).items()
         }
         publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best, key)
     except OSError as error:
         abandon(final)
-        raise HostError(not_written(final, error)) from error
+        raise HostError(write_error_message(final, error)) from error
     return final
 
 
@@ -149,7 +149,7 @@ def step_name(step: int) -> str:
 def prepare(final: Path) -> Path:
     """Remove leftovers, and create the temporary folder for writing the checkpoint `final`."""
     final.parent.mkdir(exist_ok=True)  # fails if the run folder doesn't exist, because then it was removed
-    _clear(final.parent)
+    _remove_leftovers(final.parent)
     temporary = _hidden_path(final, "tmp")
     temporary.mkdir()
     return temporary
@@ -184,17 +184,17 @@ def publish(
     if best:
         durable.point(folder / BEST, final.name)
     durable.sync_folder(folder)
-    for path in _unneeded(folder, keep):
+    for path in _removable_checkpoints(folder, keep):
         remove(path)
 
 
 def abandon(final: Path) -> None:
     """Remove the files of a checkpoint that failed to save."""
     with suppress(OSError):
-        _clear(final.parent)
+        _remove_leftovers(final.parent)
 
 
-def not_written(final: Path, error: OSError) -> str:
+def write_error_message(final: Path, error: OSError) -> str:
     """Return the error message for a checkpoint that failed to save."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
@@ -204,7 +204,7 @@ def not_written(final: Path, error: OSError) -> str:
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
 
 
-def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+def unsharded_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
     """Return the tensors of each file of an unsharded snapshot."""
     return {
         name: {key: local_tensor(value) for key, value in tensors.items()} for name, tensors in snapshot.files.items()
@@ -259,7 +259,7 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
     with error_as(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
         # The files are memory-mapped, so that a caller that only needs some rows only reads these rows.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
-        state = _mapping(path / STATE, _LARGEST_STATE)
+        state = _read_json_object(path / STATE, _MAX_STATE_BYTES)
         snapshot = Snapshot(
             tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK), tensors.get(SCRIPT)
         )
@@ -272,7 +272,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest of the checkpoint folder `path`, without checking its files. For `key`, see `read`."""
     manifest_path = path / MANIFEST
     try:
-        content = _mapping(manifest_path, _LARGEST_MANIFEST)
+        content = _read_json_object(manifest_path, _MAX_MANIFEST_BYTES)
         signed = content.pop(_HMAC, None)
         match content:
             case {"format": int(version)} if type(version) is int and version != _FORMAT:
@@ -337,7 +337,7 @@ def _hidden_path(final: Path, kind: Literal["tmp", "old"]) -> Path:
     return final.with_name(f".{final.name}.{kind}-{os.getpid()}")
 
 
-def _clear(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if _is_leftover(path):
             _remove(path)
@@ -361,18 +361,18 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def surplus(folder: Path, keep: int) -> list[Path]:
+def find_surplus(folder: Path, keep: int) -> list[Path]:
     """Return the paths in `folder` (<run>/checkpoints) that can be removed while no process writes to the run.
 
     These are the leftovers of killed saves, and all checkpoints except the newest `keep` and those that `latest` and
     `best` point to. The caller must hold the lock of the run. If there are checkpoints to remove, the newest checkpoint
     is verified first. If it is damaged, raises TrainingError, because an older checkpoint is needed then.
     """
-    unneeded = _unneeded(folder, keep)
+    unneeded = _removable_checkpoints(folder, keep)
     if unneeded:
-        newest_one = checkpoints(folder)[0]
-        for name, written in manifest(newest_one).files.items():
-            _verify(newest_one / name, written)
+        newest_checkpoint = checkpoints(folder)[0]
+        for name, written in manifest(newest_checkpoint).files.items():
+            _verify(newest_checkpoint / name, written)
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
     return [*unneeded, *(path for path in leftovers if _is_leftover(path))]
 
@@ -392,7 +392,7 @@ def remove(path: Path) -> None:
     _remove(path)
 
 
-def _unneeded(folder: Path, keep: int) -> list[Path]:
+def _removable_checkpoints(folder: Path, keep: int) -> list[Path]:
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
     return [path for path in checkpoints(folder)[keep:] if path.name not in linked]
 
@@ -461,7 +461,7 @@ def _verify(path: Path, expected: Written) -> None:
         raise DataError(_describe_damage(path, "sha256", expected.sha256, digest))
 
 
-def _mapping(path: Path, limit: int) -> dict[str, JSON]:
+def _read_json_object(path: Path, limit: int) -> dict[str, JSON]:
     """Return the JSON object in a file. Raise ValueError if the content isn't a JSON object."""
     with _reading(path):
         data = plainfile.content(path, limit)
