@@ -224,7 +224,7 @@ def is_library_file(file: str) -> bool:
     return _is_python_file(file) or file.startswith(_library_folders())
 
 
-def _first_line(tree: ast.AST, is_target: Callable[[ast.AST], bool]) -> int | None:
+def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
     """Return the first line in a function that changes a name. If there is none, return the first line that uses it."""
     functions = [
         function_node
@@ -232,21 +232,19 @@ def _first_line(tree: ast.AST, is_target: Callable[[ast.AST], bool]) -> int | No
         if isinstance(function_node, ast.FunctionDef) and function_node.name not in _CONSTRUCTORS
     ]
     nodes = [node for function in functions for node in ast.walk(function)]
-    lines = [
-        (not _changes(node, is_target), node.lineno) for node in nodes if is_target(node) or _changes(node, is_target)
-    ]  # type: ignore[attr-defined]
+    lines = [(not _changes(node, is_use), node.lineno) for node in nodes if is_use(node) or _changes(node, is_use)]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
 
 
-def _changes(node: ast.AST, is_target: Callable[[ast.AST], bool]) -> bool:
+def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
     """Return whether a node assigns a name or one of its items, or calls a method that changes it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
-            return is_target(node)
+            return is_use(node)
         case ast.Subscript(value=value, ctx=ast.Store()):
-            return is_target(value)
+            return is_use(value)
         case ast.Attribute(value=value, attr=name):
-            return is_target(value) and (name.endswith("_") or name in _IN_PLACE_METHODS)
+            return is_use(value) and (name.endswith("_") or name in _IN_PLACE_METHODS)
     return False
 
 
