@@ -5,9 +5,9 @@
 │   ├── model.safetensors       same names as in a single process, for every strategy
 │   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
 │   ├── ema.safetensors         if the recipe averages weights
-│   ├── feedback.safetensors    what each rank holds back of its gradients, with compress: powersgd
-│   ├── state.json              step, epoch, samples, recipe, ...: nothing about placement or time
-│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights; with a key, an HMAC of these
+│   ├── feedback.safetensors    error feedback of each rank, with compress: powersgd
+│   ├── state.json              step, epoch, samples, recipe and so on, but not the placement or the time
+│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights, and an HMAC if there is a key
 ├── latest -> step-00000120
 └── best -> step-00000060
 
