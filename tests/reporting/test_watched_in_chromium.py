@@ -24,7 +24,7 @@ EVIL = "runs-</script><img src=x onerror=alert(1)>"
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "_EVERY_MS", 100)
+    monkeypatch.setattr(page_server, "_POLL_MS", 100)
 
 
 class Live:

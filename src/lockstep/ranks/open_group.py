@@ -1,7 +1,7 @@
-"""Ranks of a process group that the script opened itself, for example after mp.spawn.
+"""Support for a process group that the script has opened itself, for example after mp.spawn.
 
-No launcher variables give the rank of such a process, but the process group does. The ranks rendezvous in the store of
-the group, which rank 0 of the script keeps open.
+In this case, the rank of a process comes from the process group, because no launcher sets environment variables. The
+ranks rendezvous in the store of the group, which rank 0 of the script keeps open.
 """
 
 import socket
@@ -22,10 +22,10 @@ _ADVICE: Final = (
 
 
 def rank_in_open_group() -> RankInfo | None:
-    """Return the rank of this process in the open process group, or None if no group of several ranks is open.
+    """Return the rank of this process in the open process group, or None if no group with several ranks is open.
 
-    All ranks of the group must call it. Raises UsageError if the group has no TCP store in which the ranks could
-    rendezvous.
+    All ranks of the group must call it. If the store of the group isn't a TCPStore, raises UsageError, because the
+    ranks can't rendezvous in it.
     """
     group = process_group()
     if group is None or group[1] == 1:
