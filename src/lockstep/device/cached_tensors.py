@@ -42,7 +42,7 @@ Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping kee
 def new_tensors_dropped() -> Iterator[None]:
     """Drop the tensors that the block added to module-level caches.
 
-    Searches modules and their classes, functions with their defaults and closures, and nested containers. Clears an
+    Searches modules and their types, functions with their defaults and closures, and nested containers. Clears an
     `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, restores its old value.
     """
     before = {id(tensor): tensor for tensor in _all_tensors()}
