@@ -17,7 +17,7 @@ _FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured instead of
 
 
 @final
-class PlanAccuracy:
+class StepMeasurements:
     """Measures the steps of a rank. Create it before the engine, because memory counts from then on, as in a plan.
 
     Time is measured in the steps that follow the memory measurement. `clock` excludes the time of loading data,

@@ -28,7 +28,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.events import evaluation_event, start_event
-from lockstep.run.plan_accuracy import PlanAccuracy, is_predicted
+from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
@@ -76,7 +76,7 @@ class RankTraining:
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
-        self.grading = PlanAccuracy(world, self.clock) if is_predicted(prepared.resolved) else None
+        self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
         self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
         # Bind to cores before memory is pinned and before loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
