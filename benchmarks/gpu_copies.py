@@ -1,6 +1,6 @@
 """The path of a batch to the device: what it waits for, how much of the copies is hidden, and how many bytes travel.
 
-The loop of `lockstep train` runs on images in memory, augmented and normalised on the device. Three ways take turns:
+The loop of `lockstep train` runs on images in memory, augmented and normalized on the device. Three ways take turns:
 copies ahead, as Lockstep does it; copies in line, from memory that is not pinned, in the computing stream; and batches
 that are there already. What the first takes longer than the last is what copying still costs.
 """
@@ -116,7 +116,7 @@ def table(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{result['waits']} waits for the device in {result['steps']} steps between two reports; {sent:,} bytes travel "
-        f"for each sample, where normalised images would be {floats:,}.",
+        f"for each sample, where normalized images would be {floats:,}.",
     ]
 
 

@@ -47,7 +47,7 @@ _GROUPS: Final = {
     "Look": ("show", "plan", "jobs", "watch", "report"),
     "Prove": ("verify", "replay", "bisect", "compare"),
     "Cluster": ("launch", "submit", "doctor"),
-    "Catalogue": ("recipes", "strategies"),
+    "Catalog": ("recipes", "strategies"),
 }
 _ALIASES: Final = {"status": "jobs"}  # alternative names that don't resemble the name of their command
 _PORTABLE_COMMANDS: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows

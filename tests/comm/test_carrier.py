@@ -41,7 +41,7 @@ def test_no_group_of_nccl_is_made_beside_gloo() -> None:
 def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory: the order of things, and that none of them reaches the backend."""
     done: list[str] = []
-    stream = mock.Mock(synchronize=lambda: done.append("synchronised"))
+    stream = mock.Mock(synchronize=lambda: done.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
     def started(group: object, sent: list[Addressed], received: list[Addressed]) -> list[Any]:
@@ -61,7 +61,7 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
         transfer = staged_carrier(mock.Mock())([(sent, 1)], [(received, 1)])
-        assert done == ["host", "synchronised", "host", "started"]
+        assert done == ["host", "synchronized", "host", "started"]
         assert not transfer.is_done()
         transfer.wait()
     assert done[-1] == "waited"

@@ -114,7 +114,7 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
 
 
 # Each gives a number that is normal, with mean 0 and deviation 1, where orders (a row each) are drawn by chance.
-EVEN, NEIGHBOURS, STRIDES, SHIFTS, EPOCHS, FIXED, ASCENTS, CYCLES, SIGNS = range(9)
+EVEN, NEIGHBORS, STRIDES, SHIFTS, EPOCHS, FIXED, ASCENTS, CYCLES, SIGNS = range(9)
 
 
 def _figures(orders: Int64) -> list[float]:
@@ -167,9 +167,9 @@ def test_the_figures_tell_a_poor_shuffle() -> None:
     length = 16 * 257
     places = np.arange(length)
     four = _figures(np.stack([network(length, epoch, rounds=4)(places) for epoch in range(250)]))
-    assert four[NEIGHBOURS] > 100
+    assert four[NEIGHBORS] > 100
     two = _figures(np.stack([network(length, epoch, rounds=2)(places) for epoch in range(250)]))
-    assert min(two[NEIGHBOURS], two[SHIFTS]) > 10
+    assert min(two[NEIGHBORS], two[SHIFTS]) > 10
     turned = _figures(np.stack([(places + 7 * epoch) % length for epoch in range(250)]))
     assert min(turned[EVEN], turned[STRIDES], turned[EPOCHS], turned[FIXED], turned[ASCENTS], turned[CYCLES]) > 10
     assert abs(_figures(np.stack([places] * 250))[SIGNS]) > 10

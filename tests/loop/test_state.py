@@ -163,18 +163,18 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = run.place(model, optimizer, strategy=strategy)
 run.state.setdefault("recent", torch.zeros(3, dtype=torch.float64))
-run.state.setdefault("more", [{"centre": torch.zeros(2)}])
+run.state.setdefault("more", [{"center": torch.zeros(2)}])
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 data = [(each, number % 3) for number, each in enumerate(x)]
 for step in run.steps(data, batch=12, microbatches=4, epochs=3):
     for x, y in step:
-        z = model(x + run.state["more"][0]["centre"][0])
+        z = model(x + run.state["more"][0]["center"][0])
         step.sum(z=z.detach().sum())
         step.backward(mean=F.cross_entropy(z, y))
     step.update()
-    recent, centre = run.state["recent"], run.state["more"][0]["centre"]
+    recent, center = run.state["recent"], run.state["more"][0]["center"]
     run.state["recent"] = torch.cat([step.sums["z"].cpu()[None], recent[:-1]])
-    centre += 0.01 * step.loss.float()  # in place, in a dict in a list
+    center += 0.01 * step.loss.float()  # in place, in a dict in a list
     if step.number % 5 == 0:
         run.save()
     if until == "differ" and step.number == 5:
@@ -183,7 +183,7 @@ for step in run.steps(data, batch=12, microbatches=4, epochs=3):
     if step.number == int(until if until != "differ" else 99):
         os.kill(os.getpid(), signal.SIGKILL)
 if run.rank == 0:
-    print(run.state["recent"].tolist(), run.state["more"][0]["centre"].tolist())
+    print(run.state["recent"].tolist(), run.state["more"][0]["center"].tolist())
 """
 
 

@@ -79,7 +79,7 @@ def test_what_is_lent_comes_back() -> None:
     copied.assert_called_once_with(moved)
 
 
-def test_pieces_are_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "_PIECE_BYTES", 4)
     assert [*pieces([("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1)])] == [["a", "b"], ["c"], ["d"], ["e"]]
     assert [*pieces([])] == []

@@ -38,7 +38,7 @@ class Post:
         self.pairs: set[tuple[int, int]] = set()
         self._queues: dict[tuple[int, int], SimpleQueue[Tensor]] = {}
 
-    def neighbours(self) -> int:
+    def neighbors(self) -> int:
         """Return the largest number of others that a rank has talked to."""
         return max(Counter(end for pair in {(min(pair), max(pair)) for pair in self.pairs} for end in pair).values())
 

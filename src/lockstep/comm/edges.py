@@ -33,17 +33,17 @@ class Edges:
         self._device = device
         self._edges: dict[int, Edge] = {}
 
-    def connect(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbours`. All ranks must call it, and neighbors must list each other."""
-        missing = set(neighbours) - self._edges.keys()
+    def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        missing = set(neighbors) - self._edges.keys()
         if self._groups.backend == "nccl":
             self._edges |= self._one_way_edges(missing)
         elif missing:  # gloo sends and receives on separate threads, so both directions can share a group
             carrier = self._groups.carrier(self._groups.main, range(self._size), "between stages")
             self._edges |= {rank: Edge(carrier, carrier, rank) for rank in missing}
-        return {rank: self._edges[rank] for rank in neighbours}
+        return {rank: self._edges[rank] for rank in neighbors}
 
-    def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+    def _one_way_edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
         """Return edges with a separate group for each direction.
 
         NCCL runs the operations of a group in order, and a send only completes after its receive has started. If both
@@ -52,13 +52,13 @@ class Edges:
         """
         own_rank = self._rank
         adjacency = torch.zeros(self._size, self._size, dtype=torch.uint8)
-        adjacency[own_rank, list(neighbours)] = 1
+        adjacency[own_rank, list(neighbors)] = 1
         # All ranks create all groups, including groups that they aren't a member of. Otherwise, torch could assign
         # different names to the same group on different ranks.
         directions = [(int(source), int(target)) for source, target in self._groups.add_(adjacency).nonzero()]
         carriers = {direction: carrier for direction in directions if (carrier := self._connect_one_way(*direction))}
         return {
-            rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbours
+            rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbors
         }
 
     def _connect_one_way(self, source: int, target: int) -> Carrier | None:

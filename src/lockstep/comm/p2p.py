@@ -76,14 +76,14 @@ class _TensorSpec(NamedTuple):
 class PointToPoint:
     """Sends and receives parcels: lists of tensors, integers and None.
 
-    `neighbours` are the ranks that this rank sends to or receives from. All ranks must create this object at the same
+    `neighbors` are the ranks that this rank sends to or receives from. All ranks must create this object at the same
     time (see comm/edges.py).
     """
 
-    def __init__(self, world: World, neighbours: Collection[int]) -> None:
+    def __init__(self, world: World, neighbors: Collection[int]) -> None:
         self._device = world.device
         self._number = world.number
-        self._edges = world.edges(neighbours)
+        self._edges = world.edges(neighbors)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
         self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line

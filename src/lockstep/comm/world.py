@@ -123,9 +123,9 @@ class World:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbours`. All ranks must call it, and neighbors must list each other."""
-        return self._edges.connect(neighbours) if self._edges is not None else {}
+    def edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        return self._edges.connect(neighbors) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
         """Return the rank in torch.distributed of rank `rank` of this world."""

@@ -24,7 +24,7 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     """Call the function at the import path `path` with `options`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
-    Samples can be any structure of values that data/images/leaves.py accepts. With a `collate` function (an import
+    Samples can be any structure of values that the leaves module of the data package accepts. With a `collate` function (an import
     path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option NAMES of
     tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the result is
     invalid, or if the options don't match the parameters of the function.
@@ -72,7 +72,7 @@ def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
     if isinstance(inputs, Tensor):
         facts["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-            # uint8 images are scaled to [0, 1], as ToTensor does. Floats are passed to the model unchanged.
+            # uint8 samples are scaled to [0, 1], as ToTensor does. Floats are passed to the model unchanged.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
     return facts | target_facts(batch, names)
 

@@ -30,7 +30,7 @@ from lockstep.loop.loss_terms import (
     mask_totals,
     operation_name,
     reduces,
-    uncancelled,
+    uncanceled,
 )
 from lockstep.tasks.base import MicroBatch
 
@@ -178,7 +178,7 @@ class LossCheck:
         sums = [term for term, kind in graph.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in uncancelled(sums[0]) if not graph.is_usual(scale)]
+        divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.is_over_samples, sums)):
             raise refusal(
                 f"step {step}: the loss is a sum over {sums[0].size:g} values",
@@ -276,7 +276,7 @@ class _LossGraph:
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
-        for scale in uncancelled(term):
+        for scale in uncanceled(term):
             value = scale.value
             divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
             # No script divides by the literal 1, so the divisor is a count that happens to be 1.
@@ -297,7 +297,7 @@ class _LossGraph:
         """
         if term.kind != "sum":
             return 0
-        return term.size / math.prod(scale.value for scale in uncancelled(term) if scale.value in term.sizes[1:])
+        return term.size / math.prod(scale.value for scale in uncanceled(term) if scale.value in term.sizes[1:])
 
     def is_over_samples(self, term: LossTerm) -> bool:
         """Return whether a sum clearly includes all samples of the micro-batch."""
@@ -308,7 +308,7 @@ class _LossGraph:
         """Yield the divisions of the whole loss by an integer of at least 2 that neither make a mean nor are usual."""
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not is_integer or any(scale not in uncancelled(term) for term in self.terms):
+            if not is_integer or any(scale not in uncanceled(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):

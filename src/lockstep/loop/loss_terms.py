@@ -74,7 +74,7 @@ def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[Los
     return terms
 
 
-def uncancelled(term: LossTerm) -> Sequence[Scale]:
+def uncanceled(term: LossTerm) -> Sequence[Scale]:
     """Return the divisions of a term, without those that a multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []

@@ -50,7 +50,7 @@ class Summary:
     tensors: Mapping[str, Form]  # all tensors of the state_dict
     trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of the model
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
-    synchronised: str  # the name of the first SyncBatchNorm layer that isn't frozen, or ""
+    synchronized: str  # the name of the first SyncBatchNorm layer that isn't frozen, or ""
     buffers: frozenset[str]  # the names of the buffers
     flops: int | None  # of forward and backward per sample, or None if the model can't run on the meta device
 
@@ -259,7 +259,7 @@ def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, de
         tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
         trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
         batchnorm=bool(batchnorm_layers),
-        synchronised=next(
+        synchronized=next(
             (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
         ),
         buffers=frozenset(name for name, _ in model.named_buffers()),

@@ -51,14 +51,14 @@ def gpt(
     embedding = Embedding(vocabulary, context, width, dropout, learned_positions=positions == "learned")
     rotary_context = context if positions == "rotary" else 0
     model = GPT(embedding, [Block(width, heads, dropout, bias, rotary_context) for _ in range(layers)], bias)
-    _initialise(model, layers)
+    _initialize(model, layers)
     if tied:
         model.head.weight = model.embedding.tokens.weight
     return model
 
 
 @torch.no_grad()
-def _initialise(model: "GPT", layers: int) -> None:
+def _initialize(model: "GPT", layers: int) -> None:
     """Initialize weights as in GPT-2. The last layer of each residual branch has smaller weights in deeper models."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):

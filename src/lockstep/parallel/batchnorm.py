@@ -1,7 +1,7 @@
 """Running statistics of BatchNorm that don't depend on which rank computes which micro-batch.
 
 In training, each micro-batch is normalized with its own batch statistics. The running statistics change once per step:
-they move towards the sample-weighted mean of the batch statistics of all micro-batches. This mean is summed by the
+they move toward the sample-weighted mean of the batch statistics of all micro-batches. This mean is summed by the
 reduction tree as part of one vector.
 
 A step has these phases:
@@ -10,7 +10,7 @@ A step has these phases:
    vector is reset to the running statistics. Therefore the statistics of a layer that isn't called don't change.
 2. In the forward, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
 3. After the forward, Lockstep multiplies the scratch vector by the number of samples and adds it to the tree.
-4. After the update, the running statistics, which are stored outside of the scratch vector, move towards the mean of
+4. After the update, the running statistics, which are stored outside of the scratch vector, move toward the mean of
    the step. Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't
    finite, the running statistics don't change, and neither do the weights.
 
@@ -20,7 +20,7 @@ observes
 
     o_1 = s_1    o_k = s_k + (1 - m) (o_(k-1) - r)          without a momentum: o_k = s_k + (o_(k-1) - r)
 
-A single move towards o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k moves. Each
+A single move toward o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k moves. Each
 further call writes to a separate buffer. The buffers are combined after the forward, so the forward itself has no extra
 computation. Calls during recomputation don't count.
 
@@ -121,7 +121,7 @@ class RunningStatistics:
         return torch.cat(parts) if len(parts) > 1 else value
 
     def settle(self, applied: bool, mean: Tensor) -> None:
-        """Move the running statistics towards the mean of a step, and copy them back to the layers.
+        """Move the running statistics toward the mean of a step, and copy them back to the layers.
 
         `mean` contains the observed statistics averaged over the samples of the step: float64 of shape [size]. If the
         step wasn't `applied`, the running statistics don't change.

@@ -170,7 +170,7 @@ class _FunctionThread:
             results = order.joint(order.inputs)
             self._replies.put(_Computed(results, _next_sequence_number()))
         if order is None:
-            raise _Cancelled
+            raise _Canceled
         _advance_sequence_number(order.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
@@ -191,7 +191,7 @@ class _FunctionThread:
             self._replies.put(error)
 
 
-class _Cancelled(BaseException):
+class _Canceled(BaseException):
     """Ends a function whose result isn't needed. A BaseException, because the function may catch any Exception."""
 
 

@@ -58,7 +58,7 @@ from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_st
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.step_totals import StepTotals
-from lockstep.parallel.sync_batchnorm import StepSums, synchronise
+from lockstep.parallel.sync_batchnorm import StepSums, synchronize
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -97,7 +97,7 @@ class DataParallelEngine:
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
-            synchronise(self._model, self._cooperative, self._step_sums)
+            synchronize(self._model, self._cooperative, self._step_sums)
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}

@@ -35,7 +35,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the current weights of the model. Call this method after each step."""
+        """Move the average toward the current weights of the model. Call this method after each step."""
         for names in pieces((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
             with on_device_copies(averages, self._device or averages[0].device) as on_device:

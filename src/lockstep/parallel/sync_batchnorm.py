@@ -92,27 +92,27 @@ class _LayerInputs(NamedTuple):
     bias: Tensor
 
 
-def synchronise(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
+def synchronize(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
     """Make all BatchNorm layers in training mode normalize over a full step. Works for all users of F.batch_norm."""
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
-            normalise = partial(_normalise, f"layer {name}", number, cooperative, sums)
-            layer.forward = partial(_forward, layer, layer.forward, normalise)  # type: ignore[method-assign]
+            normalize = partial(_normalize, f"layer {name}", number, cooperative, sums)
+            layer.forward = partial(_forward, layer, layer.forward, normalize)  # type: ignore[method-assign]
 
 
 def _forward(
-    layer: nn.Module, forward: Callable[[Tensor], Tensor], normalise: Callable[..., Tensor], inputs: Tensor
+    layer: nn.Module, forward: Callable[[Tensor], Tensor], normalize: Callable[..., Tensor], inputs: Tensor
 ) -> Tensor:
-    """Call the original forward of a layer, with `normalise` in place of F.batch_norm."""
+    """Call the original forward of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
     # In training mode, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation mode, it
     # does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
-    replacement = _Replacement(normalise)
+    replacement = _Replacement(normalize)
     try:
         with replacement:
             outputs = forward(inputs)
@@ -128,21 +128,21 @@ def _forward(
 
 @final
 class _Replacement(TorchFunctionMode):
-    """Replaces calls of F.batch_norm with calls of `normalise`."""
+    """Replaces calls of F.batch_norm with calls of `normalize`."""
 
-    def __init__(self, normalise: Callable[..., Tensor]) -> None:
+    def __init__(self, normalize: Callable[..., Tensor]) -> None:
         super().__init__()
         self.calls = 0
-        self._normalise = normalise
+        self._normalize = normalize
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return self._normalise(*args, **(kwargs or {}))
+        return self._normalize(*args, **(kwargs or {}))
 
 
-def _normalise(
+def _normalize(
     label: str,
     number: int,
     cooperative: Cooperative,
@@ -165,19 +165,19 @@ def _normalise(
     def joint(inputs: Sequence[_LayerInputs]) -> Sequence[Tensor]:
         tensors = [tensor for kind in zip(*inputs, strict=True) for tensor in kind]
         outputs: Sequence[Tensor]
-        *outputs, mean, variance = _Normalise.apply(partial(sums.total, number), eps, len(inputs), *tensors)
+        *outputs, mean, variance = _Normalize.apply(partial(sums.total, number), eps, len(inputs), *tensors)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_(variance.to(running_var.dtype), momentum)
         return outputs
 
-    normalised: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
-    return normalised
+    normalized: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
+    return normalized
 
 
 @final
-class _Normalise(torch.autograd.Function):
+class _Normalize(torch.autograd.Function):
     """Normalizes the inputs of all micro-batches of a rank together. Takes all inputs, all weights and all biases.
 
     Returns the outputs, followed by the mean and the unbiased variance of the full step.

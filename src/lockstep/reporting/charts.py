@@ -10,7 +10,7 @@ from lockstep.reporting.thinning import Point
 
 # The colorblind-safe palette of Okabe and Ito, without black, so that it works on white and black backgrounds.
 _COLORS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
-_GREY: Final = {"color": "#7f7f7f", "dash": "dot"}
+_GRAY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
 _HEIGHT: Final = 340  # without the legend of the chart, which has a line for each trace on a phone
 KEY_HEIGHT: Final = 19  # height of a legend line
@@ -111,7 +111,7 @@ def lines(
     data = []
     places = _positions([*names, *series])
     for name, points in series.items():
-        line = _GREY if name == ideal else _line(places[name])
+        line = _GRAY if name == ideal else _line(places[name])
         trace = _trace(name, [point[0] for point in points], [point[1] for point in points], line, size=8)
         trace["meta"] = {"name": name, "place": places[name], "part": ""}
         data.append({**trace, "mode": "lines"} if name == ideal else trace)
@@ -212,7 +212,7 @@ def dots(title: str, x: str, y: str, points: Sequence[tuple[float, float]], *, n
     marker = {"size": 6, "color": _COLORS[0], "opacity": 0.6}
     data: list[dict[str, Any]] = [
         {"type": "scatter", "name": "samples", "mode": "markers", "x": xs, "y": ys, "marker": marker},
-        {"type": "scatter", "name": "equal", "mode": "lines", "x": ends, "y": ends, "line": _GREY},
+        {"type": "scatter", "name": "equal", "mode": "lines", "x": ends, "y": ends, "line": _GRAY},
     ]
     return Chart(title, {"data": data, "layout": _layout(x, y, len(data))}, note=note)
 

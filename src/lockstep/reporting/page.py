@@ -86,7 +86,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile with a picture and lines of text below it. `source` is a data: URI. The first line is the tile's name."""
+    """A tile with a preview and lines of text below it. `source` is a data: URI. The first line is the tile's name."""
 
     source: str
     lines: Sequence[str]

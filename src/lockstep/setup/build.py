@@ -277,9 +277,9 @@ def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
             f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that computes batch statistics; "
             f"unset recipe.batchnorm"
         )
-    if recipe.batchnorm == "local" and summary.synchronised:
+    if recipe.batchnorm == "local" and summary.synchronized:
         raise UsageError(
-            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
+            f"model {recipe.model.name}: {summary.synchronized} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
             f"local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or build the model with "
             f"torch.nn.BatchNorm layers"
         )

@@ -172,7 +172,7 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
     assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
 
 
-class Neighbours(nn.Module):
+class Neighbors(nn.Module):
     """Leaves that see each other: each adds what the other has, by a weight that the stage has borrowed."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Neighbours(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute: bool) -> None:
     torch.manual_seed(0)
-    model, generator = Neighbours(), torch.default_generator
+    model, generator = Neighbors(), torch.default_generator
     together = Cooperative([generator])
     stage = Stage(model.own, together, recompute, [model.borrowed])
 

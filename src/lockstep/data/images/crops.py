@@ -54,6 +54,6 @@ def short_side(height: int, width: int, size: int) -> tuple[int, int]:
     return int(size * height / width), size
 
 
-def centre(height: int, width: int, size: int) -> Box:
+def center(height: int, width: int, size: int) -> Box:
     """Return the center crop of `size` x `size` pixels, rounded like torchvision's CenterCrop."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

@@ -80,7 +80,7 @@ class ImageTransforms:
         inputs, targets, *positions = batch
         for position in positions:
             inputs = crop_and_flip(inputs, position, self.crop_padding, self.flip)
-        inputs = self._normalise_inputs(inputs)
+        inputs = self._normalize_inputs(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
@@ -89,10 +89,10 @@ class ImageTransforms:
     def for_evaluation(self, batch: Batch) -> Batch:
         """See DeviceTransforms. Only normalizes the batch."""
         inputs, targets = batch
-        return self._normalise_inputs(inputs), targets
+        return self._normalize_inputs(inputs), targets
 
-    def _normalise_inputs(self, inputs: Tensor) -> Tensor:
-        return inputs if self._constants is None else normalise(inputs, *self._constants)
+    def _normalize_inputs(self, inputs: Tensor) -> Tensor:
+        return inputs if self._constants is None else normalize(inputs, *self._constants)
 
     @cached_property
     def _constants(self) -> tuple[Tensor, Tensor] | None:
@@ -165,13 +165,13 @@ def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bo
 
 
 def normalization_constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the scale and the shift for `normalise`, both float32 of shape [channels, 1, 1]."""
+    """Return the scale and the shift for `normalize`, both float32 of shape [channels, 1, 1]."""
     scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device)[:, None, None]
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[:, None, None]
     return scale, shift
 
 
-def normalise(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return (images / 255 - mean) / std per channel, in float32.
 
     `scale` and `shift` are the results of `normalization_constants`.
@@ -228,5 +228,5 @@ def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> 
 
 
 def _random_span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
-    centre, half = generator.integers(length), int(length * side) // 2
-    return max(int(centre) - half, 0), min(int(centre) + half, length)
+    center, half = generator.integers(length), int(length * side) // 2
+    return max(int(center) - half, 0), min(int(center) + half, length)

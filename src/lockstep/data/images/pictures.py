@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.images.crops import DRAWS, center, random_crop, short_side
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
@@ -79,8 +79,8 @@ def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
     if channels == 3:
         return pixels
     red, green, blue = pixels.to(torch.int32)
-    grey: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
-    return grey.to(torch.uint8)[None]
+    gray: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return gray.to(torch.uint8)[None]
 
 
 @final
@@ -148,7 +148,7 @@ def part(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | None =
     _, height, width = pixels.shape
     if draws is None or settings.scale is None:
         rows, columns = short_side(height, width, settings.resize)
-        top, left, _, _ = centre(rows, columns, settings.size)
+        top, left, _, _ = center(rows, columns, settings.size)
         return resize(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
     top, left, rows, columns = random_crop(height, width, settings.scale, draws)
     return resize(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)

@@ -28,10 +28,10 @@ class Links:
     def __init__(self, world: World, place: StagePlace, ties: TiedWeights) -> None:
         self._place = place
         self._ties = ties
-        neighbours = {number + step for number in place.stages for step in (-1, 1)}
-        neighbours |= {tie.owner for tie in ties.all if tie.borrower in place.stages}
-        neighbours |= {tie.borrower for tie in ties.all if tie.owner in place.stages}
-        self._p2p = PointToPoint(world, place.ranks_of(neighbours))
+        neighbors = {number + step for number in place.stages for step in (-1, 1)}
+        neighbors |= {tie.owner for tie in ties.all if tie.borrower in place.stages}
+        neighbors |= {tie.borrower for tie in ties.all if tie.owner in place.stages}
+        self._p2p = PointToPoint(world, place.ranks_of(neighbors))
         self.finish = self._p2p.finish  # waits until sent tensors may be overwritten
         self._inbox: dict[tuple[int, int], Values] = {}  # values between stages of this rank, by line and micro-batch
 
