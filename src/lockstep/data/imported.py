@@ -24,10 +24,10 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     """Call the function at the import path `path` with `options`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
-    Samples can be any structure of values that the leaves module of the data package accepts. With a `collate` function (an import
-    path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option NAMES of
-    tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the result is
-    invalid, or if the options don't match the parameters of the function.
+    Samples can be any structure of values that the module `leaves` of this package accepts. With a `collate` function
+    (an import path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option
+    NAMES of tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the
+    result is invalid, or if the options don't match the parameters of the function.
     """
     label = f"dataset {path}"
     result = _call_function(label, import_object(path, "dataset"), options)
