@@ -134,7 +134,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
     surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[Placed], error: str
 ) -> None:
     surveyed(rows)
-    monkeypatch.setattr(fastest, "room", lambda *_: 2**30)
+    monkeypatch.setattr(fastest, "memory_per_rank", lambda *_: 2**30)
     with pytest.raises(UsageError) as raised:
         with_fastest(load("digits", WORDS), str)
     assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")

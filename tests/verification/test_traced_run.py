@@ -46,7 +46,7 @@ def cut(tensor: Tensor, rank: int, size: int) -> Shard:
 
 def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     """Return the bytes of what a rank gets where all are cut but `bytes`."""
-    verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
+    base._GATHERED_BYTES = group_bytes  # type: ignore[misc]
     held: dict[str, MaybeSharded] = {
         name: tensor if name == "bytes" else cut(tensor, world.rank, world.size) for name, tensor in tensors().items()
     }
