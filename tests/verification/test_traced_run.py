@@ -16,6 +16,7 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts import base
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resolved import resolve
 from lockstep.training.events import Event

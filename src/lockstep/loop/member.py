@@ -26,7 +26,7 @@ from lockstep.loop.replaying import Replaying, replaying
 from lockstep.loop.settings import Settings
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
-from lockstep.ranks.open_group import rank_in_open_group
+from lockstep.ranks.open_group import hosted_by_open_group, rank_in_open_group
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
@@ -71,7 +71,10 @@ class Member:
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
-        info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
+        info = None
+        if context is None and worker is None:
+            launched = detect_rank()
+            info = rank_in_open_group() if launched is None else hosted_by_open_group(launched)
         if context is None and worker is None and not _is_interactive():
             sys.excepthook = _report_error  # `register` replaces this hook when there is a run
         settings = _read_settings(read, info)

@@ -14,6 +14,7 @@ from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, St
 
 Row = tuple[str, str]
 _DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
+_FP32_BYTES: Final = 4
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
@@ -25,12 +26,13 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Return lines that describe a run at its start. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
-    counted = [(event.parameters, "parameter"), (event.train_samples, "training sample")]
+    counted = [(event.train_samples, "training sample")]
     # In a custom training loop, the number of validation samples isn't known.
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
-        ", ".join(format_count(number, of) for number, of in counted),
+        f"{format_count(event.parameters, 'parameter')} ({size(_FP32_BYTES * event.parameters)} in fp32), "
+        + ", ".join(format_count(number, of) for number, of in counted),
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
@@ -83,6 +85,8 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
     own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
     mean = f" ({loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
+    if event.samples_per_s > 0:
+        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # of a whole batch
     if event.flops_per_s is not None:
         words.append(f"{flops(event.flops_per_s)}/s")
     if event.mfu is not None:
