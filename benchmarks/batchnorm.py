@@ -1,4 +1,4 @@
-"""What it costs to normalise by the whole step: BatchNorm over all micro-batches beside that over each, in one process.
+"""What it costs to normalize by the whole step: BatchNorm over all micro-batches beside that over each, in one process.
 
 The model is ResNet-18 at 32x32, with 20 BatchNorm layers, under the strategy `single`. The third contestant is written
 by hand: one forward and backward of the whole batch, whose BatchNorm is that of `sync` up to rounding. Time is that of

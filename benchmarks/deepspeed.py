@@ -13,7 +13,7 @@ from typing import Final
 from benchmarks.learners import Work, ours, timed
 from benchmarks.processes import Contestant, Turn, take_turns
 from benchmarks.report import Result, Target, compare
-from lockstep.comm.deepspeed import library
+from lockstep.comm.deepspeed import init_deepspeed
 from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 
@@ -51,7 +51,7 @@ def _compared(what: str, stage: int, name: str, work: Work, turns: int) -> Resul
 
 
 def _measured(name: str, work: Work, world: World) -> Turn:
-    library(world)
+    init_deepspeed(world)
     live = LiveBytes()
     do = ours(name, work, world)
     do()

@@ -66,7 +66,7 @@ _ON_CPU: Final = 1
 
 
 class Block(nn.Module):
-    """A transformer's block with dropout, as in Vaswani et al. 2017, normalised first."""
+    """A transformer's block with dropout, as in Vaswani et al. 2017, normalized first."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The path of a batch to the device: what it waits for, how much of the copies is hidden, and how many bytes travel.
 
-The loop of `lockstep train` runs on images in memory, augmented and normalised on the device. Three ways take turns:
+The loop of `lockstep train` runs on images in memory, augmented and normalized on the device. Three ways take turns:
 copies ahead, as Lockstep does it; copies in line, from memory that is not pinned, in the computing stream; and batches
 that are there already. What the first takes longer than the last is what copying still costs.
 """
@@ -29,7 +29,7 @@ from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step, Steps
 from lockstep.core.rate import Rate
 from lockstep.core.shard import local_tensor
-from lockstep.data.copies import Arrival, Copies
+from lockstep.data.copies import DeviceCopier, FinishCopy
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.synthetic import synthetic
 from lockstep.data.loader import Loader
@@ -116,7 +116,7 @@ def table(result: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"{result['waits']} waits for the device in {result['steps']} steps between two reports; {sent:,} bytes travel "
-        f"for each sample, where normalised images would be {floats:,}.",
+        f"for each sample, where normalized images would be {floats:,}.",
     ]
 
 
@@ -170,7 +170,7 @@ class _Way:
         batches = iter(self._loader_on_cpu.training(0))
         for _ in range(STEPS):
             next(batches)
-        copies = Copies(self._device)
+        copies = DeviceCopier(self._device)
         pinned = [[each.pin_memory() for each in tensors] for tensors in sent] if _on_gpu(self._device) else sent
         _transforms(self._device)
         began = time.perf_counter()
@@ -209,7 +209,7 @@ class _InLine:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, tensors: Sequence[Tensor]) -> FinishCopy:
         return lambda: [tensor.to(self._device, non_blocking=True) for tensor in tensors]
 
 
@@ -222,7 +222,7 @@ class _Noting:
     def __init__(self, sent: list[Sequence[Tensor]]) -> None:
         self._sent = sent
 
-    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+    def start(self, tensors: Sequence[Tensor]) -> FinishCopy:
         self._sent.append(tensors)
         return lambda: tensors
 

@@ -341,7 +341,7 @@ def ours(work: Work, device: torch.device, compiled: bool = False, fused: bool =
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Return the speeds and the ratios as Markdown; MFU is model FLOPs utilisation."""
+    """Return the speeds and the ratios as Markdown; MFU is model FLOPs utilization."""
     lines = [
         "| model | loop | a second | TFLOP/s | MFU | x hand-written, fast | x hand-written, deterministic |",
         "|---|---|---|---|---|---|---|",

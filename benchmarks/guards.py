@@ -1,7 +1,7 @@
 """What the checks of a custom loop cost on a model with many modules: CPU time of a step, with and without them.
 
 Both train the same narrow MLP, whose modules and parameters are many and whose arithmetic is small, in this process.
-Without the checks means `Unguarded`, with which `lockstep verify` is tested.
+Without the checks means `NoGuard`, with which `lockstep verify` is tested.
 """
 
 from __future__ import annotations

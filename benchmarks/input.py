@@ -1,6 +1,6 @@
 """Input pipelines on one core: images a second of the usual ones and of ours.
 
-Every contestant ends with the same thing, a normalised float32 batch [n, 3, height, width] of shuffled, cropped and
+Every contestant ends with the same thing, a normalized float32 batch [n, 3, height, width] of shuffled, cropped and
 flipped images; none has loader processes. All are held to the same core, on which they take turns. DALI and FFCV are
 among them where they are installed: pip install nvidia-dali-cuda120 'numpy<2' ffcv, the latter with OpenCV's headers.
 """
@@ -62,7 +62,7 @@ def _small(quick: bool) -> Result:
     count = 2_000 if quick else 50_000
     return _compared(
         "input-small",
-        "input: 32x32 uint8 images: pad 4, crop, flip, normalise",
+        "input: 32x32 uint8 images: pad 4, crop, flip, normalize",
         {PIL: partial(_small_pil, count), OURS: partial(_small_ours, count)},
         quick=quick,
         targets=[Target(OURS, PIL, "at least", 4.0)],
@@ -81,7 +81,7 @@ def _large(root: str, bytes_each: int, quick: bool) -> Result:
         targets.append(Target(PREPARED, FFCV, "at least", 1.0))
     return _compared(
         "input-jpeg",
-        f"input: 500x375 JPEGs of {bytes_each:,} bytes: random crop to 224, flip, normalise",
+        f"input: 500x375 JPEGs of {bytes_each:,} bytes: random crop to 224, flip, normalize",
         {name: partial(build, root) for name, build in contestants.items()},
         quick=quick,
         targets=targets,

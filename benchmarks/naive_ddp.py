@@ -73,7 +73,7 @@ from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
 from lockstep.training.checkpoint.store import weights_sha256
-from lockstep.training.evaluate import batch_sums, figures_of
+from lockstep.training.evaluate import batch_sums, task_metrics
 from lockstep.training.events import Done, Evaluated, Event, Logged, Started, Stepped
 
 NAIVE: Final = "usual script"  # as a strategy of a comparison
@@ -146,7 +146,7 @@ def table_of(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 def _words(row: ResultRow, curve: str, figure: str = "") -> str:
     """Return where a curve ends; empty where there is none."""
-    value = row.history.last_of(curve)
+    value = row.history.last_value(curve)
     return "" if value is None else wording.figure(value, figure in row.history.fractions)
 
 
@@ -310,7 +310,7 @@ class NaiveDDP:
                 weight = length(fetched) if task.counts_samples else task.weight(fetched)
                 batch = self._change.for_evaluation(self._to_device(fetched))
                 added.add(number, batch_sums(task, call(self._model, task.inputs(batch)), batch, weight))
-        return figures_of(task, added.total(World(ALONE, self._world.device), len(batches)))
+        return task_metrics(task, added.total(World(ALONE, self._world.device), len(batches)))
 
     def _to_device(self, batch: Batch) -> Batch:
         return map_tensors(lambda each: each.to(self._world.device), batch)

@@ -46,10 +46,10 @@ class Tab:
         for kind in ("mousePressed", "mouseReleased"):
             await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
-    async def colours(self, scheme: str) -> None:
-        """Let the system's colours be `light` or `dark`."""
+    async def colors(self, scheme: str) -> None:
+        """Let the system's colors be `light` or `dark`."""
         await self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        # Charts are drawn anew in these colours when the page is told of them, which is later.
+        # Charts are drawn anew in these colors when the page is told of them, which is later.
         texts, ink = (
             "[...document.querySelectorAll('.legendtext, .ytick text')]",
             "getComputedStyle(document.body).color",

@@ -5,7 +5,7 @@
     assert not card.waits  # what would have waited for the device, with where it stands
     assert not card.races  # what two streams would have done to one memory in no order
 
-No card is needed, and the bits are those of the CPU. It finds operations on tensors of two devices, synchronisations,
+No card is needed, and the bits are those of the CPU. It finds operations on tensors of two devices, synchronizations,
 and mistakes with streams: each memory knows which streams wrote and read it, each stream what it has waited for
 (vector clocks). What is freed is given out again, as torch's allocator does, to the stream that made it: a race, unless
 that stream has waited for all who used it. What it cannot show: kernels, autocast, and what torch does by device below

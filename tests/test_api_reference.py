@@ -1,4 +1,4 @@
-"""The reference of the Python API: it is what its script writes, which refuses names that it lacks."""
+"""docs/python-api.md is up to date, and its script rejects public names that are missing or have no docstring."""
 
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_page_is_what_the_script_writes(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_up_to_date(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main() == 0, capsys.readouterr().out
 
 
@@ -34,10 +34,13 @@ def undocumented(self: Any) -> int:
         (lambda patch: patch.setattr(lockstep.Run, "save", undocumented), "lockstep.Run.save: no docstring"),
         (lambda patch: patch.setattr(lockstep.Step, "loss", property(undocumented)), "lockstep.Step.loss: no docs"),
         (lambda patch: patch.setattr(lockstep.Saved, "__doc__", "Saved(*, step)"), "lockstep.Saved: no docstring"),
-        (lambda patch: patch.setattr(lockstep.join, "__doc__", "Join."), "python-api.md: not what the docstrings say"),
+        (
+            lambda patch: patch.setattr(lockstep.join, "__doc__", "Join."),
+            "python-api.md: out of date; run scripts/api-reference",
+        ),
     ],
 )
-def test_what_the_page_lacks_is_refused(
+def test_an_outdated_or_incomplete_page_is_rejected(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: Any, told: str
 ) -> None:
     change(monkeypatch)
@@ -45,7 +48,7 @@ def test_what_the_page_lacks_is_refused(
     assert told in capsys.readouterr().out
 
 
-def test_what_is_private_is_not_on_the_page() -> None:
+def test_private_names_are_not_on_the_page() -> None:
     page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
     assert "#### step.update\n" in page
     assert "._" not in page

@@ -37,7 +37,7 @@ def test_help_lists_every_file_of_commands_with_its_first_line():
     listed = [line.split()[0] for group in groups for line in group.splitlines()[1:] if line[2] != " "]
     assert sorted(listed) == sorted(name.removesuffix("_").replace("_", "-") for name in names)
     headings = [group.partition(":")[0] for group in groups if not group.startswith("Other:")]
-    assert headings == ["Train", "Look", "Prove", "Cluster", "Catalogue"]
+    assert headings == ["Train", "Look", "Prove", "Cluster", "Catalog"]
     assert re.search("show +Print a recipe as it will run", result.output)
     assert result.exit_code == 0
 

@@ -46,7 +46,7 @@ def mask(size):
     return torch.ones(size, size).tril().bool()
 """
 
-# The simplest first: a failing program shrinks towards it.
+# The simplest first: a failing program shrinks toward it.
 BLOCKS: Final[dict[str, Block]] = {
     "linear": Block(_LAYER, "return self.layer(x)"),
     "mlp": Block(

@@ -477,11 +477,11 @@ FEATURES: Final[dict[str, Feature]] = {
         "queue",
         Verdict.STATE,
     ),
-    "centre of outputs": Feature(
+    "center of outputs": Feature(
         {
-            "placed": "centre = torch.zeros(3)",
-            "loss": "loss = loss + 0.1 * (out - centre).square().sum()\n"
-            "centre = 0.9 * centre + 0.1 * out.detach().float().mean(0)",
+            "placed": "center = torch.zeros(3)",
+            "loss": "loss = loss + 0.1 * (out - center).square().sum()\n"
+            "center = 0.9 * center + 0.1 * out.detach().float().mean(0)",
         },
         "queue",
         Verdict.STATE,

@@ -307,7 +307,7 @@ def models(draw: st.DrawFn, verdicts: Sequence[Verdict] = tuple(Verdict)) -> Mod
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Draw a program, more right ones than others. It shrinks towards fewer features, and to the first of each kind."""
+    """Draw a program, more right ones than others. It shrinks toward fewer features, and to the first of each kind."""
     other = draw(st.sampled_from(_VERDICTS))
     verdicts = (Verdict.RIGHT, other)
     model = draw(models(verdicts))

@@ -1,8 +1,9 @@
-"""The shell: finds the command that the user named, imports it, and turns errors into exit codes.
+"""The command-line interface: imports the requested command, and converts errors to exit codes.
 
 A command is a file in commands/ that defines a click command named `command`. The file name is the name of the command.
-If that is a Python keyword, an underscore is appended to the file name. Files that begin with an underscore aren't
-commands. `--help` lists the commands with the first lines of their docstrings. It doesn't import them, so it is fast.
+If the name is a Python keyword, an underscore is appended to the file name. Files that start with an underscore aren't
+commands. `--help` lists the commands with the first lines of their docstrings. It is fast, because it doesn't import
+the commands.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
-# Like click's, with two changes: no space after `key=` and `folder/`, and files are offered next to other words.
+# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered next to other words.
 _BASH: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n' response completion type value
@@ -46,10 +47,10 @@ _GROUPS: Final = {
     "Look": ("show", "plan", "jobs", "watch", "report"),
     "Prove": ("verify", "replay", "bisect", "compare"),
     "Cluster": ("launch", "submit", "doctor"),
-    "Catalogue": ("recipes", "strategies"),
+    "Catalog": ("recipes", "strategies"),
 }
-_OTHER_NAMES: Final = {"status": "jobs"}  # names that don't resemble the name of their command
-_EVERYWHERE: Final = ("recipes", "show", "strategies")  # also on Windows
+_ALIASES: Final = {"status": "jobs"}  # alternative names that don't resemble the name of their command
+_PORTABLE_COMMANDS: Final = ("recipes", "show", "strategies")  # commands that are also available on Windows
 _COMMANDS: Final = Path(__file__).parent / "commands"
 
 
@@ -71,10 +72,10 @@ class Shell(click.Group):
         return sorted(name.removesuffix("_").replace("_", "-") for name in files if not name.startswith("_"))
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import a command."""
+        """Import and return a command."""
         if name not in self.list_commands(ctx):
             return None
-        if name not in _EVERYWHERE:
+        if name not in _PORTABLE_COMMANDS:
             need_posix(f"lockstep {name}")
         command: click.Command = importlib.import_module(f"lockstep.commands.{_module(name)}").command
         return command
@@ -82,17 +83,17 @@ class Shell(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names. If there is none, suggest the nearest name."""
+        """Return the command that the first argument names. If there is none, suggest a similar name."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
 
-            meant = f"; did you mean '{_OTHER_NAMES[name]}'?" if name in _OTHER_NAMES else choices(name, names)
+            meant = f"; did you mean '{_ALIASES[name]}'?" if name in _ALIASES else choices(name, names)
             raise click.UsageError(f"no command '{name}'{meant}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by purpose, with the first lines of their docstrings."""
+        """List the commands grouped by purpose, with the first lines of their docstrings."""
         commands = self.list_commands(ctx)
         ungrouped = [name for name in commands if not any(name in names for names in _GROUPS.values())]
         for title, names in {**_GROUPS, "Other": ungrouped}.items():
@@ -109,7 +110,7 @@ class Shell(click.Group):
 
             raise as_override(error) from None
         except LockstepError as error:
-            error = lost_loader_process(error) or error  # a dead loader process can surface as a different error
+            error = lost_loader_process(error) or error  # a dead loader process may surface as a different error
             click.echo(printable(error.told), err=True)
             ctx.exit(error.exit_code)
         except (Exception, SystemExit) as error:
@@ -129,12 +130,12 @@ class Shell(click.Group):
 @click.option("--local-rank", "--local_rank", type=int, hidden=True, expose_value=False)
 def main() -> None:
     """Train PyTorch models on any number of processes with the same numbers, bit for bit."""
-    # If a store or peer is gone, torch would print a page of C++ frames in addition to our error.
+    # If a store or peer is gone, torch would print a page of C++ frames in addition to Lockstep's error.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _file_error(error: BaseException) -> UsageError | None:
-    """Return an error about a file or folder that the user named and that no check has covered.
+    """Return an error about a file or folder that the user named, if no other check has reported it.
 
     Returns None for other errors.
     """

@@ -24,24 +24,24 @@ EXIT_VERIFICATION: Final = 3
 EXIT_PREFLIGHT: Final = 4
 EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: the run was saved and should be started again
 EXITS_AGAIN: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # a restart without changes would end the same way
-EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 
-# Why a start failed. It tells a scheduler whether to restart ("transient"), to restart on a different host ("host"), or
-# to wait until someone has fixed the code, the data or the command line.
+# The cause of a failure. It tells a scheduler whether to restart the run ("transient"), to restart it on a different
+# host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
-_MOST_LINES: Final = 11  # of problems; 12 with the line that counts them
+_MAX_LINES: Final = 11  # the maximum number of problems in a message, which has one more line for their number
 
 
 class LockstepError(Exception):
-    """Base class of all errors that Lockstep raises on purpose. The message is written for the user."""
+    """The base class of all errors that Lockstep raises on purpose. The message is written for the user."""
 
     exit_code: int = EXIT_FAILED
     cause: Cause = "code"
 
     @property
     def told(self) -> str:
-        """The text that the terminal shows."""
+        """The text to print on the terminal."""
         return f"error: {self}"
 
     def _render_traceback_(self) -> list[str]:
@@ -50,7 +50,7 @@ class LockstepError(Exception):
 
 
 class UsageError(LockstepError):
-    """A mistake in the user's input, found before a process group or a device exists. In code and data, also later."""
+    """Invalid input from the user. Most errors are raised before a process group or a device exists."""
 
     exit_code = EXIT_USAGE
     cause: Cause = "usage"
@@ -59,18 +59,18 @@ class UsageError(LockstepError):
 class ConfigError(UsageError):
     """All problems of a configuration, one per line: `location  key: problem; fix`.
 
-    The message is limited to the first problems that fit on a screen. `problems` has all of them.
+    The message only contains the first problems, so that it fits on a screen. `problems` has all of them.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
-        listed = problems if len(problems) <= _MOST_LINES else [*problems[: _MOST_LINES - 1]]
+        listed = problems if len(problems) <= _MAX_LINES else [*problems[: _MAX_LINES - 1]]
         overflow = [f"{len(problems) - len(listed):,} more"] if len(listed) < len(problems) else []
         super().__init__("\n".join([*listed, *overflow]))
         self.problems = tuple(problems)
 
     @property
     def told(self) -> str:
-        """The problems, preceded by their number if there are several."""
+        """The text to print on the terminal. If there are several problems, it begins with their number."""
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
@@ -99,13 +99,13 @@ class HostError(TrainingError):
 
 
 class TransientError(TrainingError):
-    """Another rank is gone or did not start. The run resumes when it is restarted."""
+    """A different rank is gone or did not start. If you start the run again, it resumes."""
 
     cause = "transient"
 
 
 class CorruptionError(TrainingError):
-    """An audit found wrong bits. `ranks` are the corrupt ranks, if a majority could identify them."""
+    """An audit found corrupt results. `ranks` are the faulty ranks, if a majority vote could identify them."""
 
     cause = "host"
 
@@ -131,7 +131,7 @@ class PreflightError(LockstepError):
 def error_as(
     kind: type[LockstepError], caught: type[Exception] | tuple[type[Exception], ...], action: str, advice: str = ""
 ) -> Iterator[None]:
-    """Convert an exception in the block to an error of Lockstep: the failed action, the original message, the fix."""
+    """Convert an exception in the block to a Lockstep error with the failed action, the original message and a fix."""
     try:
         yield
     except caught as error:
@@ -140,7 +140,7 @@ def error_as(
 
 @contextmanager
 def os_error_as(kind: type[LockstepError], action: str, advice: str = "") -> Iterator[None]:
-    """Convert an OSError in the block to an error of Lockstep: the failed action, the reason, the fix."""
+    """Convert an OSError in the block to a Lockstep error with the failed action, the reason and a fix."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sample orders for `run.steps(..., order=)` and `BatchSampler(..., order=)`: weighted, and by length.
+"""Sample orders for `run.steps(..., order=)` and `BatchSampler(..., order=)`: weighted sampling, and batches by length.
 
 An order is a function that takes the epoch and returns sample indices. These orders draw random numbers by hashing
 (seed, epoch, sample). Therefore all ranks have the same order, and a run can resume in the middle of an epoch.
@@ -61,10 +61,11 @@ class Weighted:
         if self.replacement:
             ends = np.cumsum(weights)
             drawn = random.uniform(key, np.arange(count), 1)[:, 0] * ends[-1]
-            # The product can round up to the end. In this case, take the last sample with a weight.
+            # The product can be rounded up to the last end. In this case, select the last sample with a nonzero weight.
             last = int(np.flatnonzero(weights)[-1])
             return np.asarray(np.minimum(np.searchsorted(ends, drawn, side="right"), last), np.int64)
-        # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": the smallest exponential times.
+        # Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir": select the samples with the
+        # smallest arrival times, which are exponentially distributed with the weights as rates.
         uniform = 1.0 - random.uniform(key, np.arange(len(weights)), 1)[:, 0]
         times = np.full(len(weights), np.inf)
         np.divide(-np.log(uniform), weights, out=times, where=weights > 0)
@@ -76,11 +77,11 @@ class Weighted:
 class ByLength:
     """Puts samples of similar length into the same batch: `order=lockstep.orders.ByLength(lengths, batch=32, seed=0)`.
 
-    This reduces padding. In each epoch, the samples are shuffled and sorted by length within pools of `pool` batches.
-    Then the batches are shuffled. If the last batch is smaller, it stays the last.
+    This reduces padding. In each epoch, the samples are shuffled, and then sorted by length within pools of `pool`
+    batches. Finally, the batches are shuffled. If the last batch is smaller, it stays at the end.
 
-    `lengths` has a number for each sample, and `batch` must be the batch size of `run.steps`. Samples within a batch
-    are sorted by length too, so the lengths in a micro-batch are even closer.
+    `lengths` has the length of each sample. `batch` must be the batch size of `run.steps`. Samples within a batch are
+    sorted by length, too, so the lengths within a micro-batch differ even less.
     """
 
     lengths: Sequence[int] | NDArray[np.int64]

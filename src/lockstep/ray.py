@@ -1,7 +1,7 @@
-"""Trains a recipe on Ray. Each worker of Ray Train is a rank of the run.
+"""Trains a recipe on Ray. Each Ray Train worker is a rank of the run.
 
-If you have your own loop, you don't need this module. Call `lockstep.join` in your `train_loop_per_worker`, which
-detects the rank by itself.
+If you have a custom training loop, you don't need this module. Call `lockstep.join` in your `train_loop_per_worker`. It
+detects the rank automatically.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def train(
 ) -> Result:
     """Train a recipe with `ray.train.torch.TorchTrainer`, and return Ray's result.
 
-    - `recipe`: The name of a shipped recipe, or a recipe file.
-    - `workers`: The number of workers, or a tuple of the minimum and maximum number. Ray starts as many as fit on the
-      cluster.
+    - `recipe`: The name of a built-in recipe, or a recipe file.
+    - `workers`: The number of workers, or a tuple of the minimum and maximum number. Ray starts as many workers as fit
+      on the cluster.
     - `gpus`: Whether each worker gets a GPU.
     - `overrides`: Overrides with dotted keys, such as `{"recipe.epochs": 3}`.
     - `run_config`: Ray's RunConfig.
 
-    If `run.dir` is relative or not set, the run folder is in the folder of Ray's run, `Result.path`. If Ray restarts
+    If `run.dir` is relative or not set, the run folder is in the folder of the Ray run, `Result.path`. If Ray restarts
     the run (`FailureConfig`), it resumes from that folder.
 
     Raises UsageError if Ray isn't installed, or if the recipe or an override is invalid. If a worker fails, Ray raises
@@ -52,7 +52,8 @@ def train(
     """
     if find_spec("ray") is None:
         raise UsageError("lockstep.ray: Ray is not installed; pip install 'lockstep-train[ray]'")
-    # Ray waits for a report from all ranks, but ranks would notice the end of a background save at different steps.
+    # Ray waits for a report from all ranks, but with background saves, ranks would notice the end of a save at
+    # different steps.
     keys = {"run.dir": "run", **(overrides or {}), "run.save_async": False}
     loaded = load_recipe(str(recipe), as_words(keys))
     from ray.train import ScalingConfig
@@ -75,7 +76,7 @@ def _work(config: Mapping[str, Loaded]) -> None:
     placement, work = training_as_rank(loaded, info, report)
     rendezvous = join_ranks(info, placement.rendezvous, placement.timeout_s)
     code = work(rendezvous)
-    if report.reported < 0 and (completed_event := completed(loaded)) is not None:  # done in an earlier start
+    if report.reported < 0 and (completed_event := completed(loaded)) is not None:  # completed in an earlier start
         report.write(completed_event, time.time())
     rendezvous.leave()
     if code != EXIT_DONE:

@@ -1,7 +1,7 @@
-"""Tests whether the numbers of training code depend on the number of ranks. The code doesn't need to use Lockstep.
+"""Tests whether the results of training code depend on the number of ranks. The code doesn't need to use Lockstep.
 
-The code runs on each number of ranks, in separate processes, and reports its values to a trace. The traces are compared
-with that of the first number of ranks. Within a step, values are compared in the order in which a step computes them.
+The code runs in separate processes, once for each number of ranks, and reports its values to a trace. The first run is
+the reference for the other runs. Within a step, values are compared in the order in which they are computed.
 """
 
 import math
@@ -34,8 +34,9 @@ NORM: Final = "gradient norm"
 WEIGHTS: Final = "weights"
 EVALUATION: Final = "evaluation"
 
-_ROUNDING: Final = 1e-4  # of the largest magnitude; smaller differences can come from a different order of additions
-_SHOWN: Final = 6  # samples in a message
+# Smaller relative differences may be rounding errors, from a different order of additions.
+_ROUNDING: Final = 1e-4
+_LIMIT: Final = 6  # the maximum number of samples in a message
 
 
 @final
@@ -62,13 +63,13 @@ class Trace:
     def gradients(self, model: nn.Module, norm: float | Tensor | None = None) -> None:
         """Report the gradients that the optimizer receives. All ranks must call this method.
 
-        `norm` is the gradient norm that is used for clipping.
+        `norm` is the gradient norm that your code uses for clipping.
         """
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self._add(GRADIENT, name, parameter.grad)
         if norm is not None:
-            self._add(NORM, "norm", _figure(norm))
+            self._add(NORM, "norm", _to_tensor(norm))
 
     def weights(self, model: nn.Module) -> None:
         """Report the weights after an update, and end the step. All ranks must call this method."""
@@ -77,18 +78,18 @@ class Trace:
         self._steps.append({})
 
     def metric(self, name: str, value: float | Tensor) -> None:
-        """Report a figure as your code would log it, such as a mean loss.
+        """Report a metric as your code would log it, such as a mean loss.
 
-        If you call it after `weights`, the figure belongs to the step that has just ended.
+        If you call this method after `weights`, the metric belongs to the step that has just ended.
         """
         ended = len(self._steps) > 1 and not self._steps[-1]
-        self._add(EVALUATION, name, _figure(value), step=-2 if ended else -1)
+        self._add(EVALUATION, name, _to_tensor(value), step=-2 if ended else -1)
 
     def _add(self, gate: str, name: str, value: Tensor, step: int = -1) -> None:
         self._steps[step].setdefault(gate, {})[name] = whole(value.detach()).cpu().clone()
 
 
-def _figure(value: float | Tensor) -> Tensor:
+def _to_tensor(value: float | Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
@@ -97,32 +98,34 @@ Ranks = list[list[dict[str, dict[str, Tensor]]]]  # the values of each rank, by 
 
 
 def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2, 3), tolerance: float = 0.0) -> None:
-    """Assert that training code gives the same numbers on each of these numbers of ranks.
+    """Assert that training code has the same results for each world size in `worlds`.
 
-    `function` must train a few steps and report to the Trace that it receives. It is called on each rank, after the
-    process group was initialized (gloo on the CPU). Runs are compared with the run on the first number in `worlds`.
+    `function` must train a few steps and report values to the Trace that it receives. It is called on each rank, after
+    the process group is initialized (gloo on the CPU). The run with the first world size is the reference.
 
-    The comparison goes through these gates in order. A gate is skipped if `function` reports no values for it:
+    For each step, the values are compared in this order. Values that `function` doesn't report are skipped:
 
     - "order": The samples of a step, over all ranks.
-    - "random numbers": The outputs for each sample. They can also differ because BatchNorm sees different batches.
+    - "random numbers": The outputs for each sample. They can also differ because BatchNorm gets different batches.
     - "loss scale": A gradient that is a multiple of the expected gradient.
     - "gradient sum": The gradient of each parameter.
     - "gradient norm": The reported norm.
     - "weights": The weights after the update.
-    - "evaluation": The reported figures.
+    - "evaluation": The reported metrics.
 
-    By default, values must be equal. Otherwise, they may differ by `tolerance` times the largest magnitude of their
-    tensor.
+    By default, values must be equal. If you set `tolerance`, they may differ by `tolerance` times the largest magnitude
+    in their tensor.
 
-    Raises AssertionError if a run differs. The message names the first step and gate that differ for each number of
-    ranks, with both values. Raises UsageError if nothing is reported, and VerificationError if the function fails.
+    Raises AssertionError if a run differs from the reference. For each world size, the message has the first difference
+    with its step and both values. Raises UsageError if nothing is reported, and VerificationError if `function` fails.
     """
     if len(worlds) < 2 or min(worlds) < 1:
         raise UsageError(f"worlds: got {tuple(worlds)}; pass two or more numbers of ranks, each at least 1")
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-testing-") as folder:
-        reference, *others = (_run(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds))
+        reference, *others = (
+            _run_ranks(function, size, Path(folder) / str(index)) for index, size in enumerate(worlds)
+        )
     differences = [
         f"{size} rank{'s' * (size > 1)} against {worlds[0]}: {difference}"
         for size, ranks in zip(worlds[1:], others, strict=True)
@@ -132,21 +135,21 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
         raise AssertionError("\n".join(differences))
 
 
-def _run(function: Function, size: int, folder: Path) -> Ranks:
-    """Run the function on this number of ranks, and return the values that they reported."""
+def _run_ranks(function: Function, size: int, folder: Path) -> Ranks:
+    """Run the function on `size` ranks, and return the values that each rank reported."""
     folder.mkdir()
-    code, text = in_workers_silently(partial(_work, function, folder), None, Placement(), size)
+    code, text = in_workers_silently(partial(_run_worker, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
-    # The files were written by the processes above, in a folder that only this user can access.
+    # torch.load is safe here: the files come from the processes above, in a folder that only this user can access.
     ranks: Ranks = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(size)]  # noqa: TID251
     if not any(ranks[0]):
         raise UsageError("the function reported no values; call methods of its trace, such as trace.weights(model)")
     return ranks
 
 
-def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
-    """Run the function as one of the ranks."""
+def _run_worker(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous) -> int:
+    """Run the function on this rank, and save the values that it reported."""
     world = open_world(rendezvous, choose_device("auto", rendezvous.info))
     if world.size == 1:
         open_lone_group(world)
@@ -157,7 +160,7 @@ def _work(function: Function, folder: Path, _ready: None, rendezvous: Rendezvous
 
 
 def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[str]:
-    """Yield the differences, in the order in which a step computes the values."""
+    """Yield a description of each difference, in the order in which the values are computed."""
     for step, steps in enumerate(zip_longest(*reference, *ranks, fillvalue={}), 1):
         expected, actual = steps[: len(reference)], steps[len(reference) :]
         expected_samples, actual_samples = (
@@ -168,60 +171,61 @@ def _differences(reference: Ranks, ranks: Ranks, tolerance: float) -> Iterator[s
                 [*(Counter(left) - Counter(right))]
                 for left, right in ((expected_samples, actual_samples), (actual_samples, expected_samples))
             )
-            difference = f"{list_some(unexpected, _SHOWN) or 'none'} instead of {list_some(missing, _SHOWN) or 'none'}"
+            difference = f"{list_some(unexpected, _LIMIT) or 'none'} instead of {list_some(missing, _LIMIT) or 'none'}"
             yield f"step {step}, {ORDER}: {difference}"
         outputs: dict[str, Tensor] = {}
         for rank_values in expected:
             outputs |= rank_values.get(ORDER, {})
         for rank, rank_values in enumerate(actual):
-            if difference := _first(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
+            if difference := _first_difference(outputs, rank_values.get(ORDER, {}), tolerance, partial=True):
                 yield f"step {step}, {RANDOM} (or BatchNorm): rank {rank}, {difference}"
         for gate in (GRADIENT, NORM, WEIGHTS, EVALUATION):
             for rank, rank_values in enumerate(actual):
                 sides, norms = (
                     (expected[0].get(gate_name, {}), rank_values.get(gate_name, {})) for gate_name in (gate, NORM)
                 )
-                if difference := _first(*sides, tolerance):
-                    multiple = _multiple(*sides) if gate == GRADIENT else ""
-                    # Clipped gradients only differ by rounding, but their norm still shows the loss scale.
+                if difference := _first_difference(*sides, tolerance):
+                    multiple = _multiple_note(*sides) if gate == GRADIENT else ""
+                    # After clipping, gradients with a different loss scale are equal up to rounding. In this case, only
+                    # their norm shows the loss scale.
                     if (
                         gate == GRADIENT
-                        and not _first(*sides, _ROUNDING)
-                        and (norm_difference := _first(*norms, _ROUNDING))
+                        and not _first_difference(*sides, _ROUNDING)
+                        and (norm_difference := _first_difference(*norms, _ROUNDING))
                     ):
-                        difference, multiple = norm_difference, _multiple(*norms)
+                        difference, multiple = norm_difference, _multiple_note(*norms)
                     yield f"step {step}, {SCALE if multiple else gate}: rank {rank}, {difference}{multiple}"
 
 
-def _first(
+def _first_difference(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], tolerance: float, partial: bool = False
 ) -> str:
-    """Return a description of the first value that differs, or "" if all are equal.
+    """Return a description of the first value that differs, or "" if all values are equal.
 
-    With `partial`, values may be missing because other ranks reported them.
+    With `partial`, `actual` may lack values, because other ranks may have reported them.
     """
     if not partial and expected.keys() != actual.keys():
-        return f"{list_some([*actual], _SHOWN) or 'nothing'} instead of {list_some([*expected], _SHOWN) or 'nothing'}"
+        return f"{list_some([*actual], _LIMIT) or 'nothing'} instead of {list_some([*expected], _LIMIT) or 'nothing'}"
     for name in (name for name in actual if name in expected):
         values = farthest(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
-            return f"{name}{index} is {values.found}, not {values.reference}{_by(values)}"
+            return f"{name}{index} is {values.found}, not {values.reference}{_rounding_note(values)}"
     return ""
 
 
-def _by(values: Values) -> str:
-    """Return a remark if a difference is so small that it may be rounding, or ""."""
+def _rounding_note(values: Values) -> str:
+    """Return a remark if a difference is so small that it may be a rounding error, and "" otherwise."""
     if values.distance is None or not 0 < values.distance < _ROUNDING * values.scale:
         return ""
     relative = values.distance / values.scale
     return f" ({relative:.1e} of the largest value, which may be rounding: pass tolerance= to allow it)"
 
 
-def _multiple(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
-    """Return a remark if a gradient is a multiple of the expected gradient, or "".
+def _multiple_note(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> str:
+    """Return a remark if a gradient is a multiple of the expected gradient, and "" otherwise.
 
-    A factor of 1, up to rounding, doesn't count.
+    A multiple with a factor of 1, up to rounding, doesn't count.
     """
     if [tensor.shape for tensor in expected.values()] != [tensor.shape for tensor in actual.values()]:
         return ""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkup.agreement import rank_findings, values, who
+from lockstep.checkup.agreement import format_ranks, rank_findings, values
 
 HOSTS = ["h0", "h0", "h1"]
 
@@ -46,4 +46,4 @@ def test_what_a_launcher_gives_each_rank_may_differ() -> None:
 
 def test_of_many_ranks_the_first_are_named() -> None:
     assert values(["a"] * 3, HOSTS) == ""
-    assert who(range(10), ["h"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
+    assert format_ranks(range(10), ["h"]) == "rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more"

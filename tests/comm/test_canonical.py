@@ -96,7 +96,7 @@ def test_a_rank_sends_about_two_vectors_to_few_others(size: int, leaves: int) ->
     length = 64 * size
     _, post = posted(Mesh(size), ("replicate",), leaves, length)
     assert max(*post.sent.values(), *post.received.values()) <= 2.1 * length
-    assert post.neighbours() <= min(size - 1, 2 * size.bit_length() + FAN_OUT)
+    assert post.neighbors() <= min(size - 1, 2 * size.bit_length() + FAN_OUT)
 
 
 @pytest.mark.parametrize(("size", "leaves"), [(2, 2), (2, 4), (3, 3), (3, 4), (3, 6), (4, 4), (4, 8), (8, 8)])

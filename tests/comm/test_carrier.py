@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lockstep.comm import carrier
-from lockstep.comm.carrier import Addressed, Transfer, staged
+from lockstep.comm.carrier import Addressed, Transfer, staged_carrier
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.core.mesh import Mesh
@@ -25,7 +25,7 @@ def mesh_backends(world: World) -> list[str]:
     with mock.patch.object(torch.cuda, "is_available", return_value=True):
         assert world._groups is not None
         info = RankInfo(world.rank, world.size, 0, 1, "part")
-        placed = World(info, CPU, replace(world._groups, carry=staged))
+        placed = World(info, CPU, replace(world._groups, carry=staged_carrier))
         return [
             dist.get_backend(placed.device_mesh(Mesh(4 // members, shard=members), "shard").get_group())
             for members in (2, 4)
@@ -41,7 +41,7 @@ def test_no_group_of_nccl_is_made_beside_gloo() -> None:
 def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without memory: the order of things, and that none of them reaches the backend."""
     done: list[str] = []
-    stream = mock.Mock(synchronize=lambda: done.append("synchronised"))
+    stream = mock.Mock(synchronize=lambda: done.append("synchronized"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
 
     def started(group: object, sent: list[Addressed], received: list[Addressed]) -> list[Any]:
@@ -60,8 +60,8 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
     monkeypatch.setattr(carrier, "host_like", noted)
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
-        transfer = staged(mock.Mock())([(sent, 1)], [(received, 1)])
-        assert done == ["host", "synchronised", "host", "started"]
+        transfer = staged_carrier(mock.Mock())([(sent, 1)], [(received, 1)])
+        assert done == ["host", "synchronized", "host", "started"]
         assert not transfer.is_done()
         transfer.wait()
     assert done[-1] == "waited"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm.carrier import Addressed, Carrier, Transfer, renumbered
+from lockstep.comm.carrier import Addressed, Carrier, Transfer, renumber_ranks
 from lockstep.comm.message_log import RECEIVED, SENT, MessageLog, by_peer
 
 
@@ -44,7 +44,7 @@ def test_messages_are_noted_while_it_is_open() -> None:
 
 def test_ranks_have_other_numbers_for_who_calls_them_otherwise() -> None:
     asked: list[tuple[str, int]] = []
-    renumbered(carrier(asked), [2, 0, 1])([(torch.zeros(1), 0)], [(torch.zeros(1), 1), (torch.zeros(1), 2)]).wait()
+    renumber_ranks(carrier(asked), [2, 0, 1])([(torch.zeros(1), 0)], [(torch.zeros(1), 1), (torch.zeros(1), 2)]).wait()
     assert asked == [("to", 2), ("from", 0), ("from", 1)]
 
 

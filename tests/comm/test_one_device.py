@@ -8,7 +8,7 @@ import pytest
 import torch
 import worlds
 
-from lockstep.comm.world import World, _sharing
+from lockstep.comm.world import World, _find_sharing_ranks
 from lockstep.errors import UsageError
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
@@ -23,7 +23,7 @@ def found(
     feigned = mock.patch.object(torch.cuda, "get_device_properties", return_value=device)
     with feigned, mock.patch.dict("os.environ", variables):
         try:
-            return _sharing(world, backend)
+            return _find_sharing_ranks(world, backend)
         except UsageError as error:
             return str(error)
 

@@ -39,12 +39,12 @@ waiting: dict[str, Future[Tensor]] = {}
 def asked(world: World) -> tuple[float, float, str]:
     waiting["later"] = Future()
     calls = Rpc(world, double, later, give, wrong)
-    found = float(calls.ask("double", torch.tensor(world.rank + 1.0)))
+    found = float(calls.call_server("double", torch.tensor(world.rank + 1.0)))
     if world.rank == 1:
-        calls.ask("give", torch.tensor(7.0))
-    given = float(calls.ask("later"))
+        calls.call_server("give", torch.tensor(7.0))
+    given = float(calls.call_server("later"))
     try:
-        calls.ask("wrong")
+        calls.call_server("wrong")
     except ValueError as error:
         return found, given, str(error)
     finally:

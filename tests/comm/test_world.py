@@ -12,7 +12,7 @@ import worlds
 from lockstep.comm.peer_errors import PeerLostError
 from lockstep.comm.process_groups import ProcessGroups
 from lockstep.comm.stream import InlineStream, ThreadStream
-from lockstep.comm.world import World, _stay_on_this_host, choose_device, open_lone_group, open_world
+from lockstep.comm.world import World, _use_loopback_interface, choose_device, open_lone_group, open_world
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
@@ -231,6 +231,6 @@ def test_variables_for_several_hosts_hold_for_no_run_of_our_own_on_one(own: bool
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    _stay_on_this_host(own)
+    _use_loopback_interface(own)
     assert os.environ["GLOO_SOCKET_IFNAME"] == ("lo" if own else "ib0")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"

@@ -41,7 +41,7 @@ class _Linear(nn.Module):
 
 
 class Remembering(_Linear):
-    """Keeps a running mean and a count in plain attributes, and normalises by it."""
+    """Keeps a running mean and a count in plain attributes, and normalizes by it."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -216,7 +216,7 @@ def tokens() -> tuple[Tokens, Tokens]:
     return Tokens(anew=True), Tokens(anew=False)
 
 
-class Relabelled:
+class Relabeled:
     """A split of Lockstep's own protocol that draws labels from NumPy's global generator."""
 
     in_memory = True
@@ -230,9 +230,9 @@ class Relabelled:
         return torch.from_numpy(indices).float()[:, None].expand(-1, 64).clone(), torch.tensor(targets)
 
 
-def relabelled() -> DataSet:
+def relabeled() -> DataSet:
     """A whole data set whose targets are random."""
-    return DataSet(Relabelled(), Relabelled(), {"classes": ["0", "1", "2"], "shape": [64]})
+    return DataSet(Relabeled(), Relabeled(), {"classes": ["0", "1", "2"], "shape": [64]})
 
 
 class _Slow(nn.Module):
@@ -402,7 +402,7 @@ class Dropping(_Linear):
 
 
 class Renorm(nn.BatchNorm1d):
-    """A BatchNorm that keeps its statistics itself, and normalises by them."""
+    """A BatchNorm that keeps its statistics itself, and normalizes by them."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training and self.running_mean is not None and not inputs.is_meta:

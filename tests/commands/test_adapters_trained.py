@@ -12,7 +12,7 @@ from test_start_from import PLACED, SHORT, a  # noqa: F401 - a fixture
 import lockstep
 from lockstep.errors import UsageError
 from lockstep.exports.adapters import export_adapters
-from lockstep.models.adapters import Lora, adapt
+from lockstep.models.adapters import Lora, add_adapters
 from lockstep.models.digits_convnet import digits_convnet
 
 pytestmark = pytest.mark.slow("runs whole commands")
@@ -35,7 +35,7 @@ def test_one_hash_and_pefts_files(server: Server, run, a) -> None:  # noqa: F811
     assert torch.equal(trained["1.running_mean"], before["1.running_mean"])
     assert not torch.equal(trained["9.weight"], before["9.weight"])
     ours = digits_convnet(width=WIDTH)
-    adapt(ours, Lora(["convolutions.0", "5.convolutions.3"], r=4, dropout=0.1, train=["9.*"]))
+    add_adapters(ours, Lora(["convolutions.0", "5.convolutions.3"], r=4, dropout=0.1, train=["9.*"]))
     ours.load_state_dict(trained)
     assert all(torch.equal(each, trained[name]) for name, each in lockstep.load("alone").state_dict().items())
     export_adapters("alone", "adapter")

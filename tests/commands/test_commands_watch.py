@@ -161,7 +161,7 @@ def test_only_what_was_added_is_read_and_another_log_from_its_beginning(
 def test_a_long_log_is_read_in_parts_and_goes_on_until_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "_AT_ONCE", 10)
+    monkeypatch.setattr(reader, "_EVENTS_PER_REFRESH", 10)
     run = run_folder(tmp_path / "run", started(), *(stepped(step) for step in range(1, 25)), done())
     followed, states = RunReader(run), []
     for _ in range(4):

@@ -93,7 +93,7 @@ def test_files_that_the_data_has_open_are_read_at_offsets_of_its_own(tmp_path):
     with path.open("rb", buffering=0) as file:
         file.read(3)
         if not (child := os.fork()):
-            looking._open_files_anew()
+            looking._reopen_files()
             os._exit(file.read(1)[0])
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == ord("3")
@@ -118,7 +118,7 @@ def test_a_look_that_takes_too_long_or_fails_is_told_and_ends_no_run(monkeypatch
             (finding,) = look()
         assert finding.culprit == looking.NOT_LOOKED
         assert reason in finding.text
-    monkeypatch.setattr(looking, "_PARAMETERS", 100)
+    monkeypatch.setattr(looking, "_MAX_PARAMETERS", 100)
     assert culprits(chosen) == [looking.NOT_LOOKED]
 
 

@@ -1,5 +1,6 @@
 """`lockstep import`, and `lockstep train --cfg`, for those who come with a configuration of Distribuuuu."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,15 @@ def test_mistakes_end_with_the_usage_code(folder, run):
     (folder / "default_config.yaml").write_text("{distributed_type: MULTI_GPU, num_processes: 8}")
     refused = run("import", "default_config.yaml", code=2).err
     assert "docs/coming-from.md#keys-of-accelerate-and-the-trainer for a table of its keys" in refused
+
+
+def test_the_weights_of_a_configuration_are_evaluated_with_each_sample_once(folder, run):
+    """As test_net.py does, on any number of processes."""
+    words = ("eval", "--cfg", "old.yaml", "MODEL.WEIGHTS", "first.pth.tar")
+    one, two = (
+        [line for line in run(*words, f"placement.processes={count}").out.splitlines() if line.startswith("evaluated")]
+        for count in (1, 2)
+    )
+    assert one == two
+    [(evaluated, of)] = re.findall(r"evaluated (\d+) of (\d+)", one[0])
+    assert evaluated == of != "0"

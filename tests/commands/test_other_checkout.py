@@ -23,7 +23,7 @@ def other(folder: Path) -> Path:
     there = folder / "other" / "lockstep"
     shutil.copytree(Path(lockstep.__file__).parent, there)
     file = there / "common" / "version.py"
-    file.write_text(file.read_text(encoding="utf-8").replace("0.1.0", "0.1.1"), encoding="utf-8")
+    file.write_text(file.read_text(encoding="utf-8").replace(lockstep.__version__, "0.1.1"), encoding="utf-8")
     return there.parent
 
 
@@ -41,7 +41,8 @@ def test_another_lockstep_is_told(tmp_path: Path) -> None:
     errors = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [2, 2]
     told = (
-        r"error: versions: rank 1 \(.*its source: [0-9a-f]{12}, not [0-9a-f]{12}; lockstep: 0\.1\.1, not 0\.1\.0; start"
+        r"error: versions: rank 1 \(.*its source: [0-9a-f]{12}, not [0-9a-f]{12}; "
+        rf"lockstep: 0\.1\.1, not {re.escape(lockstep.__version__)}; start"
     )
     assert all(re.search(told, error) for error in errors), errors
     assert not (tmp_path / "run").exists()

@@ -272,7 +272,7 @@ class TestMicrobatchesLeftOut:
 class TestTheDataOfACheckpoint:
     """What whoever uses the model needs to know of its data stands beside the weights, and is compared."""
 
-    def test_it_has_class_names_shape_and_normalisation(self, run, images):
+    def test_it_has_class_names_shape_and_normalization(self, run, images):
         folder = run(*TRAIN, *FOLDER, "recipe.epochs=1", "recipe.data.std=[0.5, 0.5, 0.25]").folder / "run"
         state = json.loads((folder / "checkpoints/latest/state.json").read_text())
         assert state["data"] == {

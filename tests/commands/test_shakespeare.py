@@ -10,6 +10,8 @@ SHORT = ("train", "shakespeare-gpt", "recipe.steps=2", "recipe.data.options.vali
 def test_it_has_the_published_size_and_one_hash(run):
     one, three = (run(*SHORT, f"placement.processes={size}", f"run.dir=run-{size}") for size in (1, 3))
     assert "task language" in one.out
-    assert "804,096 parameters, 1,114,214 training samples, 18 validation samples" in one.out  # 795,904 of no positions
+    assert (
+        "804,096 parameters (3.07 MiB in fp32), 1,114,214 training samples, 18 validation samples" in one.out
+    )  # 795,904 of no positions
     assert "evaluated 18 of 18" in one.out
     assert one.sha256 == three.sha256

@@ -32,7 +32,7 @@ MAY_WAIT = {
     "add_over_ranks": "a report or an evaluation: what is not whole",
     "details": "an evaluation: the confusion matrix",
     "raw": "a save",
-    "_keys_within": "the first digest",
+    "_keys_within_block": "the first digest",
     "_keys_of_blocks": "the first digest",
     "add": "the first eight digests, whose time is taken",
     "_wanted_interval": "a report or a save: digests are collected",

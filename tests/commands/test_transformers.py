@@ -62,4 +62,4 @@ def test_a_head_that_is_tied_by_its_storage_alone_is_found_out(run, recipe):
 def test_a_setting_that_the_type_does_not_have_is_refused(run, recipe):
     options = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_emb": 3}
     refused = run("train", recipe({"name": "gpt2", "source": "transformers", "options": options}, TEXT), code=2)
-    assert "options.n_emb: a gpt2 has no such setting; did you mean 'n_embd'" in refused.err
+    assert "options.n_emb: gpt2 has no such setting; did you mean 'n_embd'" in refused.err

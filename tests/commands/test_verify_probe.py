@@ -191,7 +191,7 @@ GPT = (
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "what"), [((), "jittering", "inputs"), ((), "relabelled", "targets"), (GPT, "tokens", "values")]
+    ("model", "name", "what"), [((), "jittering", "inputs"), ((), "relabeled", "targets"), (GPT, "tokens", "values")]
 )
 def test_a_data_set_that_is_random_for_each_call(model, name, what):
     probed = look(*model, data(name))

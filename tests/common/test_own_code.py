@@ -12,7 +12,7 @@ import lockstep
 from lockstep.common.own_code import OwnCode, describe_error, is_own, own_error, place
 from lockstep.core.tree import total
 from lockstep.errors import OwnCodeError, TrainingError
-from lockstep.parallel.pipeline.stage import _run_back
+from lockstep.parallel.pipeline.stage import _run_backward
 
 HERE = r"\S*test_own_code\.py:\d+"
 
@@ -76,7 +76,7 @@ def test_what_autograd_raises_is_the_models_also_where_lockstep_runs_it() -> Non
     outputs.detach().zero_()
     told = r"^model m: RuntimeError: one of the variables needed for gradient"
     with pytest.raises(OwnCodeError, match=told), OwnCode("model m", shared=True):
-        _run_back([(edge, torch.ones(2))])
+        _run_backward([(edge, torch.ones(2))])
 
 
 def test_an_error_that_passed_no_guard_is_told_by_its_frames() -> None:

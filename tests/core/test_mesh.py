@@ -170,5 +170,5 @@ def test_what_ranks_in_step_hold_together_is_merged(replicas: int, in_step: int,
         joined = Counter[str](lambda left, right: left + right)
         for rank in range(first, first + in_step):
             for block in DataRank(rank, replicas * in_step).own_blocks(leaves):
-                joined.take(block, "")
+                joined.add_block(block, "")
         assert [*joined.pieces()] == DataRank(first, replicas * in_step, spans=in_step).own_blocks(leaves)

@@ -78,7 +78,7 @@ def test_memory_format_changes_no_bit(norms_of: Way) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 200, 1 << 20])
 def test_many_tensors_are_folded_as_each_alone(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "_FOLDED", at_once)
+    monkeypatch.setattr(norm, "_MAX_FOLDED_ELEMENTS", at_once)
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     tensors = [_gradient((rows, 24), rows).to(dtypes[rows % 3]) for rows in range(6)]
     tensors += [_gradient((5, 8), 1), _gradient((0, 24)), _gradient((3, 0))]

@@ -85,7 +85,7 @@ def test_uniform_numbers_fill_the_interval_evenly(key: int) -> None:
     assert np.abs(correlation).max() < 5 / 200  # five deviations of 1/sqrt(40,000)
 
 
-def test_neighbouring_keys_and_counters_differ_in_half_their_bits() -> None:
+def test_neighboring_keys_and_counters_differ_in_half_their_bits() -> None:
     counters = np.arange(2000, dtype=np.uint64)
     for one, other in (
         (random.bits(5, counters), random.bits(6, counters)),

@@ -21,21 +21,21 @@ def test_shares_are_all_of_a_vector_once(ranks: tuple[int, ...], length: int) ->
     shares = Shares(ranks)
     parts = [Part(rank, shares.part_of(rank, length)) for rank in ranks]
     assert [number for _, part in parts for number in part] == list(range(length))
-    assert [*shares.over(range(length), length)] == [each for each in parts if each.part]
+    assert [*shares.parts_over(range(length), length)] == [each for each in parts if each.part]
     assert not shares.part_of(51, length)
 
 
 @given(RANKS, RANKS)
 def test_joined_ranks_are_those_of_either_once(left: tuple[int, ...], right: tuple[int, ...]) -> None:
-    joined = Shares(left).joined(Shares(right))
+    joined = Shares(left).union(Shares(right))
     assert sorted(joined.ranks) == sorted({*left, *right})
     if set(left) == set(right):
         assert joined in (Shares(left), Shares(right))  # half of it need not move
 
 
 def test_joined_ranks_keep_what_they_have() -> None:
-    assert Shares((0, 1)).joined(Shares((2, 3))).ranks == (0, 2, 1, 3)
-    assert Shares((0, 1)).joined(Shares((2,))).ranks == (0, 2, 1)
+    assert Shares((0, 1)).union(Shares((2, 3))).ranks == (0, 2, 1, 3)
+    assert Shares((0, 1)).union(Shares((2,))).ranks == (0, 2, 1)
 
 
 @given(st.integers(2, 40), st.integers(1, 90), LENGTHS)
@@ -52,7 +52,7 @@ def test_what_is_sent_is_what_is_taken(size: int, leaves: int, length: int) -> N
 def test_what_is_gathered_is_the_whole(size: int, length: int) -> None:
     shares = Shares(tuple(range(size)))
     known = [{*shares.part_of(rank, length)} for rank in range(size)]
-    for passes in zip(*(shares.gathering(rank, length) for rank in range(size)), strict=True):
+    for passes in zip(*(shares.gather_rounds(rank, length) for rank in range(size)), strict=True):
         before = [set(each) for each in known]
         for rank, (sent, received) in enumerate(passes):
             for peer, part in sent:
@@ -74,7 +74,7 @@ def test_who_meets_very_many_sends_to_some_who_go_on() -> None:
 
 
 def test_a_rank_is_given_what_it_takes_part_in_alone() -> None:
-    rounds, _ = contiguous(4, 4).of_rank(2)
+    rounds, _ = contiguous(4, 4).for_rank(2)
     assert [[sum_[:2] for sum_ in sums] for sums, _ in rounds] == [[], [(2, 3)], [(0, 2)]]
     assert [[move.block for move in moves] for _, moves in rounds] == [[2, 3], [0, 2], []]
 

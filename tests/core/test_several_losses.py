@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.core.several_losses import loss_means, loss_sums, sum_of_losses, with_total
 from lockstep.errors import UsageError
 from lockstep.tasks.own import OwnTask, metric_figures
-from lockstep.training.evaluate import batch_sums, figures_of
+from lockstep.training.evaluate import batch_sums, task_metrics
 
 BATCH = (torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0]))
 OUTPUTS = torch.empty(4, 3, device="meta")
@@ -53,8 +53,8 @@ def test_the_figures_have_the_mean_of_each_loss() -> None:
     sums = {name: value.double() for name, value in batch_sums(task, outputs, BATCH, task.weight(BATCH)).items()}
     each = torch.tensor(3.0).log().item()
     expected = {"loss": 2 * each, "loss/odd": each, "loss/right": each, "share": 0.25, "twice": 4 * each}
-    assert figures_of(task, sums) == pytest.approx(expected)
-    assert [*figures_of(task, sums)] == [*expected]
+    assert task_metrics(task, sums) == pytest.approx(expected)
+    assert [*task_metrics(task, sums)] == [*expected]
 
 
 def test_a_loss_of_weight_0_has_the_mean_0() -> None:

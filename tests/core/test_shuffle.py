@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lockstep.core import random
-from lockstep.core.shuffle import FEW, Network, permutation, shuffle
+from lockstep.core.shuffle import MAX_SORTED_SAMPLES, Network, permutation, shuffle
 
 Int64 = NDArray[np.int64]
-lengths = st.one_of(st.integers(1, 300), st.integers(FEW - 2, 3 * FEW))
+lengths = st.one_of(st.integers(1, 300), st.integers(MAX_SORTED_SAMPLES - 2, 3 * MAX_SORTED_SAMPLES))
 
 
 def network(length: int, epoch: int = 0, rounds: int = 8) -> Network:
@@ -89,9 +89,12 @@ def _below(key: int, counter: int, bound: int) -> int:
 
 
 def test_few_samples_are_sorted_by_their_hashes() -> None:
-    for length in (1, 1437, FEW):
+    for length in (1, 1437, MAX_SORTED_SAMPLES):
         assert (shuffle(1, 2, length)(np.arange(length)) == permutation(1, 2, length)).all()
-    assert (shuffle(1, 2, FEW + 1)(np.arange(FEW)) != permutation(1, 2, FEW + 1)[:FEW]).any()
+    assert (
+        shuffle(1, 2, MAX_SORTED_SAMPLES + 1)(np.arange(MAX_SORTED_SAMPLES))
+        != permutation(1, 2, MAX_SORTED_SAMPLES + 1)[:MAX_SORTED_SAMPLES]
+    ).any()
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
@@ -111,7 +114,7 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
 
 
 # Each gives a number that is normal, with mean 0 and deviation 1, where orders (a row each) are drawn by chance.
-EVEN, NEIGHBOURS, STRIDES, SHIFTS, EPOCHS, FIXED, ASCENTS, CYCLES, SIGNS = range(9)
+EVEN, NEIGHBORS, STRIDES, SHIFTS, EPOCHS, FIXED, ASCENTS, CYCLES, SIGNS = range(9)
 
 
 def _figures(orders: Int64) -> list[float]:
@@ -164,9 +167,9 @@ def test_the_figures_tell_a_poor_shuffle() -> None:
     length = 16 * 257
     places = np.arange(length)
     four = _figures(np.stack([network(length, epoch, rounds=4)(places) for epoch in range(250)]))
-    assert four[NEIGHBOURS] > 100
+    assert four[NEIGHBORS] > 100
     two = _figures(np.stack([network(length, epoch, rounds=2)(places) for epoch in range(250)]))
-    assert min(two[NEIGHBOURS], two[SHIFTS]) > 10
+    assert min(two[NEIGHBORS], two[SHIFTS]) > 10
     turned = _figures(np.stack([(places + 7 * epoch) % length for epoch in range(250)]))
     assert min(turned[EVEN], turned[STRIDES], turned[EPOCHS], turned[FIXED], turned[ASCENTS], turned[CYCLES]) > 10
     assert abs(_figures(np.stack([places] * 250))[SIGNS]) > 10

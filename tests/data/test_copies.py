@@ -6,17 +6,17 @@ import pytest
 import torch
 from card import DEVICE, Card, OnCard, Stream
 
-from lockstep.data.copies import Copies, prefetch
+from lockstep.data.copies import DeviceCopier, prefetch
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     sent = [torch.ones(3), torch.zeros(2)]
-    copies = Copies(torch.device("cpu"))
+    copies = DeviceCopier(torch.device("cpu"))
     assert copies.steps_ahead == 0
     assert copies.start(sent)() is sent
 
 
-def _computed(copies: Copies, count: int = 3) -> list[torch.Tensor]:
+def _computed(copies: DeviceCopier, count: int = 3) -> list[torch.Tensor]:
     """Send some tensors, each while the one before is computed with."""
     sums = []
     arrival = copies.start([torch.full((4,), 0.0)])
@@ -30,7 +30,7 @@ def _computed(copies: Copies, count: int = 3) -> list[torch.Tensor]:
 
 def test_copies_do_not_wait_and_are_safe_to_use() -> None:
     with Card() as card:
-        sums = _computed(Copies(DEVICE))
+        sums = _computed(DeviceCopier(DEVICE))
         assert not card.waits
         assert [float(each) for each in sums] == [4.0, 8.0, 12.0]
     assert not card.races
@@ -39,7 +39,7 @@ def test_copies_do_not_wait_and_are_safe_to_use() -> None:
 @pytest.mark.parametrize(("target", "name"), [(Stream, "wait_event"), (OnCard, "record_stream")])
 def test_what_makes_them_safe_is_needed(target: Any, name: str) -> None:
     with Card() as card, patch.object(target, name, lambda *_: None):
-        _computed(Copies(DEVICE))
+        _computed(DeviceCopier(DEVICE))
     assert card.races
 
 

@@ -292,26 +292,26 @@ def test_an_error_meant_for_the_user_passes(open_with: Open) -> None:
         open_with(raises)
 
 
-_GREY = np.arange(20, dtype=np.uint8).reshape(4, 5)
-_COLOUR = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+_GRAY = np.arange(20, dtype=np.uint8).reshape(4, 5)
+_COLOR = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (Image.fromarray(_GREY), torch.from_numpy(_GREY)[None]),
-        (Image.fromarray(_COLOUR), torch.from_numpy(_COLOUR).permute(2, 0, 1)),
+        (Image.fromarray(_GRAY), torch.from_numpy(_GRAY)[None]),
+        (Image.fromarray(_COLOR), torch.from_numpy(_COLOR).permute(2, 0, 1)),
         (
-            Image.fromarray(_COLOUR).convert("RGBA"),
-            torch.from_numpy(np.dstack([_COLOUR, 0 * _GREY + 255])).permute(2, 0, 1),
+            Image.fromarray(_COLOR).convert("RGBA"),
+            torch.from_numpy(np.dstack([_COLOR, 0 * _GRAY + 255])).permute(2, 0, 1),
         ),
-        (Image.fromarray(_GREY).convert("P"), torch.from_numpy(_GREY).expand(3, 4, 5)),
-        (Image.fromarray(_GREY > 9), torch.from_numpy((_GREY > 9) * np.uint8(255))[None]),
-        (_COLOUR, torch.from_numpy(_COLOUR).permute(2, 0, 1)),
-        (_GREY, torch.from_numpy(_GREY)[None]),
-        (_COLOUR.transpose(2, 0, 1), torch.from_numpy(_COLOUR).permute(2, 0, 1)),
-        (_GREY.astype(np.float64), torch.from_numpy(_GREY).float()),
-        (_GREY.astype(np.float16), torch.from_numpy(_GREY).half()),
+        (Image.fromarray(_GRAY).convert("P"), torch.from_numpy(_GRAY).expand(3, 4, 5)),
+        (Image.fromarray(_GRAY > 9), torch.from_numpy((_GRAY > 9) * np.uint8(255))[None]),
+        (_COLOR, torch.from_numpy(_COLOR).permute(2, 0, 1)),
+        (_GRAY, torch.from_numpy(_GRAY)[None]),
+        (_COLOR.transpose(2, 0, 1), torch.from_numpy(_COLOR).permute(2, 0, 1)),
+        (_GRAY.astype(np.float64), torch.from_numpy(_GRAY).float()),
+        (_GRAY.astype(np.float16), torch.from_numpy(_GRAY).half()),
         (np.int16(3), torch.tensor(3, dtype=torch.int16)),
         (3, torch.tensor(3)),
         (0.5, torch.tensor(0.5)),

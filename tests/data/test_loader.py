@@ -200,7 +200,7 @@ def test_leaving_early_ends_the_loader_processes() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_loader_processes_go_on_when_their_group_is_signalled(number: signal.Signals) -> None:
+def test_loader_processes_go_on_when_their_group_is_signaled(number: signal.Signals) -> None:
     updates = _loader(Decoded(1000), 8, 3, workers=2).training(0)
     next(updates)
     for child in multiprocessing.active_children():

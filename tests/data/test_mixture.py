@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.mixture import Mixture, parts, shares
+from lockstep.data.mixture import Mixture, parts, split_by_weight
 from lockstep.data.request import DataRequest
 from lockstep.data.sources import open_data
 from lockstep.errors import UsageError
@@ -51,11 +51,11 @@ def rows(epoch: int, source: int) -> list[int]:
 
 
 def test_shares_are_those_of_the_weights_to_the_sample() -> None:
-    assert shares(1_000_000, [3, 1]) == [750_000, 250_000]
-    assert shares(10, [1, 1, 1]) == [3, 4, 3]
-    assert shares(7, [0.1, 0.2, 0.4]) == [1, 2, 4]
+    assert split_by_weight(1_000_000, [3, 1]) == [750_000, 250_000]
+    assert split_by_weight(10, [1, 1, 1]) == [3, 4, 3]
+    assert split_by_weight(7, [0.1, 0.2, 0.4]) == [1, 2, 4]
     for total in range(50):
-        assert sum(shares(total, [0.3, 1, 2.7])) == total
+        assert sum(split_by_weight(total, [0.3, 1, 2.7])) == total
 
 
 def test_of_a_large_source_none_comes_twice_and_each_epoch_has_others() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lockstep.data.shares import in_share, rows_in_share, take_share
+from lockstep.data.shares import in_share, rows_in_share, select_share
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
@@ -22,11 +22,11 @@ def test_a_larger_share_keeps_what_the_smaller_had() -> None:
 
 def test_a_share_that_is_taken_is_as_large_as_can_be() -> None:
     names = [f"{number}.png" for number in range(40)]
-    assert [len(take_share(names[:count], 0.1)) for count in (0, 1, 2, 14, 16, 40)] == [0, 0, 1, 1, 2, 4]
-    assert len(take_share(names, 0.999)) == 39
-    assert take_share(names, 0.0) == []
-    assert take_share(names[::-1], 0.2) == take_share(names, 0.2)
-    assert {*take_share(names, 0.1)} < {*take_share(names, 0.2)}
+    assert [len(select_share(names[:count], 0.1)) for count in (0, 1, 2, 14, 16, 40)] == [0, 0, 1, 1, 2, 4]
+    assert len(select_share(names, 0.999)) == 39
+    assert select_share(names, 0.0) == []
+    assert select_share(names[::-1], 0.2) == select_share(names, 0.2)
+    assert {*select_share(names, 0.1)} < {*select_share(names, 0.2)}
 
 
 def test_rows_that_come_later_move_none() -> None:

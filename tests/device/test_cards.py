@@ -58,7 +58,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_the_functions_are_those_of_the_library() -> None:
     assert all(hasattr(pynvml, f"nvmlDeviceGet{question}") for question in ANSWERS)
-    assert all(hasattr(pynvml, f"nvmlClocksEventReason{name}") for name in cards._SLOWED)
+    assert all(hasattr(pynvml, f"nvmlClocksEventReason{name}") for name in cards._SLOWDOWN_REASONS)
 
 
 def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:

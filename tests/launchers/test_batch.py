@@ -151,8 +151,8 @@ def run(
         (75, STOPPED.replace("USR1", "TERM"), "RUNNING N/A", False),
         (75, STOPPED.replace("USR1", "TERM"), "RUNNING 2026-11-21T19:40:01", True),  # preempted
         (130, STOPPED.replace("USR1", "INT"), "RUNNING N/A", False),
-        (75, STOPPED, "COMPLETING N/A", False),  # cancelled after the warning
-        (75, STOPPED.replace("USR1", "TERM"), "COMPLETING N/A", False),  # cancelled
+        (75, STOPPED, "COMPLETING N/A", False),  # canceled after the warning
+        (75, STOPPED.replace("USR1", "TERM"), "COMPLETING N/A", False),  # canceled
         (75, STOPPED.replace("stopped", "saved"), "RUNNING N/A", False),
         (1, '{"event": "step"}', "RUNNING N/A", False),
         (138, "", "RUNNING N/A", False),  # the warning came before training began

@@ -197,7 +197,7 @@ def test_a_number_of_processes_that_is_not_the_job_s_is_told(command):
 def test_hosts_that_may_go_and_come_are_checked(job, problem):
     with pytest.raises(UsageError, match=problem):
         check_job(job)
-    assert check_job(replace(JOB, fewest=2, nodes=3)).meets_by == "c10d"
+    assert check_job(replace(JOB, fewest=2, nodes=3)).rendezvous_backend == "c10d"
 
 
 def test_a_script_is_started_by_python_itself() -> None:

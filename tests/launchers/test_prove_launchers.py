@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import lockstep
+
 pytestmark = [pytest.mark.slow("other programs, or minutes"), pytest.mark.cluster]
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prove-launchers"
@@ -40,7 +42,7 @@ def test_weights_are_those_of_one_process_or_others_and_a_launcher_is_missing(tm
     assert titles.split() == ["launcher", "component", "strategy", "processes", "hosts", "seconds", "sha256"]
     # The last column but one is the time.
     *columns, _, sha256 = same.split()
-    assert [*columns, sha256] == ["train", "lockstep", "0.1.0", "pipeline", "2", "1", expected[:16]]
+    assert [*columns, sha256] == ["train", "lockstep", lockstep.__version__, "pipeline", "2", "1", expected[:16]]
     assert last.startswith("1 of 4 with the weights of one process")
     by_pipeline, by_ddp, without, _ = results["rows"]
     assert (by_pipeline["processes"], by_pipeline["hosts"], by_pipeline["sha256"]) == (2, 1, expected)

@@ -29,7 +29,7 @@ for line in sys.argv[1].splitlines():
 # What the runs are called, where they run, and how each is stopped while it trains.
 PLACES = {
     "warned": ["--nodes=2"],
-    "cancelled": ["--nodes=2"],
+    "canceled": ["--nodes=2"],
     "put back": [],
     "given way": ["--option=--cpus-per-task=2", "--option=--partition=spare"],  # now no node has two cores left
     "killed": ["--nodes=2", "--python=./sleeper"],  # not at once
@@ -38,7 +38,7 @@ STOPS = {
     "given way": "sbatch --ntasks=2 --nodes=1 --output=other-%j --wrap true",  # a job that needs its place
     "warned": "scancel --signal=USR1 {job}",  # as Slurm does before the time is over
     "put back": "scontrol requeue {job}",  # by an administrator, say
-    "cancelled": "scancel {job}",
+    "canceled": "scancel {job}",
 }
 STEPS = 300
 
@@ -103,7 +103,7 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
             time.sleep(0.1)
             queue = dict(line.split("|") for line in run("squeue", "--noheader", "--format=%i|%T").splitlines())
             left = {name: queue.get(str(running[name]["job"])) for name in set(names) - stopped.keys()}
-            noted = [name for name, state in left.items() if state == (None if name == "cancelled" else "PENDING")]
+            noted = [name for name, state in left.items() if state == (None if name == "canceled" else "PENDING")]
             found = jobs(run) if noted else {}  # once for all of them: Slurm may begin one again meanwhile
             stopped.update({name: found[name] for name in noted})
             return stopped.keys() >= set(names)
@@ -122,12 +122,12 @@ def seen(folder: Path, beside_slurm: Run) -> Seen:
     running = jobs(run)
     stopped: dict[str, dict[str, Any]] = {}
     stop("given way")  # while the others leave no place
-    stop("warned", "put back", "cancelled")
+    stop("warned", "put back", "canceled")
     small.pace(folder, 0)
     line = (*LOCKSTEP, "train", "small.yaml", "run.dir=alone", "placement.processes=1")  # the run that nobody stops
     env = {**os.environ, "PYTHONPATH": str(folder)}
     with subprocess.Popen(line, cwd=folder, env=env, stdout=subprocess.PIPE) as alone:
-        until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "cancelled"), PATIENCE_S)
+        until(lambda: all('"event": "done"' in said(name) for name in STOPS if name != "canceled"), PATIENCE_S)
         until(lambda: len(run("squeue", "--noheader").splitlines()) == 1, PATIENCE_S)
         alone.communicate()
     return Seen(folder, queued, running, stopped, jobs(run), run("ps", "-e", "-o", "args"))
@@ -149,12 +149,12 @@ def test_while_they_train_their_progress_is_seen(seen: Seen) -> None:
 
 
 def test_stopped_they_are_queued_again_except_the_cancelled_one(seen: Seen) -> None:
-    stopped = {name: each for name, each in seen.stopped.items() if name != "cancelled"}
+    stopped = {name: each for name, each in seen.stopped.items() if name != "canceled"}
     states = {(each["state"], each["slurm"].split()[0]) for each in stopped.values()}
     # Slurm may have begun one again by the time that it is looked at.
     assert ("queued", "PENDING") in states <= {("queued", "PENDING"), ("running", "RUNNING")}
     assert all(0 < each["step"] < STEPS for each in stopped.values())
-    assert (seen.stopped["cancelled"]["state"], seen.stopped["cancelled"]["slurm"]) == ("saved", None)
+    assert (seen.stopped["canceled"]["state"], seen.stopped["canceled"]["slurm"]) == ("saved", None)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("warned", "SIGUSR1"), ("put back", "SIGTERM"), ("given way", "SIGTERM")])
@@ -185,8 +185,8 @@ def test_a_log_of_the_job_is_added_to(seen: Seen) -> None:
 
 
 def test_cancelled_it_is_saved_and_stays_so(seen: Seen) -> None:
-    assert seen.events("cancelled")[-1]["event"] == "stopped"
-    assert (seen.end["cancelled"]["state"], seen.end["cancelled"]["slurm"]) == ("saved", None)
+    assert seen.events("canceled")[-1]["event"] == "stopped"
+    assert (seen.end["canceled"]["state"], seen.end["canceled"]["slurm"]) == ("saved", None)
 
 
 def test_no_process_is_left(seen: Seen) -> None:

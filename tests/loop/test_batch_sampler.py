@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep import BatchSampler, UsageError
 from lockstep.comm.world import World
 from lockstep.core.order import Steps, part
-from lockstep.core.shuffle import FEW
+from lockstep.core.shuffle import MAX_SORTED_SAMPLES
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
 from lockstep.data.loader import Loader
@@ -45,7 +45,7 @@ def dealt(samplers: list[BatchSampler], steps: Steps, microbatches: int, first: 
 
 @settings(max_examples=60)
 @given(
-    st.one_of(st.integers(1, 60), st.integers(FEW + 1, FEW + 9)),
+    st.one_of(st.integers(1, 60), st.integers(MAX_SORTED_SAMPLES + 1, MAX_SORTED_SAMPLES + 9)),
     st.data(),
     st.booleans(),
     st.integers(0, 99),

@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 from lockstep.core.sample_order import SampleOrder
 from lockstep.data.items import Items
 from lockstep.errors import UsageError
-from lockstep.loop.plan import OwnPlan, make_plan
+from lockstep.loop.plan import LoopPlan, make_plan
 from lockstep.orders import Weighted
 
 
-def plan(batch: int, microbatches: int | None, microbatch: int | None) -> OwnPlan:
+def plan(batch: int, microbatches: int | None, microbatch: int | None) -> LoopPlan:
     order = SampleOrder("shuffled", 0, 100)
     return make_plan(Items(range(100), None), batch, microbatches, microbatch, 1, None, None, False, order)
 
@@ -59,7 +59,7 @@ def test_one_of_both_is_given(microbatches: int | None, microbatch: int) -> None
     ],
 )
 def test_micro_batches_of_one_sample_are_foreseen(batch: int, microbatches: int, found: str) -> None:
-    assert plan(batch, microbatches, None).too_few == found
+    assert plan(batch, microbatches, None).single_sample_note == found
 
 
 def weights_by_rank(run: Any) -> None:

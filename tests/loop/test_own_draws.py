@@ -13,9 +13,9 @@ from torch import nn
 
 from lockstep.data.items import generators_kept
 from lockstep.errors import UsageError
-from lockstep.loop.model import AlikeCalls
+from lockstep.loop.model import CallConsistencyCheck
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.optimizer_trials import needs_wholes
+from lockstep.parallel.optimizer_trials import needs_full_tensors
 
 Draws = tuple[float, float, float]
 
@@ -70,7 +70,7 @@ def test_a_look_at_data_gives_all_generators_back() -> None:
 
 
 def test_a_fused_optimizer_needs_whole_tensors() -> None:
-    assert needs_wholes(lambda given, **_: torch.optim.SGD([each for _, each in given], lr=0.1, fused=True))
+    assert needs_full_tensors(lambda given, **_: torch.optim.SGD([each for _, each in given], lr=0.1, fused=True))
 
 
 def test_running_counts_of_batches_come_back_with_the_statistics() -> None:
@@ -122,7 +122,7 @@ class TwoRanks:
 
 def test_ranks_that_call_a_model_with_gradients_and_without_are_refused() -> None:
     world: Any = TwoRanks()
-    calls = AlikeCalls(world, [[0, 1]])
+    calls = CallConsistencyCheck(world, [[0, 1]])
     with pytest.raises(UsageError, match="or some ranks without gradients"):
         calls.call(0, "step 1: ")
     with torch.no_grad():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.loop.guard import Withheld
+from lockstep.loop.guard import GradientStandIn
 
 
 class RefusedError(Exception):
@@ -13,7 +13,7 @@ class RefusedError(Exception):
 
 def parameter() -> nn.Parameter:
     own = nn.Parameter(torch.ones(4, 3))
-    own.grad = Withheld(own, RefusedError)
+    own.grad = GradientStandIn(own, RefusedError)
     return own
 
 
@@ -60,4 +60,4 @@ def test_it_is_nan_to_who_looks_at_it():
     copy = found.clone()
     assert type(copy) is Tensor
     assert copy.mul_(2).isnan().all()
-    assert str(found) == "Withheld(shape=(4, 3))"
+    assert str(found) == "GradientStandIn(shape=(4, 3))"

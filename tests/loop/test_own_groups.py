@@ -23,13 +23,13 @@ def made() -> tuple[AdamW, list[dict], Groups]:
 def test_numbers_are_handed_on_and_nothing_else_is_touched():
     optimizer, of_engine, groups = made()
     assert optimizer.param_groups[1]["lr_scale"] == 10.0
-    groups.take(of_engine, 1)
+    groups.apply_to(of_engine, 1)
     assert groups.changes() == [{}, {}]
     first, second = optimizer.param_groups
     first["weight_decay"], first["betas"], first["lr_scale"] = 0.25, (0.5, 0.75), 0.0
     second.update(eps=1e-3)
     first["initial_lr"] = first["lr"] = 0.1  # as a scheduler notes it
-    groups.take(of_engine, 2)
+    groups.apply_to(of_engine, 2)
     assert of_engine[0].items() >= {"weight_decay": 0.25, "betas": (0.5, 0.75), "lr_scale": 0.0, "steps": 7}.items()
     assert of_engine[1].items() >= {"weight_decay": 0.5, "eps": 1e-3, "lr_scale": 10.0, "steps": 7}.items()
 
@@ -37,7 +37,7 @@ def test_numbers_are_handed_on_and_nothing_else_is_touched():
 def test_what_was_changed_is_taken_over_from_a_file():
     optimizer, of_engine, groups = made()
     optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.5, 0.75))
-    groups.take(of_engine, 1)
+    groups.apply_to(of_engine, 1)
     kept = json.loads(json.dumps(groups.changes()))
     other, of_other, later = made()
     assert later.facts(1, {"lr": 0.1}) != groups.facts(1, {"lr": 0.1}) != groups.facts(2, {"lr": 0.2})
@@ -66,7 +66,7 @@ def test_all_else_is_refused_in_the_line_that_sets_it(name, value, text):
         optimizer.param_groups[0][name] = value
     optimizer.param_groups[0].update({name: value})  # which asks nobody
     with pytest.raises(UsageError, match=rf"^step 3: {re.escape(text)}"):
-        groups.take(of_engine, 3)
+        groups.apply_to(of_engine, 3)
 
 
 def test_the_message_about_a_rate_names_what_gives_each_group_its_own_schedule():
@@ -83,8 +83,8 @@ def test_groups_that_were_taken_before_or_replaced_are_refused():
     groups = Groups(optimizer, optimizer.param_groups)
     before["momentum"] = 0.9
     with pytest.raises(UsageError, match="an optimizer group that you read before"):
-        groups.take([{}], 1)
+        groups.apply_to([{}], 1)
     before["momentum"] = 0
     optimizer.param_groups = [{**optimizer.param_groups[0]}]
     with pytest.raises(UsageError, match="the optimizer groups were replaced"):
-        groups.take([{}], 1)
+        groups.apply_to([{}], 1)

@@ -19,7 +19,7 @@ from torch import nn
 
 import lockstep
 from lockstep.comm.world import World
-from lockstep.loop.state import compare_tensors, display_name, joined_state, split_state
+from lockstep.loop.state import compare_tensors, display_name, join_state, split_state
 
 CPU = torch.device("cpu")
 STATE: dict[str, Any] = {
@@ -37,7 +37,7 @@ def test_tensors_come_back_as_they_were_at_their_places() -> None:
         'run.state["banks"][0]["a"]',
         'run.state["banks"][2]',
     ]
-    back = joined_state("a checkpoint", plain, tensors, CPU)
+    back = join_state("a checkpoint", plain, tensors, CPU)
     assert (back["step"], back["banks"][1]) == (3, None)
     pairs = [(back["queue"], STATE["queue"]), (back["banks"][0]["a"], STATE["banks"][0]["a"])]
     for now, before in [*pairs, (back["banks"][2], STATE["banks"][2])]:
@@ -56,7 +56,7 @@ def test_what_was_split_off_does_not_follow_the_script() -> None:
 @pytest.mark.parametrize("name", ['["a"]', '["banks", 7]', '["step", 0]', "[]", "{"])
 def test_a_tensor_without_a_place_is_refused(name: str) -> None:
     with pytest.raises(lockstep.UsageError, match=r"a checkpoint: run\.state has no place for the tensor"):
-        joined_state("a checkpoint", {"step": 3, "banks": [None]}, {name: torch.ones(1)}, CPU)
+        join_state("a checkpoint", {"step": 3, "banks": [None]}, {name: torch.ones(1)}, CPU)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_tensors_that_share_memory_are_refused() -> None:
 def test_a_state_dict_is_kept_as_a_dict() -> None:
     state = copy.deepcopy(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict())
     plain, tensors = split_state({"best": state, "counts": MappingProxyType({"a": 1})}, CPU)
-    back = joined_state("a checkpoint", plain, tensors, CPU)
+    back = join_state("a checkpoint", plain, tensors, CPU)
     assert (type(back["best"]), [*back["best"]], back["counts"]) == (dict, [*state], {"a": 1})
     assert all(torch.equal(back["best"][name], each) for name, each in state.items())
 
@@ -96,7 +96,7 @@ def test_a_state_dict_is_kept_as_a_dict() -> None:
 def test_tensors_beside_each_other_in_one_memory_are_kept() -> None:
     whole = torch.arange(8.0)
     plain, tensors = split_state({"a": whole[4:], "b": [whole[:4]]}, CPU)
-    back = joined_state("a checkpoint", plain, tensors, CPU)
+    back = join_state("a checkpoint", plain, tensors, CPU)
     assert (back["a"].tolist(), back["b"][0].tolist()) == ([4, 5, 6, 7], [0, 1, 2, 3])
 
 
@@ -163,18 +163,18 @@ model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = run.place(model, optimizer, strategy=strategy)
 run.state.setdefault("recent", torch.zeros(3, dtype=torch.float64))
-run.state.setdefault("more", [{"centre": torch.zeros(2)}])
+run.state.setdefault("more", [{"center": torch.zeros(2)}])
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 data = [(each, number % 3) for number, each in enumerate(x)]
 for step in run.steps(data, batch=12, microbatches=4, epochs=3):
     for x, y in step:
-        z = model(x + run.state["more"][0]["centre"][0])
+        z = model(x + run.state["more"][0]["center"][0])
         step.sum(z=z.detach().sum())
         step.backward(mean=F.cross_entropy(z, y))
     step.update()
-    recent, centre = run.state["recent"], run.state["more"][0]["centre"]
+    recent, center = run.state["recent"], run.state["more"][0]["center"]
     run.state["recent"] = torch.cat([step.sums["z"].cpu()[None], recent[:-1]])
-    centre += 0.01 * step.loss.float()  # in place, in a dict in a list
+    center += 0.01 * step.loss.float()  # in place, in a dict in a list
     if step.number % 5 == 0:
         run.save()
     if until == "differ" and step.number == 5:
@@ -183,7 +183,7 @@ for step in run.steps(data, batch=12, microbatches=4, epochs=3):
     if step.number == int(until if until != "differ" else 99):
         os.kill(os.getpid(), signal.SIGKILL)
 if run.rank == 0:
-    print(run.state["recent"].tolist(), run.state["more"][0]["centre"].tolist())
+    print(run.state["recent"].tolist(), run.state["more"][0]["center"].tolist())
 """
 
 

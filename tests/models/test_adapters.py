@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.models.adapters import Lora, adapt, has_adapters, merge_adapters, peft_names
+from lockstep.models.adapters import Lora, add_adapters, has_adapters, merge_adapters, peft_names
 from lockstep.models.digits_convnet import digits_convnet
 
 LORA = Lora(["convolutions.0", "convolutions.3"], r=2, alpha=4.0, train=["9.*"])
@@ -16,7 +16,7 @@ LORA = Lora(["convolutions.0", "convolutions.3"], r=2, alpha=4.0, train=["9.*"])
 def adapted() -> nn.Module:
     torch.manual_seed(0)
     model = digits_convnet()
-    adapt(model, LORA)
+    add_adapters(model, LORA)
     return model
 
 
@@ -57,15 +57,15 @@ def test_names_are_those_of_pefts_files() -> None:
 
 def test_modules_that_are_not_there_are_told() -> None:
     with pytest.raises(UsageError, match=r"recipe.model.lora: Target modules \{'nowhere'\} not found"):
-        adapt(digits_convnet(), Lora(["nowhere"]))
+        add_adapters(digits_convnet(), Lora(["nowhere"]))
     with pytest.raises(UsageError, match=r"recipe.model.lora.train: 'haed\*' matches no parameter"):
-        adapt(digits_convnet(), Lora(["9"], train=["haed*"]))
+        add_adapters(digits_convnet(), Lora(["9"], train=["haed*"]))
 
 
 def test_without_peft_it_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"peft is not installed; pip install 'lockstep-train\[lora\]'"):
-        adapt(digits_convnet(), LORA)
+        add_adapters(digits_convnet(), LORA)
 
 
 def test_they_are_merged_into_what_they_are_beside() -> None:
@@ -85,7 +85,7 @@ def test_they_are_merged_into_what_they_are_beside() -> None:
 
 def test_a_table_of_tokens_is_merged_too() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
-    adapt(model, Lora(["0"], r=2))
+    add_adapters(model, Lora(["0"], r=2))
     with torch.no_grad():
         for name, each in model.named_parameters():
             if "lora_embedding" in name:

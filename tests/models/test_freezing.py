@@ -36,7 +36,7 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
     assert not model.embedding.weight.requires_grad
 
 
-def test_a_batchnorm_frozen_as_a_whole_normalises_with_its_running_statistics() -> None:
+def test_a_batchnorm_frozen_as_a_whole_normalizes_with_its_running_statistics() -> None:
     model = Tied()
     freeze(model, ["norm.*"])
     for mode in (True, False, True):

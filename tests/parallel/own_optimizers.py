@@ -32,7 +32,7 @@ def slow_adam(params: Any, lr: float, **options: Any) -> Optimizer:
     return torch.optim.AdamW(params, lr=lr / 10, foreach=True, **options)
 
 
-class Centred(torch.optim.SGD):
+class Centered(torch.optim.SGD):
     """Takes the mean of a whole tensor, so it cannot be cut."""
 
     def step(self, closure: Any = None) -> None:
@@ -42,7 +42,7 @@ class Centred(torch.optim.SGD):
         super().step()
 
 
-class CentredIfAny(torch.optim.SGD):
+class CenteredIfAny(torch.optim.SGD):
     """Takes the mean of a whole tensor, and skips tensors without a gradient."""
 
     def step(self, closure: Any = None) -> None:

@@ -14,7 +14,7 @@ import worlds
 from pipeline_models import in_pipeline, own_trace, recipe
 from same_bits import alone
 
-from lockstep.comm.carrier import Addressed, Carrier, direct, staged
+from lockstep.comm.carrier import Addressed, Carrier, direct_carrier, staged_carrier
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE, RankInfo
 
@@ -58,7 +58,7 @@ class Rendezvous:
 
     def _run(self, sent: list[Addressed], received: list[Addressed]) -> None:
         Rendezvous.kept += sum(tensor.numel() for tensor, _ in sent)
-        carrier = direct(self._group)
+        carrier = direct_carrier(self._group)
         carrier(sent, received).wait()
         answers = [(torch.zeros(1), peer) for _, peer in received]
         carrier(answers, [(torch.zeros(1), peer) for _, peer in sent]).wait()
@@ -87,7 +87,7 @@ def carried(
 
 
 def staged_trace(world: World, case: toys.Case) -> toys.Trace:
-    return toys.whole_trace(carried(world, staged), case)
+    return toys.whole_trace(carried(world, staged_carrier), case)
 
 
 @pytest.mark.parametrize(("strategy", "size", "options"), LOCAL)
@@ -98,7 +98,7 @@ def test_by_way_of_the_host_the_bits_are_those_of_one_process(strategy: str, siz
 
 
 def staged_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:
-    return own_trace(carried(world, staged), in_pipeline(recipe(clip=0.1), options))
+    return own_trace(carried(world, staged_carrier), in_pipeline(recipe(clip=0.1), options))
 
 
 def nccl_pipeline(world: World, options: dict[str, Any]) -> toys.Trace:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lockstep.parallel import offloaded
-from lockstep.parallel.offloaded import Offloaded, lent, pieces
+from lockstep.parallel.offloaded import Offloaded, on_device_copies, pieces
 from lockstep.parallel.optimize import make_optimizer
 
 CPU = torch.device("cpu")
@@ -72,14 +72,14 @@ def test_pieces_make_one_step(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_lent_comes_back() -> None:
     own = torch.ones(2)
-    with lent([own, own], CPU) as there:
+    with on_device_copies([own, own], CPU) as there:
         assert there[0] is own
-    with mock.patch.object(Tensor, "copy_") as copied, lent([own], torch.device("meta")) as [moved]:
+    with mock.patch.object(Tensor, "copy_") as copied, on_device_copies([own], torch.device("meta")) as [moved]:
         assert moved.is_meta
     copied.assert_called_once_with(moved)
 
 
-def test_pieces_are_of_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloaded, "_PIECE_BYTES", 4)
     assert [*pieces([("a", 2), ("b", 2), ("c", 1), ("d", 9), ("e", 1)])] == [["a", "b"], ["c"], ["d"], ["e"]]
     assert [*pieces([])] == []

@@ -168,7 +168,7 @@ def offloaded(world: World, strategy: str, overrides: list[str]) -> tuple[dict[s
 
     with (
         mock.patch.object(Offloaded, "step", step),
-        mock.patch.multiple("lockstep.parallel.offloaded", _PIECE_BYTES=1 << 12, _put=put),
+        mock.patch.multiple("lockstep.parallel.offloaded", _PIECE_BYTES=1 << 12, _set_data=put),
     ):
         return on_card(world, strategy, overrides)
 

@@ -95,7 +95,7 @@ class View(nn.Module):
 
 
 class Layers(Sequences):
-    """A recurrent layer, convolutions in one and normalised weights: what torch computes in other ways elsewhere."""
+    """A recurrent layer, convolutions in one and normalized weights: what torch computes in other ways elsewhere."""
 
     def __init__(self) -> None:
         super().__init__(

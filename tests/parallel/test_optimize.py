@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.optimize import bare_step, make_optimizer
-from lockstep.parallel.optimizer_trials import check_optimizer, check_stored, check_updates, needs_wholes
+from lockstep.parallel.optimizer_trials import check_optimizer, check_stored, check_updates, needs_full_tensors
 
 
 def _make(name: str, **changes: Any) -> torch.optim.Optimizer:
@@ -129,7 +129,7 @@ def test_torchs_optimizers_do_not_import_timm() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adam", "nadam", "rmsprop", "adagrad", "lion", "lars", "lamb"])
 def test_an_element_wise_optimizer_can_update_rows(name: str) -> None:
-    assert not needs_wholes(partial(make_optimizer, name=name, lr=0.1))
+    assert not needs_full_tensors(partial(make_optimizer, name=name, lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def _options(asked: dict[str, Any]) -> partial[torch.optim.Optimizer]:
 )
 def test_what_steps_over_any_gradient_in_fp16_may_have_its_weights_there(asked: dict[str, Any]) -> None:
     check_stored(_options(asked), torch.float16)
-    assert not needs_wholes(_options(asked), torch.float16)
+    assert not needs_full_tensors(_options(asked), torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_what_divides_by_what_fp16_rounds_to_zero_may_not(asked: dict[str, Any],
 
 def test_what_cannot_step_at_all_is_told_so_first() -> None:
     with pytest.raises(UsageError, match="optimizer LBFGS: a plain step failed"):
-        needs_wholes(partial(make_optimizer, name="lbfgs", lr=0.1))
+        needs_full_tensors(partial(make_optimizer, name="lbfgs", lr=0.1))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "adopt"])

@@ -159,7 +159,7 @@ class Hoarder(Optimizer):
 
     def state_dict(self) -> dict[str, object]:
         shown = super().state_dict()
-        nested = {key: {"quantised": each} for key, each in shown["state"].items()}
+        nested = {key: {"quantized": each} for key, each in shown["state"].items()}
         return {**shown, "state": nested} if self._nested else shown
 
 
@@ -167,7 +167,7 @@ class Hoarder(Optimizer):
     ("kept", "nested", "what"),
     [
         ([torch.zeros(2)], False, "'moment' is a list"),
-        (torch.zeros(2), True, "'quantised' is a dict"),
+        (torch.zeros(2), True, "'quantized' is a dict"),
         (torch.zeros(2).as_subclass(InBits), False, "'moment' is a InBits"),  # as torchao has
     ],
 )

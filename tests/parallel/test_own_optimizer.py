@@ -61,14 +61,14 @@ def test_torchs_own_form_is_chosen_here_for_a_class_that_has_forms() -> None:
 
 
 def test_an_optimizer_that_updates_rows_differently_needs_whole_tensors() -> None:
-    check_own("x:y", named("Centred"))
+    check_own("x:y", named("Centered"))
     with pytest.raises(UsageError, match=r"its step fails if a tensor has no gradient, .*; skip such tensors"):
-        check_updates(named("Centred"), "zero2", lends_wholes=True)
-    assert check_updates(named("CentredIfAny"), "zero2", lends_wholes=True)
+        check_updates(named("Centered"), "zero2", lends_wholes=True)
+    assert check_updates(named("CenteredIfAny"), "zero2", lends_wholes=True)
     with pytest.raises(
-        UsageError, match="strategy tensor: optimizer Centred updates rows of a tensor differently than"
+        UsageError, match="strategy tensor: optimizer Centered updates rows of a tensor differently than"
     ):
-        check_updates(named("Centred"), "tensor", lends_wholes=False)
+        check_updates(named("Centered"), "tensor", lends_wholes=False)
 
 
 @pytest.mark.parametrize(

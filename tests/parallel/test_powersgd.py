@@ -15,7 +15,7 @@ from lockstep.core.mesh import DataRank, Mesh
 from lockstep.core.shard import local_tensor
 from lockstep.core.tree import LeafBlock
 from lockstep.parallel.gradients import flatten, unflatten
-from lockstep.parallel.powersgd import PowerSgd, elements_sent, worth_it
+from lockstep.parallel.powersgd import PowerSgd, elements_sent, is_compressible
 
 SHAPES = {"conv": (8, 3, 2, 2), "bias": (8,), "linear": (9, 7)}
 PARAMETERS = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
@@ -61,10 +61,10 @@ def test_two_matrices_are_sent_where_they_are_smaller() -> None:
     assert elements_sent((8, 3, 2, 2), 4) == 80
     assert elements_sent((8, 3, 2, 2), 5) == 96
     assert elements_sent((1000,), 1) == 1000
-    assert worth_it((8, 3, 2, 2), 4)
-    assert not worth_it((8, 3, 2, 2), 5)  # 100 elements in the place of 96
-    assert not worth_it((1000,), 1)
-    assert not worth_it((), 1)
+    assert is_compressible((8, 3, 2, 2), 4)
+    assert not is_compressible((8, 3, 2, 2), 5)  # 100 elements in the place of 96
+    assert not is_compressible((1000,), 1)
+    assert not is_compressible((), 1)
 
 
 def test_what_is_left_out_of_a_step_comes_with_the_next_ones() -> None:

@@ -71,9 +71,9 @@ def carried_wrongly(world: World) -> None:
     wait, left = Transfer.wait, [True]
 
     def faulty(transfer: Transfer) -> None:
-        landed = transfer.landed
+        landed = transfer.on_arrival
         if landed is not None and landed.args[2] and left.pop():
-            transfer.landed = lambda: (flip(landed.args[2][0][0].view(torch.float32)), landed())
+            transfer.on_arrival = lambda: (flip(landed.args[2][0][0].view(torch.float32)), landed())
             Transfer.wait = wait
         wait(transfer)
 

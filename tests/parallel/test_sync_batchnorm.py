@@ -19,7 +19,7 @@ from lockstep.core.order import part
 from lockstep.errors import UsageError
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.isolated_grads import IsolatedGradients
-from lockstep.parallel.sync_batchnorm import StepSums, synchronise
+from lockstep.parallel.sync_batchnorm import StepSums, synchronize
 
 CHANNELS = 6
 SHAPES: dict[type[nn.Module], tuple[int, ...]] = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 5), nn.BatchNorm3d: (2, 3, 2)}
@@ -54,9 +54,9 @@ def _synced(
     own: range,
     leaves: int,
 ) -> list[Tensor]:
-    """Return the same of a layer that normalises over a step of `leaves` micro-batches, of which `own` are here."""
+    """Return the same of a layer that normalizes over a step of `leaves` micro-batches, of which `own` are here."""
     together, sums = Cooperative([]), StepSums(canonical)
-    synchronise(layer, together, sums)
+    synchronize(layer, together, sums)
     sums.begin(leaves, own)
     given = [each.clone().requires_grad_() for each in inputs]
     apart = IsolatedGradients(layer, len(given))
@@ -129,7 +129,7 @@ def test_what_a_layer_of_timm_adds_is_kept(make: type[nn.Module]) -> None:
 
 def test_in_evaluation_it_is_that_of_torch() -> None:
     layer, plain = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-    synchronise(layer, Cooperative([]), StepSums(ALONE))
+    synchronize(layer, Cooperative([]), StepSums(ALONE))
     inputs = torch.randn(3, CHANNELS, 2, 2)
     layer(inputs)
     plain(inputs)
@@ -137,7 +137,7 @@ def test_in_evaluation_it_is_that_of_torch() -> None:
 
 
 class MetaModel(nn.BatchNorm2d):
-    """Normalises each half of a batch by itself."""
+    """Normalizes each half of a batch by itself."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.cat([super(MetaModel, self).forward(each) for each in inputs.chunk(2)])
@@ -153,7 +153,7 @@ class Own(nn.BatchNorm2d):
 @pytest.mark.parametrize(("make", "times"), [(MetaModel, 2), (Own, 0)])
 def test_a_layer_that_does_not_call_torchs_function_once_is_refused(make: type[nn.Module], times: int) -> None:
     layer = make(CHANNELS)
-    synchronise(layer, Cooperative([]), StepSums(ALONE))
+    synchronize(layer, Cooperative([]), StepSums(ALONE))
     with pytest.raises(UsageError, match=rf"torch.nn.functional.batch_norm once in its forward, got {times} calls"):
         layer(torch.randn(4, CHANNELS, 2, 2))
 

@@ -16,7 +16,7 @@ from lockstep.planning import fastest
 from lockstep.planning import survey as surveying
 from lockstep.planning.fastest import with_fastest
 from lockstep.planning.measure import Figures
-from lockstep.planning.survey import Machine, Placed, made_ready, room, survey
+from lockstep.planning.survey import Machine, Placed, memory_per_rank, open_for_survey, survey
 
 pytestmark = pytest.mark.usefixtures("here")
 MIB = 2**20
@@ -39,7 +39,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> Surveyed:
             asked.extend(counts)
             return list(rows)
 
-        monkeypatch.setattr(fastest, "made_ready", lambda _: None)
+        monkeypatch.setattr(fastest, "open_for_survey", lambda _: None)
         monkeypatch.setattr(fastest, "survey", survey)
         return asked
 
@@ -79,7 +79,7 @@ def test_all_ranks_are_measured_where_they_have_room(
     monkeypatch.setattr(surveying, "usable_cores", lambda: 2)
     monkeypatch.setattr(host, "memory", lambda: {"free": free, "limit": None})
     loaded = load("digits", ["placement.device=cpu", *words])
-    ready = made_ready(loaded.changed("placement", {"device": "cpu"}))
+    ready = open_for_survey(loaded.changed("placement", {"device": "cpu"}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=free))
     [found] = survey(loaded, ready, [StrategyConfig(name="ddp")], (processes,), Machine(link=link), str)
@@ -134,7 +134,7 @@ def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
     surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[Placed], error: str
 ) -> None:
     surveyed(rows)
-    monkeypatch.setattr(fastest, "room", lambda *_: 2**30)
+    monkeypatch.setattr(fastest, "memory_per_rank", lambda *_: 2**30)
     with pytest.raises(UsageError) as raised:
         with_fastest(load("digits", WORDS), str)
     assert str(raised.value).startswith(f"placement.strategy: fastest: {error}")
@@ -164,4 +164,4 @@ def test_ranks_share_what_is_free_of_the_host_or_have_a_card(
         torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=80 + 10 * number)
     )
     monkeypatch.setattr(host, "memory", lambda: {"free": 1000, "limit": limit})
-    assert room(Placement(device=device), 4) == expected  # two of the four ranks share a card
+    assert memory_per_rank(Placement(device=device), 4) == expected  # two of the four ranks share a card

@@ -8,7 +8,7 @@ from lockstep.comm.simulated_peers import pretended_world
 from lockstep.config.load import load
 from lockstep.planning import measure as measuring
 from lockstep.planning.measure import measure
-from lockstep.planning.survey import made_ready
+from lockstep.planning.survey import open_for_survey
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resolved import resolve
 
@@ -23,7 +23,7 @@ def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) ->
 
     monkeypatch.setattr(measuring._Memory, "peak", peak)
     with pretended_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
-        found = measure(Prepared(resolved, made_ready(resolved.loaded)), world, traffic)
+        found = measure(Prepared(resolved, open_for_survey(resolved.loaded)), world, traffic)
     assert found.peak == 50
     step = found.seconds * traffic.link / found.sent
     assert late == [0, *4 * [0.5 * step], 2 * step]

@@ -23,7 +23,7 @@ def test_kills_are_counted_from_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     counts = tmp_path / "vmstat"
     counts.write_text("pgfault 12\noom_kill 3\n")
     monkeypatch.setattr(oom, "_VMSTAT", counts)
-    killed = oom.Killed(20)
+    killed = oom.KillDetector(20)
     assert killed.words(0) == ""
     assert killed.words(3 << 30) == "it used up to 3,072 MiB"
     counts.write_text("pgfault 12\noom_kill 4\n")
@@ -36,7 +36,7 @@ def test_a_kill_of_long_ago_is_no_news(tmp_path: Path, monkeypatch: pytest.Monke
     counts = tmp_path / "vmstat"
     counts.write_text("oom_kill 3\n")
     monkeypatch.setattr(oom, "_VMSTAT", counts)
-    killed = oom.Killed(20)
+    killed = oom.KillDetector(20)
     counts.write_text("oom_kill 4\n")
     killed.look()
     assert "out of memory" in killed.words(0)  # who was killed may not have ended yet

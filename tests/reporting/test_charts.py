@@ -27,7 +27,7 @@ def test_an_axis_of_one_value_begins_at_zero() -> None:
     assert "rangemode" not in curves("loss", {"a": POINTS}, "loss").figure["layout"]["yaxis"]
 
 
-def test_training_is_drawn_thin_beside_validation_in_one_colour() -> None:
+def test_training_is_drawn_thin_beside_validation_in_one_color() -> None:
     chart = curves("loss", {"a": POINTS, "b": POINTS}, "loss", training={"b": POINTS, "c": POINTS})
     drawn = {trace["name"]: trace["line"] for trace in chart.figure["data"]}
     assert chart.legend == "runs"

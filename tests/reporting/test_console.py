@@ -42,7 +42,7 @@ def test_in_a_pipe_a_step_has_the_means_of_its_epoch_so_far_and_the_time_left(co
     for step, epoch, loss, top1 in ((10, 0, 4.0, 0.25), (20, 0, 2.0, 0.75), (30, 1, 1.0, 1.0), (40, 1, 3.0, 0.5)):
         sink.write(replace(stepped(step, loss), epoch=epoch, figures={"top1": top1}), 100.0 + step)
     found = [line.split("  ", 2)[2] for line in stream.getvalue().splitlines()[-4:]]
-    rest = "lr 0.09511  1,234 samples/s  1000 B"
+    rest = "lr 0.09511  1,234 samples/s  51.8 ms/step  1000 B"
     assert found == [
         f"loss 4.0000  top1 25.00 %  {rest}  11:20 left",
         f"loss 2.0000 (3.0000)  top1 75.00 % (50.00 %)  {rest}  11:10 left",
@@ -55,12 +55,12 @@ def test_in_a_pipe_each_event_is_a_line(console: Open) -> None:
     sink, stream = console(False)
     write(sink, started(), stepped(), evaluated(), saved(), done())
     assert stream.getvalue().splitlines() == [
-        "77,706 parameters, 1,437 training samples, 360 validation samples",
+        "77,706 parameters (304 KiB in fp32), 1,437 training samples, 360 validation samples",
         "690 steps in 30 epochs of 23, batch 64 in 4 micro-batches",
         "1 process, strategy single, device cpu",
         "3.25 MFLOP for each sample, forward and backward",
         RULE,
-        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s  1000 B  0:09 left",
+        "epoch 3/30  step 69/690  loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  1000 B  0:09 left",
         "evaluated 360 of 360  top1 98.61 %  top5 100.00 %  loss 0.1023",
         "saved runs/x/checkpoints/step-00000690  sha256 0123456789ab…  best so far",
         "steps            690",

@@ -72,7 +72,7 @@ def test_columns_in_which_nothing_stands_are_left_out() -> None:
         ("40", "epoch, samples/s, last, left, job, step"),
     ],
 )
-def test_a_terminal_gets_colours_and_what_it_has_room_for(
+def test_a_terminal_gets_colors_and_what_it_has_room_for(
     monkeypatch: pytest.MonkeyPatch, columns: str, left_out: str
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -139,7 +139,7 @@ def test_many_silent_connections_keep_nobody_waiting_and_the_oldest_are_given_up
 
 
 def test_a_client_that_sends_a_byte_now_and_then_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "_LONGEST_S", 0.3)
+    monkeypatch.setattr(page_server, "_MAX_CONNECTION_S", 0.3)
     with PageServer("127.0.0.1", 0) as server:
         where = urlsplit(server.url)
         with socket.create_connection((str(where.hostname), where.port or 0)) as slow:

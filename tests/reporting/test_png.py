@@ -28,9 +28,9 @@ def test_a_picture_of_each_chart(tmp_path: Path) -> None:
     for path in paths:
         with Image.open(path) as picture:
             assert picture.width == 1800
-            colours = {colour for _, colour in picture.convert("RGB").getcolors(1 << 24) or []}
-            assert blue in colours
-            assert green not in colours
+            colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24) or []}
+            assert blue in colors
+            assert green not in colors
 
 
 @pytest.mark.parametrize(("runs", "orientation"), [(2, "h"), (15, "v")])

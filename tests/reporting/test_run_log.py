@@ -21,8 +21,8 @@ def test_a_run_from_its_start_to_its_end() -> None:
     )
     assert found.curves["loss/train"] == [Point(10, 640, 3.0, 0.43214)]
     assert found.curves["loss/validation"] == [Point(69, 4311, 4.0, 0.1023)]
-    assert found.last_of("top1") == 355 / 360
-    assert found.last_of("nothing") is None
+    assert found.last_value("top1") == 355 / 360
+    assert found.last_value("nothing") is None
     assert (found.seconds, found.weights_sha256, found.monitor) == (6.0, SHA, "top1")
     assert found.fractions == {"top1", "top5"}
     assert [(save.step, save.took_s, save.best) for save in found.saves] == [(690, 0.1, True)]
@@ -54,7 +54,7 @@ def test_the_names_are_those_of_the_other_sinks() -> None:
         named = {name: points[-1].value for name, points in found.curves.items() if name != "peak_bytes"}
         assert named == curves(event)
     own = Logged(step=3, epoch=0, samples=192, figures={"accuracy": 0.75})
-    assert history(logged((0.0, started()), (1.0, own))).last_of("accuracy") == 0.75
+    assert history(logged((0.0, started()), (1.0, own))).last_value("accuracy") == 0.75
 
 
 def test_steps_that_are_recomputed_count_once_and_pauses_not_at_all() -> None:

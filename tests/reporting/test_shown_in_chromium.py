@@ -1,4 +1,4 @@
-"""A page as a real Chromium shows it: numbers read back, clicks, both colour schemes, a phone, and no request."""
+"""A page as a real Chromium shows it: numbers read back, clicks, both color schemes, a phone, and no request."""
 
 import re
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ def visit(
     async def visit(tab: Tab) -> None:
         await tab.width(width)
         await tab.until("document.querySelectorAll('.chart .main-svg').length >= 3")
-        await tab.colours(scheme)
+        await tab.colors(scheme)
         await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
         for step in steps:
             if step.startswith("click "):
@@ -259,7 +259,7 @@ def test_names_of_keys_break_at_their_dots_and_words_where_there_is_no_room(brow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_its_ground(browse: Browse, file: Path, tmp_path: Path, scheme: str) -> None:
     picture = tmp_path / "page.png"
-    colours = visit(
+    colors = visit(
         browse,
         file,
         "getComputedStyle(document.body).backgroundColor",
@@ -274,7 +274,7 @@ def test_text_stands_out_from_its_ground(browse: Browse, file: Path, tmp_path: P
         scheme=scheme,
         picture=picture,
     )
-    ground, *text = (luminance(str(each)) for each in colours)
+    ground, *text = (luminance(str(each)) for each in colors)
     assert (ground > 0.5) == (scheme == "light")
     assert all(contrast(ground, each) >= 4.5 for each in text)  # WCAG 2.2, 1.4.3
     with Image.open(picture) as shown:
@@ -287,8 +287,8 @@ def contrast(one: float, other: float) -> float:
     return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
-def luminance(colour: str) -> float:
-    """Return the relative luminance of a colour `rgb(r, g, b)`, as WCAG 2.2 defines it."""
-    parts = [int(each) / 255 for each in re.findall(r"\d+", colour)[:3]]
+def luminance(color: str) -> float:
+    """Return the relative luminance of a color `rgb(r, g, b)`, as WCAG 2.2 defines it."""
+    parts = [int(each) / 255 for each in re.findall(r"\d+", color)[:3]]
     red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

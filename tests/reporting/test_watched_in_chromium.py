@@ -24,7 +24,7 @@ EVIL = "runs-</script><img src=x onerror=alert(1)>"
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_server, "_EVERY_MS", 100)
+    monkeypatch.setattr(page_server, "_POLL_MS", 100)
 
 
 class Live:
@@ -71,7 +71,7 @@ def visit(
     async def opened(tab: Tab) -> None:
         await tab.width(width)
         await tab.until(f"{TRACE}?.querySelector('.main-svg') !== null && {TRACE} !== null")
-        await tab.colours(scheme)
+        await tab.colors(scheme)
         await look(tab)
         assert set(tab.requests) <= {live.server.url, f"{live.server.url}data", "data:,"}
         assert tab.requests.count(live.server.url) == 1  # it is never loaded again
@@ -148,9 +148,9 @@ def test_a_server_that_is_gone_is_said_and_asked_again(browse: Browse, live: Liv
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", 390), ("dark", 390), ("dark", 1000)])
-def test_it_fits_a_phone_and_follows_the_system_colours(browse: Browse, live: Live, scheme: str, width: int) -> None:
+def test_it_fits_a_phone_and_follows_the_system_colors(browse: Browse, live: Live, scheme: str, width: int) -> None:
     async def look(tab: Tab) -> None:
-        live.publish(stepped(11, 0.125))  # drawn again in the same colours
+        live.publish(stepped(11, 0.125))  # drawn again in the same colors
         await tab.until(f"{TRACE}.data[0].y.length === 11")
         await tab.until("[...document.querySelectorAll('.chart')].every(e => e._fullLayout.width <= innerWidth)")
         assert await tab.value("document.documentElement.scrollWidth") <= width

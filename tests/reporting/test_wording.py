@@ -43,12 +43,16 @@ def test_part_of_an_epoch_counts_as_one() -> None:
 def test_figures() -> None:
     scaled = dataclasses.replace(stepped(), loss_scale=65536.0, skipped_steps=1)
     assert wording.figures(scaled, started(), "top1 98.61 %") == (
-        "loss 0.4321  evaluated top1 98.61 %  lr 0.09511  1,234 samples/s  loss scale 65536  1 step skipped"
+        "loss 0.4321  evaluated top1 98.61 %  lr 0.09511  1,234 samples/s  51.8 ms/step  loss scale 65536  "
+        "1 step skipped"
     )
     cpu = dataclasses.replace(stepped(), flops_per_s=4.0118e9)
-    assert wording.figures(cpu, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  4.012 GFLOP/s"
+    assert wording.figures(cpu, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  4.012 GFLOP/s"
     card = dataclasses.replace(stepped(), flops_per_s=406.5e12, mfu=0.411)
-    assert wording.figures(card, started()) == "loss 0.4321  lr 0.09511  1,234 samples/s  406.5 TFLOP/s  MFU 41.1 %"
+    assert (
+        wording.figures(card, started())
+        == "loss 0.4321  lr 0.09511  1,234 samples/s  51.8 ms/step  406.5 TFLOP/s  MFU 41.1 %"
+    )
 
 
 @pytest.mark.parametrize(("unit", "speed"), [("samples", "1,234 samples/s"), ("tokens", "78,976 tokens/s")])

@@ -10,7 +10,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.common.rank import RankInfo
 from lockstep.config.load import load
-from lockstep.run.plan_accuracy import Grading, is_predicted
+from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
 from lockstep.setup.resolved import resolve
 
 MIB: Final = 2**20
@@ -21,7 +21,7 @@ ONE: Final = World(RankInfo(0, 1, 0, 1, "test"), torch.device("cpu"))
 
 def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
     seconds = [0.0]
-    grading = Grading(ONE, SimpleNamespace(split_seconds=lambda: seconds[0]))
+    grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: seconds[0]))
     held = torch.ones(8 * MIB, dtype=torch.uint8)
     with grading.left_out():
         beside = torch.ones(32 * MIB, dtype=torch.uint8)
@@ -37,7 +37,7 @@ def test_time_is_that_of_the_steps_after_the_watched_ones() -> None:
 
 
 def test_a_start_of_six_steps_has_none_to_measure() -> None:
-    grading = Grading(ONE, SimpleNamespace(split_seconds=lambda: 1.0))
+    grading = StepMeasurements(ONE, SimpleNamespace(split_seconds=lambda: 1.0))
     assert [*grading.watch(iter("abcdef"))] == [*"abcdef"]
     assert grading.measured() == {}
 

@@ -43,7 +43,7 @@ DONE = {
 @pytest.mark.usefixtures("here")
 def test_a_run_is_named_after_recipe_and_model(recipe: str, model: str, name: str) -> None:
     text = f"recipe: {{model: '{model}', data: digits, batch: 8, epochs: 1, optimizer: {{lr: 1}}}}"
-    folder = recipe_folder.fresh(load_text(text, "r.yaml", recipe))
+    folder = recipe_folder.new_run_folder(load_text(text, "r.yaml", recipe))
     assert folder.parent == Path("runs")
     assert folder.name.rpartition("-")[0].rpartition("-")[0] == name
     folder.mkdir(parents=True)

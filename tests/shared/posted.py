@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lockstep.comm.canonical import CanonicalSum, add_
-from lockstep.comm.carrier import Addressed, Carrier, renumbered
+from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
 from lockstep.core import tree
 from lockstep.core.mesh import Axis, Mesh
 from lockstep.core.tree import LeafBlock
@@ -38,7 +38,7 @@ class Post:
         self.pairs: set[tuple[int, int]] = set()
         self._queues: dict[tuple[int, int], SimpleQueue[Tensor]] = {}
 
-    def neighbours(self) -> int:
+    def neighbors(self) -> int:
         """Return the largest number of others that a rank has talked to."""
         return max(Counter(end for pair in {(min(pair), max(pair)) for pair in self.pairs} for end in pair).values())
 
@@ -72,13 +72,13 @@ def held(numbers: Iterable[int], leaf: Leaf) -> dict[LeafBlock, Tensor]:
 
 def summed(mesh: Mesh, axes: Sequence[Axis], leaves: int, leaf: Leaf, chunks: int = 1) -> tuple[list[Tensor], Post]:
     """Return the sum along these axes as each rank has it, and what the ranks sent each other."""
-    places, order = mesh.added_along(*axes)
+    places, order = mesh.data_ranks_along(*axes)
     post = Post(len(order))
 
     def added(rank: int, carrier: Carrier) -> Tensor:
         place = order.index(rank)
         blocks = places[place].own_blocks(leaves, chunks)
         pieces = {block: held(range(block.first, block.first + block.size), leaf)[block] for block in blocks}
-        return CanonicalSum(place, places, renumbered(carrier, order), chunks)(pieces, leaves, leaf(0))
+        return CanonicalSum(place, places, renumber_ranks(carrier, order), chunks)(pieces, leaves, leaf(0))
 
     return post.run(added), post

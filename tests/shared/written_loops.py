@@ -421,7 +421,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 @refused("the gradient of last_layer.weight was removed")
-def dino_last_layer_cancelled(run):
+def dino_last_layer_canceled(run):
     """DINO's cancel_gradients_last_layer."""
     model, _ = placed(run, Head())
     for step in even(run):
@@ -482,7 +482,7 @@ def info_nce(run):
 
 @alike
 def barlow_twins(run):
-    """Normalised by the micro-batch, which is a function of it alone."""
+    """Normalized by the micro-batch, which is a function of it alone."""
 
     def loss(model, x, _):
         one, other = (model(x + 0.1 * torch.randn_like(x)) for _ in range(2))
@@ -541,7 +541,7 @@ def distillation_in_training(run):
         step.backward(sum=summed(model(x), soft))
 
 
-# Augmentation and regularisation.
+# Augmentation and regularization.
 
 
 @alike
@@ -758,7 +758,7 @@ def swa(run):
 
 @refused("a backward other than step.backward|a backward that is not step.backward")
 def sam(run):
-    """Sharpness-aware minimisation: up along the gradient, and a second forward and backward there."""
+    """Sharpness-aware minimization: up along the gradient, and a second forward and backward there."""
     model, _ = placed(run)
     for step, x, y in micro_batches(even(run)):
         summed(model(x), y).backward()  # <-
@@ -1243,12 +1243,12 @@ def weight_penalty(run):
 
 @alike
 def weight_penalty_in_the_forward(run):
-    class Penalised(Parts):
+    class Penalized(Parts):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             outputs = self.net(x)
             return outputs, self.net[0].penalty + self.net[2].penalty
 
-    class PenalisedLinear(nn.Linear):
+    class PenalizedLinear(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.penalty = self.weight.square().sum() + self.bias.abs().sum()
             return super().forward(x)
@@ -1257,8 +1257,8 @@ def weight_penalty_in_the_forward(run):
         outputs, penalty = model(x)
         return summed(outputs, y) + 1e-3 * len(x) * penalty
 
-    layers = nn.Sequential(PenalisedLinear(6, 13), nn.ReLU(), PenalisedLinear(13, 3))
-    trained(run, Penalised(net=layers), loss)
+    layers = nn.Sequential(PenalizedLinear(6, 13), nn.ReLU(), PenalizedLinear(13, 3))
+    trained(run, Penalized(net=layers), loss)
 
 
 @refused("the loss depends on this rank's shard of 0.weight", IN_ROWS)

@@ -86,7 +86,7 @@ def test_single_is_one_process() -> None:
     single.Strategy().check(1, 8)
 
 
-def test_neighbours_share_sequences() -> None:
+def test_neighbors_share_sequences() -> None:
     context.Strategy().check(4, 1)  # however few micro-batches: all have work in each
     mesh = context.Strategy(replicate=2).mesh(6)
     assert mesh == Mesh(replicate=2, context=3)

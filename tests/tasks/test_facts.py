@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import check_pair, find_class_names, find_skip_mask, target_facts, whole_samples
+from lockstep.tasks.facts import check_pair, count_sample_classes, find_class_names, find_skip_mask, target_facts
 
 INPUTS = torch.zeros(2, 3)
 WHOLE = (INPUTS, torch.tensor([0, 2]))
@@ -57,9 +57,9 @@ def test_facts_follow_from_targets(batch: Any, names: list[str], known: dict[str
 
 
 def test_samples_have_a_class_as_a_whole_or_none() -> None:
-    assert whole_samples({"classes": ["a", "b"]}) == 2
-    assert whole_samples({"classes": ["a", "b"], "pixels": True}) is None
-    assert whole_samples({"outputs": 1}) is None
+    assert count_sample_classes({"classes": ["a", "b"]}) == 2
+    assert count_sample_classes({"classes": ["a", "b"], "pixels": True}) is None
+    assert count_sample_classes({"outputs": 1}) is None
 
 
 def test_targets_beside_the_classes_are_told_with_their_sample() -> None:

@@ -9,8 +9,16 @@ from hypothesis import strategies as st
 
 from lockstep.training.checkpoint.tensorfile import digest
 from lockstep.verification import compare, trace
-from lockstep.verification.compare import NOT_THERE, Difference, differences, farthest, largest, select_tensors, values
-from lockstep.verification.trace import StepTrace, Trace, Wanted
+from lockstep.verification.compare import (
+    MISSING_VALUE,
+    Difference,
+    differences,
+    farthest,
+    largest,
+    select_tensors,
+    values,
+)
+from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
 
 def reference() -> Trace:
@@ -80,9 +88,9 @@ def test_what_is_missing_or_left_over_is_a_difference():
     ranks[0].steps[0].seen[trace.OPTIMIZER]["more"] = "x:8"
     found = [(each.name, each.ranks, each.reference, each.found) for each in differences(reference(), ranks)]
     assert found == [
-        ("2", (), f"{trace.OWN_LOSS} 2:8", NOT_THERE),
-        ("mean", (0,), f"{trace.MODEL} mean:8", NOT_THERE),
-        ("more", (0,), NOT_THERE, "x:8"),
+        ("2", (), f"{trace.OWN_LOSS} 2:8", MISSING_VALUE),
+        ("mean", (0,), f"{trace.MODEL} mean:8", MISSING_VALUE),
+        ("more", (0,), MISSING_VALUE, "x:8"),
     ]
 
 
@@ -92,7 +100,7 @@ def test_a_resumed_run_is_compared_from_where_it_began():
     assert differences(reference(), [resumed], first=1) == []
     resumed.steps[0].seen[trace.MODEL]["a"] = "other:8"
     (found,) = differences(reference(), [resumed], first=1)
-    assert (found.position, found.step, found.wanted) == (1, 7, Wanted(1, trace.MODEL, "a"))
+    assert (found.position, found.step, found.wanted) == (1, 7, TensorRequest(1, trace.MODEL, "a"))
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
@@ -122,8 +130,8 @@ def test_differences_are_measured_by_the_largest_magnitude_of_their_kind(tmp_pat
     pairs = {"a": (torch.tensor([8.0]), torch.tensor([8.5])), "b": (torch.tensor([1e-9]), torch.tensor([2e-9]))}
     found = [Difference(0, 1, trace.GRADIENT, name, (1,), "g:4", "h:4") for name in pairs]
     for name, (one, other) in pairs.items():
-        trace.keep(tmp_path / "one", 0, Wanted(0, trace.GRADIENT, name), one)
-        trace.keep(tmp_path / "two", 1, Wanted(0, trace.GRADIENT, name), other)
+        trace.keep(tmp_path / "one", 0, TensorRequest(0, trace.GRADIENT, name), one)
+        trace.keep(tmp_path / "two", 1, TensorRequest(0, trace.GRADIENT, name), other)
     seen = [(each, values(each, tmp_path / "one", tmp_path / "two")) for each in found]
     assert largest([(each, value) for each, value in seen if value is not None]) == 0.5 / 8
     gone = Difference(0, 1, trace.GRADIENT, "gone", (0,), "g:4", "h:4")

@@ -22,11 +22,11 @@ class Remembering(nn.Linear):
         super().__init__(2, 2)
         self.count = 0
         self.same = 0
-        self.register_buffer("centre", torch.zeros(2))
+        self.register_buffer("center", torch.zeros(2))
 
     def step(self) -> None:
         self.count += 1
-        self.centre += 1
+        self.center += 1
 
 
 def test_what_is_kept_is_named_with_its_line() -> None:
@@ -37,9 +37,9 @@ def test_what_is_kept_is_named_with_its_line() -> None:
     CACHE.append(1)
     setattr(sys.modules[__name__], "anew", [1])  # noqa: B010 - as a script's loop does
     found = before.changes(Kept([model]))
-    assert found.keys() == {"0.count of the model", "0.centre of the model", f"{__name__}.CACHE"}
+    assert found.keys() == {"0.count of the model", "0.center of the model", f"{__name__}.CACHE"}
     assert re.fullmatch(r"0 -> 1, \S*test_kept\.py:\d+", found["0.count of the model"])
-    assert found["0.centre of the model"] == "a buffer"
+    assert found["0.center of the model"] == "a buffer"
     assert re.fullmatch(r"list \[\] -> list \[1\], \S*test_kept\.py:\d+", found[f"{__name__}.CACHE"])
 
 

@@ -16,6 +16,7 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.parallel.engine import Engine
+from lockstep.parallel.layouts import base
 from lockstep.setup.prepare import Prepared
 from lockstep.setup.resolved import resolve
 from lockstep.training.events import Event
@@ -46,7 +47,7 @@ def cut(tensor: Tensor, rank: int, size: int) -> Shard:
 
 def gather(world: World, group_bytes: int) -> dict[str, bytes]:
     """Return the bytes of what a rank gets where all are cut but `bytes`."""
-    verify_run._GATHERED_BYTES = group_bytes  # type: ignore[misc]
+    base._GATHERED_BYTES = group_bytes  # type: ignore[misc]
     held: dict[str, MaybeSharded] = {
         name: tensor if name == "bytes" else cut(tensor, world.rank, world.size) for name, tensor in tensors().items()
     }

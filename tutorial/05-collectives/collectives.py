@@ -1,6 +1,8 @@
 # $ torchrun --standalone --nproc-per-node=3 tutorial/05-collectives/collectives.py
 """Every collective once: what each rank has before, and what it has afterwards."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -64,11 +66,25 @@ def main() -> None:
     show("all_to_all", turned)
     assert turned.tolist() == column.tolist()
 
-    summed, group = one.clone(), dist.group.WORLD
-    assert group is not None
+    group: Any = dist.group.WORLD  # of which torch's types name few methods
+    summed = one.clone()
     group.allreduce([summed]).wait()  # the method that dist.all_reduce calls; wait() is not left out
     assert summed.item() == size * (size + 1) // 2
     assert not hasattr(dist, "all_reduce_multigpu")
+
+    before = group._get_sequence_number_for_group()  # each rank counts the collectives that it has started
+    first, second = one.clone(), numbers.clone()
+    group.allreduce_coalesced([first, second]).wait()  # several tensors, one collective
+    assert first.item() == summed.item()
+    show("coalesced", second)
+    assert second.tolist() == [size * (10 * (size - 1) // 2 + number) for number in range(size)]
+    show("counted", torch.tensor([group._get_sequence_number_for_group() - before]))  # show itself makes one as well
+
+    if rank == 0:  # with no src, recv takes the message that comes first and returns its sender: recv_anysource
+        senders = [dist.recv(part) for _ in range(size - 1)]
+        assert sorted(senders) == list(range(1, size))
+    else:
+        dist.send(one, dst=0)
 
     dist.barrier()  # nobody goes on before all have come
     dist.destroy_process_group()

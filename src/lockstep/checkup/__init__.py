@@ -1,1 +1,1 @@
-"""Checks the machine and the network between the ranks. Each finding has its consequence and its remedy."""
+"""Checks the machine, and the network between the ranks. Each finding has a consequence and a remedy."""

@@ -1,4 +1,4 @@
-"""Finds differences between ranks, and names the ranks with each value."""
+"""Finds values that differ between ranks, and names the ranks that have each value."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,23 +7,24 @@ from typing import Any, Final
 from lockstep.checkup.finding import Finding, Level
 from lockstep.common.rank import ranks_in_words
 
-_SHOWN: Final = 8  # ranks of a group that are listed
-# Launchers set some of these variables per rank, and interface names can differ between hosts.
-_OWN: Final = (
+_MAX_RANKS: Final = 8  # maximum number of ranks listed for a value
+# Variables that may differ between ranks: launchers set some of them for each rank, and interface names can differ
+# between hosts.
+_PER_RANK_VARIABLES: Final = (
     *("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "OMP_PLACES", "KMP_AFFINITY"),
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"),
 )
-_NEEDED: Final = ("python", "lockstep", "lockstep's source", "torch")
-_REFUSES: Final = "lockstep train rejects ranks with different values"
-_MAY: Final = "the ranks may compute or communicate differently, or wait for each other forever"
+_REQUIRED_EQUAL: Final = ("python", "lockstep", "lockstep's source", "torch")
+_REJECTED: Final = "lockstep train rejects ranks with different values"
+_MAY_DIFFER: Final = "the ranks may compute or communicate differently, or wait for each other forever"
 
 
 def rank_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[Finding]:
-    """Return a finding for each difference between ranks, or a single finding if there are none."""
+    """Return a finding for each difference between ranks. If there are none, return a single finding that says so."""
     findings = [
-        *_unlike(facts, hosts, "versions", lambda name: "problem" if name in _NEEDED else "warning"),
-        *_unlike(facts, hosts, "numerics", lambda _: "problem"),
-        *_unlike(facts, hosts, "variables", lambda _: "warning"),
+        *_differences(facts, hosts, "versions", lambda name: "problem" if name in _REQUIRED_EQUAL else "warning"),
+        *_differences(facts, hosts, "numerics", lambda _: "problem"),
+        *_differences(facts, hosts, "variables", lambda _: "warning"),
         *_cards(facts, hosts),
     ]
     if findings or len(facts) == 1:
@@ -31,13 +32,17 @@ def rank_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> l
     return [Finding("ranks alike", "ok", f"versions, CPU, devices and variables are the same on {len(facts)} ranks")]
 
 
-def _unlike(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any) -> Iterator[Finding]:
+def _differences(
+    facts: Sequence[Mapping[str, Any]], hosts: Sequence[str], section: str, level_of: Any
+) -> Iterator[Finding]:
     sections = [rank_facts.get(section, {}) for rank_facts in facts]
-    for name in dict.fromkeys(name for section_facts in sections for name in section_facts if name not in _OWN):
+    for name in dict.fromkeys(
+        name for section_facts in sections for name in section_facts if name not in _PER_RANK_VARIABLES
+    ):
         text = values([section_facts.get(name) for section_facts in sections], hosts)
         if text:
             level: Level = level_of(name)
-            leads_to = _REFUSES if level == "problem" else _MAY
+            leads_to = _REJECTED if level == "problem" else _MAY_DIFFER
             yield Finding("ranks alike", level, f"{name}: {text}", leads_to, "make it the same on all hosts")
 
 
@@ -52,20 +57,23 @@ def _cards(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator
 
 
 def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
-    """Return each value with its ranks, most common value first, or "" if all ranks have the same value."""
+    """Return a text that lists each value with its ranks, or an empty string if all ranks have the same value.
+
+    The most common value comes first.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(rank_values):
         groups.setdefault("missing" if value is None else _text(value), []).append(rank)
     if len(groups) < 2:
         return ""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return "; ".join(f"{value} on {who(ranks, hosts)}" for value, ranks in ordered)
+    return "; ".join(f"{value} on {format_ranks(ranks, hosts)}" for value, ranks in ordered)
 
 
-def who(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return `rank 2 (b), 3 (b)`. If there are many ranks, return the first of them and the number of the others."""
-    text = ranks_in_words(ranks[:_SHOWN], hosts)
-    return text if len(ranks) <= _SHOWN else f"{text} and {len(ranks) - _SHOWN:,} more"
+def format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Return a text such as `rank 2 (b), 3 (b)`. A long list of ranks is truncated."""
+    text = ranks_in_words(ranks[:_MAX_RANKS], hosts)
+    return text if len(ranks) <= _MAX_RANKS else f"{text} and {len(ranks) - _MAX_RANKS:,} more"
 
 
 def _text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Findings about the GPUs of this host: their properties, their faults, and the reasons why none of them is usable."""
+"""Findings about the GPUs of this host: their properties, their faults, and the reasons why no GPU is usable."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,25 +12,27 @@ from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 from lockstep.ranks.member import at_most
 
-_ANSWER_S: Final = 20.0  # without persistence mode, the first answer takes seconds per GPU
-_HANGS: Final = f"no answer within {_ANSWER_S:.0f} s, so it hangs"
+_DRIVER_TIMEOUT_S: Final = (
+    20.0  # timeout of the driver; without persistence mode, its first answer takes seconds per GPU
+)
+_HANGS: Final = f"no answer within {_DRIVER_TIMEOUT_S:.0f} s, so it hangs"
 _DEFAULT_MODE: Final = "run nvidia-smi -c DEFAULT"
-_UNUSED: Final = "a run computes on the CPU, or does not start"
+_NO_GPU_EFFECT: Final = "a run computes on the CPU, or does not start"
 _STATE: Final = {True: "on", False: "off", None: "not known"}
 
 
 def look_at_cards() -> Evidence:
-    """Return the evidence about the GPUs. This starts CUDA.
+    """Return the evidence about the GPUs. This initializes CUDA.
 
-    The query of the driver times out if the driver hangs.
+    If the driver hangs, the query times out.
     """
-    return look(at_most(_ANSWER_S, ask_driver) or Driver(problem=_HANGS))
+    return look(at_most(_DRIVER_TIMEOUT_S, ask_driver) or Driver(problem=_HANGS))
 
 
 def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
-    """Return all findings.
+    """Return all findings about the GPUs.
 
-    `refusals` describes the parts of a recipe that have no exact kernel, or is None if no recipe was given.
+    `refusals` describes the parts of a recipe that have no exact kernel. It is None if there is no recipe.
     """
     findings = [*_software(evidence), *_usable(evidence)]
     for number, card in enumerate(evidence.driver.cards):
@@ -49,7 +51,7 @@ def _software(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _usable(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the reasons why no GPU can be used, each with its remedy, and the evidence."""
+    """Yield the reasons why no GPU is usable, with their remedies, followed by the evidence."""
     if evidence.devices and not evidence.raised:
         return
     reasons = [
@@ -61,7 +63,7 @@ def _usable(evidence: Evidence) -> Iterator[Finding]:
     if not reasons:
         default_reason = "torch finds no GPU, and none of the checks below explains why"
         reasons = [(f"CUDA does not start: {evidence.raised}" if evidence.raised else default_reason, "check dmesg")]
-    yield from (Finding("cards", "problem", text, _UNUSED, remedy) for text, remedy in reasons)
+    yield from (Finding("cards", "problem", text, _NO_GPU_EFFECT, remedy) for text, remedy in reasons)
     files = ", ".join(f"{name}{'' if opens else ' (no permission)'}" for name, opens in evidence.files.items())
     evidence_texts = {
         "/proc/driver/nvidia/version": evidence.kernel or "not found",
@@ -74,7 +76,7 @@ def _usable(evidence: Evidence) -> Iterator[Finding]:
     yield from (Finding(name, "ok", text) for name, text in evidence_texts.items())
 
 
-Reason = tuple[str, str]  # the reason and its remedy
+Reason = tuple[str, str]  # a reason and its remedy
 
 
 def _torch_reasons(evidence: Evidence) -> Iterator[Reason]:
@@ -139,7 +141,7 @@ def _card_facts(number: int, card: Card) -> Finding:
 
 
 def _faults(number: int, card: Card) -> Iterator[Finding]:
-    """Yield the faults of a GPU and the settings that slow it down, most serious first."""
+    """Yield the faults of a GPU and the settings that slow it down. The most serious findings come first."""
     corrupted, slow = "numbers in its memory were wrong", "slower, but the same bits"
 
     def warn(text: str, leads_to: str, remedy: str) -> Finding:
@@ -189,7 +191,7 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def _devices(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the devices in torch's order, with their GPUs. torch may see fewer of them in a different order."""
+    """Yield the devices in torch's order, with their GPUs. torch may see fewer GPUs, in a different order."""
     for number, device in enumerate(evidence.devices):
         numbers = [
             index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid
@@ -203,7 +205,7 @@ def _devices(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _variables(precision: str) -> Iterator[Finding]:
-    """Yield the environment variables that make a run of this precision differ from its recipe."""
+    """Yield the environment variables that would make a run of this precision deviate from its recipe."""
     checks: tuple[Callable[[], None], ...] = (fix_workspace, partial(check_switches, precision))
     for check in checks:
         try:

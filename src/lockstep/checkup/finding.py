@@ -1,4 +1,4 @@
-"""A result of the check-up, and how to merge the results of several ranks."""
+"""A result of the check-up. The results of several ranks can be merged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ ORDER: Final[tuple[Level, ...]] = ("problem", "warning", "ok")
 class Finding:
     """The result of a check.
 
-    `leads_to` (the consequence) and `remedy` are empty if the level is ok. `ranks` is empty if all ranks have the
-    finding.
+    `leads_to` (the consequence) and `remedy` are empty if the level is ok. `ranks` is empty if the finding applies to
+    all ranks.
     """
 
     check: str
@@ -25,7 +25,7 @@ class Finding:
 
 
 def merge_ranks(findings_by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
-    """Return the findings of all ranks. Identical findings are merged into one with their ranks."""
+    """Return the findings of all ranks. Identical findings are merged into a single finding with its ranks."""
     ranks: dict[Finding, list[int]] = {}
     for rank, findings in findings_by_rank.items():
         for finding in findings:
@@ -37,5 +37,5 @@ def merge_ranks(findings_by_rank: Mapping[int, Sequence[Finding]]) -> list[Findi
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """Return the most serious level, or ok if there are no findings."""
+    """Return the most serious level of the findings, or ok if there are no findings."""
     return min((finding.level for finding in findings), key=ORDER.index, default="ok")

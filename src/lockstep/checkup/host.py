@@ -1,4 +1,4 @@
-"""Findings about the host of a rank. Each check is a small function from facts to findings."""
+"""Findings about the host of a rank. Each check is a small function that converts facts to findings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -8,23 +8,23 @@ from lockstep.checkup.variables import variable_findings
 from lockstep.device.interfaces import is_loopback
 
 Facts = Mapping[str, Any]
-Check = Callable[[Facts, bool], Iterator[Finding]]  # the bool tells whether there are several hosts
+Check = Callable[[Facts, bool], Iterator[Finding]]  # the bool is whether there are several hosts
 
 
 def judge(checks: Sequence[tuple[str, Check]], facts: Facts, several_hosts: bool) -> list[Finding]:
-    """Return the findings of these checks, which are RANK_CHECKS or HOST_CHECKS."""
+    """Return the findings of RANK_CHECKS or HOST_CHECKS."""
     return [finding for section, check in checks if section in facts for finding in check(facts, several_hosts)]
 
 
 def timeouts(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield the queries that timed out. The other checks skip them."""
+    """Yield a finding for each query that timed out. The other checks skip these queries."""
     for name, seconds in facts["timed_out"].items():
         text, remedy = f"no answer within {seconds:g} s", _HANGS.get(name, "check the system log")
         yield Finding(name, "problem", text, "a run hangs at the same place", remedy)
 
 
 def versions(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield the versions of the installed packages."""
+    """Yield a finding with the versions of the installed packages."""
     installed = facts["versions"]
     names = ("python", "torch", "lockstep", "lockstep's source")
     extras = [f"{name} {version}" for name, version in installed.items() if version and name not in names]
@@ -33,7 +33,7 @@ def versions(facts: Facts, _: bool) -> Iterator[Finding]:
 
 
 def cards(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield the devices. A GPU driver without a device gives a warning."""
+    """Yield a finding about the devices. A GPU driver without a device is a warning."""
     gpus = facts["cards"]
     if problem := gpus.get("problem"):
         remedy = "run lockstep doctor gpu for details"
@@ -48,7 +48,7 @@ def cards(facts: Facts, _: bool) -> Iterator[Finding]:
 
 
 def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
-    """Check the address of the host name, because gloo listens on it."""
+    """Yield a finding about the address of the host name, because gloo listens on it."""
     network, host = facts["network"], facts["host"]
     addresses, gloo_interface = network["addresses"], facts["variables"].get("GLOO_SOCKET_IFNAME")
     text = f"{host} resolves to {', '.join(addresses)}" if addresses else f"{host} does not resolve to an address"
@@ -69,7 +69,7 @@ def name(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
 
 
 def interface(facts: Facts, _: bool) -> Iterator[Finding]:
-    """Yield the network interfaces, and any interface that a variable names but that isn't up."""
+    """Yield a finding about the network interfaces, and variables that name an interface that isn't up."""
     network, variables = facts["network"], facts["variables"]
     interfaces = network["interfaces"]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -88,8 +88,8 @@ def interface(facts: Facts, _: bool) -> Iterator[Finding]:
     yield Finding("interfaces", "ok", f"{', '.join(descriptions)}{gloo_text}")
 
 
-# The checks, each with the section of the facts that it needs. A section is missing if its query timed out.
-# RANK_CHECKS checks run for each rank. HOST_CHECKS checks run for one rank of each host.
+# The checks, with the section of the facts that each check needs. A section is missing if its query timed out.
+# RANK_CHECKS run for each rank. HOST_CHECKS run for one rank of each host.
 RANK_CHECKS: Final[tuple[tuple[str, Check], ...]] = (
     ("timed_out", timeouts),
     ("versions", versions),

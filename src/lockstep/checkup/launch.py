@@ -1,6 +1,6 @@
 """Checks how this process was launched: the launcher, the rank, the rendezvous address and the device.
 
-Without a GPU, torch isn't imported.
+If there is no GPU, torch isn't imported.
 """
 
 import os
@@ -18,10 +18,10 @@ from lockstep.launchers.slurm import resolve_master
 
 
 def launch_findings(env: Mapping[str, str], rendezvous: str, device: str) -> tuple[list[Finding], dict[str, Any]]:
-    """Return a finding for each launcher, in order of precedence, and findings about the rank.
+    """Return a finding for each launcher, in the order of precedence, and findings about the rank.
 
-    The second value is ready for JSON: the name of the launcher that decides, and the rank. Both are None if no
-    launcher started this process.
+    The second value is a JSON-compatible dict with the name of the launcher that applies and the rank. Both are None if
+    no launcher started this process.
     """
     detections = detect_all(env)
     decides = next((detection for detection in detections if detection.info or detection.problem), None)
@@ -38,14 +38,14 @@ def _variables(detection: Detection, env: Mapping[str, str], decides: bool) -> F
 
 
 def _check_rank(env: Mapping[str, str], rendezvous: str, device: str) -> Iterator[Finding]:
-    """Yield the rank, its rendezvous address and its device, or the problems with them."""
+    """Yield findings about the rank, its rendezvous address and its device."""
     try:
         info = detect(env)
     except UsageError as error:
         yield from _problems("launcher", error)
         return
     yield Finding("rank", "ok", _describe_rank(info))
-    checks = {"rendezvous": partial(_meet, rendezvous), "device": partial(_device, device)}
+    checks = {"rendezvous": partial(_describe_rendezvous, rendezvous), "device": partial(_device, device)}
     for check, describe in checks.items():
         try:
             yield Finding(check, "ok", describe(info or ALONE))
@@ -65,8 +65,8 @@ def _describe_rank(info: RankInfo | None) -> str:
     return f"{text}, started by {info.launcher}"
 
 
-def _meet(rendezvous: str, info: RankInfo) -> str:
-    """Return the rendezvous address. On rank 0, check that the rank can listen there."""
+def _describe_rendezvous(rendezvous: str, info: RankInfo) -> str:
+    """Return a text about the rendezvous address. On rank 0, check that the rank can listen on this address."""
     from lockstep.device import ports
 
     if info.size == 1:

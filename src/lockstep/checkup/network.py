@@ -1,91 +1,104 @@
-"""Findings about the network between ranks: slow links, and the interfaces that carry the traffic."""
+"""Findings about the network between ranks: slow links, and the network interfaces that are used."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from lockstep.checkup.agreement import who
+from lockstep.checkup.agreement import format_ranks
 from lockstep.checkup.finding import Finding
 from lockstep.comm.links import Link
 from lockstep.device.interfaces import is_loopback
 
-# Links are compared with the upper quartile of their kind. The median doesn't work: if one of three hosts has a bad
+# Links are compared with the upper quartile of their kind. The median isn't suitable: if one of three hosts has a bad
 # connection, two of the three links are slow.
 _QUARTILE: Final = 0.75
-_SLOWER: Final = 3.0  # measured on busy machines, links of one kind differ by less
-_LATER_S: Final = 1e-3  # waiting for a core adds less to the minimum over many tries
-_LEAST_MB_S: Final = 50.0  # of any link between hosts, less than half of 1 Gbit/s Ethernet
-_FEWEST: Final = 3  # links of a kind that are enough for a comparison
-_SHOWN: Final = 6
+_SLOW_FACTOR: Final = 3.0  # a link is slow if slower by this factor; even on busy machines, links differ by less
+_SLOW_LATENCY_S: Final = 1e-3  # additional latency of a slow link; waiting for a core adds less to the minimum of many
+_MIN_MB_S: Final = 50.0  # minimum for a link between hosts, which is less than half of 1 Gbit/s Ethernet
+_MIN_LINKS: Final = 3  # minimum number of links of a kind for a comparison
+_MAX_SHOWN: Final = 6
 
 
 def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield a finding for each host whose links are all slow, and for each other slow link.
+    """Yield a finding for each host whose links are all slow, and for each remaining slow link.
 
-    If all links of a kind are fast enough, yield one finding for the kind.
+    If no link of a kind is slow, yield a single finding for this kind.
     """
     for kind, across in (("links within a host", False), ("links between hosts", True)):
         kind_links = [link for link in links if (hosts[link.source] != hosts[link.target]) == across]
         if not kind_links:
             continue
-        usual, soon = _upper([link.mb_s for link in kind_links]), -_upper([-link.latency_s for link in kind_links])
-        slow = {link: reason for link in kind_links if (reason := _slow(link, usual, soon, len(kind_links), across))}
-        yield from _name_slow(kind, slow, kind_links, hosts)
+        typical_mb_s, typical_s = (
+            _upper_quartile([link.mb_s for link in kind_links]),
+            -_upper_quartile([-link.latency_s for link in kind_links]),
+        )
+        slow = {
+            link: reason
+            for link in kind_links
+            if (reason := _slow(link, typical_mb_s, typical_s, len(kind_links), across))
+        }
+        yield from _slow_findings(kind, slow, kind_links, hosts)
         if not slow:
             least = min(link.mb_s for link in kind_links)
-            text = f"{len(kind_links)}: {soon * 1e6:,.0f} us, {usual:,.0f} MB/s; the slowest {least:,.0f} MB/s"
+            text = (
+                f"{len(kind_links)}: {typical_s * 1e6:,.0f} us, {typical_mb_s:,.0f} MB/s; the slowest {least:,.0f} MB/s"
+            )
             yield Finding(kind, "ok", text)
 
 
-def _slow(link: Link, usual: float, soon: float, count: int, across: bool) -> str:
-    """Return the reason why a link is slow, or "" if it isn't."""
-    if count >= _FEWEST and link.mb_s * _SLOWER < usual:
-        return f"{link.mb_s:,.1f} MB/s, while other links have {usual:,.0f}"
-    if across and link.mb_s < _LEAST_MB_S:
+def _slow(link: Link, typical_mb_s: float, typical_s: float, count: int, across: bool) -> str:
+    """Return the reason why a link is slow, or an empty string if it isn't slow."""
+    if count >= _MIN_LINKS and link.mb_s * _SLOW_FACTOR < typical_mb_s:
+        return f"{link.mb_s:,.1f} MB/s, while other links have {typical_mb_s:,.0f}"
+    if across and link.mb_s < _MIN_MB_S:
         return f"{link.mb_s:,.1f} MB/s, less than half of 1 Gbit/s Ethernet"
-    if count >= _FEWEST and link.latency_s > _SLOWER * soon + _LATER_S:
-        return f"{link.latency_s * 1e3:,.1f} ms, while other links have {soon * 1e3:,.2f}"
+    if count >= _MIN_LINKS and link.latency_s > _SLOW_FACTOR * typical_s + _SLOW_LATENCY_S:
+        return f"{link.latency_s * 1e3:,.1f} ms, while other links have {typical_s * 1e3:,.2f}"
     return ""
 
 
-def _name_slow(kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield the hosts whose links are all slow, if they are the exception, and then the remaining slow links."""
+def _slow_findings(
+    kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]
+) -> Iterator[Finding]:
+    """Yield findings about hosts whose links are all slow, if not all hosts are, and about the remaining slow links."""
     leads_to = "every step waits for the slowest link"
-    to_blame = set(_hosts_to_blame(slow, links, hosts)) if kind == "links between hosts" else set()
-    for host in sorted(to_blame):
+    slow_hosts = set(_slow_hosts(slow, links, hosts)) if kind == "links between hosts" else set()
+    for host in sorted(slow_hosts):
         host_links = [link for link in slow if host in (hosts[link.source], hosts[link.target])]
         worst = min(host_links, key=lambda link: link.mb_s)
-        text = f"all {len(host_links)} links of {host} are slow, the slowest {_way(worst, hosts)}: {slow[worst]}"
+        text = f"all {len(host_links)} links of {host} are slow, the slowest {_link_text(worst, hosts)}: {slow[worst]}"
         remedy = f"check the network card, cable and switch port of {host}"
         yield Finding(kind, "warning", text, leads_to, remedy)
-    remaining = [link for link in slow if not {hosts[link.source], hosts[link.target]} & to_blame]
+    remaining = [link for link in slow if not {hosts[link.source], hosts[link.target]} & slow_hosts]
     remaining.sort(key=lambda link: link.mb_s)
     between_hosts = kind == "links between hosts"
     remedy = "check the network between them" if between_hosts else "check which other processes run there"
-    for link in remaining[:_SHOWN]:
-        yield Finding(kind, "warning", f"{_way(link, hosts)}: {slow[link]}", leads_to, remedy)
-    if len(remaining) > _SHOWN:
-        yield Finding(kind, "warning", f"{len(remaining) - _SHOWN:,} more links are slow; see --json", leads_to, remedy)
+    for link in remaining[:_MAX_SHOWN]:
+        yield Finding(kind, "warning", f"{_link_text(link, hosts)}: {slow[link]}", leads_to, remedy)
+    if len(remaining) > _MAX_SHOWN:
+        yield Finding(
+            kind, "warning", f"{len(remaining) - _MAX_SHOWN:,} more links are slow; see --json", leads_to, remedy
+        )
 
 
-def _hosts_to_blame(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
+def _slow_hosts(slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]) -> Iterator[str]:
     for host in dict.fromkeys(hosts):
         host_links = [link for link in links if host in (hosts[link.source], hosts[link.target])]
         if host_links and len(host_links) < len(links) and all(link in slow for link in host_links):
             yield host
 
 
-def _way(link: Link, hosts: Sequence[str]) -> str:
+def _link_text(link: Link, hosts: Sequence[str]) -> str:
     return f"rank {link.source} ({hosts[link.source]}) to rank {link.target} ({hosts[link.target]})"
 
 
-def _upper(values: Sequence[float]) -> float:
-    """Return the upper quartile."""
+def _upper_quartile(values: Sequence[float]) -> float:
+    """Return the upper quartile of the values."""
     return sorted(values)[math.ceil(_QUARTILE * len(values)) - 1]
 
 
 def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield the ranks whose gloo uses a slower interface of the host than the fastest one."""
+    """Yield a finding about ranks whose gloo interface is slower than the fastest interface of their host."""
     slower: dict[tuple[str, str, int, int], list[int]] = {}
     ranks_by_interface: dict[str, list[int]] = {}
     for rank, rank_facts in enumerate(facts if len(set(hosts)) > 1 else ()):
@@ -103,16 +116,21 @@ def interface_findings(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str])
         if 0 < speed < better:
             slower.setdefault((interface, best, speed, better), []).append(rank)
     for (interface, best, speed, better), ranks in slower.items():
-        text = f"{who(ranks, hosts)}: {interface} with {speed / 1e3:g} Gbit/s, although {best} has {better / 1e3:g}"
+        text = (
+            f"{format_ranks(ranks, hosts)}: {interface} with {speed / 1e3:g} Gbit/s, although {best} has "
+            f"{better / 1e3:g}"
+        )
         remedy = f"export GLOO_SOCKET_IFNAME={best} NCCL_SOCKET_IFNAME={best}, if {best} reaches the other hosts"
         yield Finding("interface", "warning", text, "communication between hosts uses the slower network", remedy)
     if ranks_by_interface and not slower:
-        text = "; ".join(f"{interface} on {who(ranks, hosts)}" for interface, ranks in ranks_by_interface.items())
+        text = "; ".join(
+            f"{interface} on {format_ranks(ranks, hosts)}" for interface, ranks in ranks_by_interface.items()
+        )
         yield Finding("interface", "ok", f"between hosts, gloo uses {text}")
 
 
 def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> list[int]:
-    """Return the ranks whose gloo would listen on the loopback interface although there are several hosts."""
+    """Return the ranks on which gloo would listen on the loopback interface, although there are several hosts."""
     loopback_ranks = [
         rank for rank, rank_facts in enumerate(facts) if rank_facts.get("network", {}).get("gloo") in ("lo", "lo0")
     ]
@@ -122,14 +140,14 @@ def unreachable(facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> lis
 def connection_findings(
     failed: Sequence[str], facts: Sequence[Mapping[str, Any]], hosts: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield the ranks that could not connect to the other ranks, or that can't be reached."""
+    """Yield a finding about ranks that couldn't connect to the other ranks, or that can't be reached."""
     ranks = [rank for rank, reason in enumerate(failed) if reason]
     loopback_ranks = unreachable(facts, hosts)
     leads_to = "a run on these ranks cannot start; nothing was measured between them"
     if loopback_ranks:
-        text = f"gloo would listen on the loopback interface on {who(loopback_ranks, hosts)}: not tried"
+        text = f"gloo would listen on the loopback interface on {format_ranks(loopback_ranks, hosts)}: not tried"
         yield Finding("connections", "problem", text, leads_to, "see `host name` and `interfaces`")
     elif ranks:
-        text = f"{who(ranks, hosts)} could not connect: {failed[ranks[0]]}"
+        text = f"{format_ranks(ranks, hosts)} could not connect: {failed[ranks[0]]}"
         remedy = "allow connections between the hosts on all ports, or set GLOO_SOCKET_IFNAME to their common network"
         yield Finding("connections", "problem", text, leads_to, remedy)

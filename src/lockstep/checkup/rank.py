@@ -1,7 +1,8 @@
-"""The part of the check-up that each rank runs. It checks its host, then measures with the other ranks. Rank 0 judges.
+"""The part of the check-up that runs on each rank. It checks its host, then measures the links to the other ranks.
 
-Local checks that could hang run in a separate thread with a timeout. If a rank doesn't join a collective, the error
-names it (ranks/rendezvous.py, ranks/stall.py). Therefore the check-up always ends and reports missing ranks.
+Rank 0 evaluates the results. Local checks that could hang run in a separate thread with a timeout. If a rank doesn't
+join a collective, the error names it (ranks/rendezvous.py, ranks/stall.py). Therefore, the check-up always ends and
+reports missing ranks.
 """
 
 import json
@@ -29,21 +30,21 @@ from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
 
 LOST_AFTER_S: Final = 10.0
-_STALL_S: Final = 8.0  # the limit for a check; the slowest check takes 2 s over a 1 Mbit/s link
-_EXCHANGE_S: Final = 20.0  # longer than the stall detector needs to ask all ranks and name the rank that hangs
+_STALL_S: Final = 8.0  # maximum duration of a check; the slowest check takes 2 s over a 1 Mbit/s link
+_EXCHANGE_S: Final = 20.0  # longer than the stall detector needs to ask all ranks and identify the rank that hangs
 _HOST_S: Final = 15.0  # the first query of a GPU takes seconds
 _NETWORK_S: Final = 8.0
 
 
 @dataclass(frozen=True)
 class CheckupRequest:
-    """The device to check."""
+    """The settings of a check-up."""
 
     device: Literal["auto", "cpu", "cuda"]
 
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
-    """Run the check-up. Returns the report on rank 0 and None on all other ranks. All ranks must call it."""
+    """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call it."""
     start = time.monotonic()
     steps = [0]
     rendezvous.status = lambda: RankStatus("checking", steps[0])
@@ -68,7 +69,7 @@ def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | Non
 
 
 def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
-    """Return a detector that ends all ranks if a rank hangs, and reports the stack of that rank."""
+    """Return a stall detector that ends all ranks if a rank hangs, and reports the stack of that rank."""
 
     def end(report: str) -> None:
         info = rendezvous.info
@@ -96,11 +97,11 @@ def _facts() -> dict[str, Any]:
 def _connect(
     request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
-    """Connect to the other ranks. Returns what to report, and a world if all ranks could connect.
+    """Connect to the other ranks. Return the measurements so far, and a world if all ranks could connect.
 
     Rank 0 has the `facts` of all ranks. If they show that a host can't be reached, no rank tries to connect.
     """
-    # The reasons why it doesn't have the requested device and couldn't connect, and the measured links.
+    # The errors from choosing the device and from connecting, and the measured links.
     measurements: dict[str, Any] = {"device": "", "failed": "", "links": []}
     try:
         device = choose_device(request.device, rendezvous.info)
@@ -116,7 +117,7 @@ def _connect(
     device = device if all(reply["cuda"] for reply in replies) else torch.device("cpu")
     world = None
     try:
-        # The timeout for connecting and for each collective is shorter than in a run.
+        # The timeouts for connecting and for collectives are shorter than in a run.
         world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:
@@ -127,7 +128,7 @@ def _connect(
 
 
 def _gather_on_all(rendezvous: Rendezvous, value: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the value of each rank, on every rank."""
+    """Gather a value from each rank on all ranks. Return the values by rank."""
     return list(plainfile.parse_json(rendezvous.tell(json.dumps(rendezvous.gather(value)))))
 
 

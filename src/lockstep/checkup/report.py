@@ -1,4 +1,4 @@
-"""The report of a check-up, as JSON and as text for the terminal."""
+"""The report of a check-up, as JSON and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from rich.console import RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from lockstep.checkup.agreement import who
+from lockstep.checkup.agreement import format_ranks
 from lockstep.checkup.finding import ORDER, Finding, Level, worst
 from lockstep.common.text import printable_line
 
-if TYPE_CHECKING:  # it imports torch, and the check of the launcher doesn't need torch
+if TYPE_CHECKING:  # imports torch, which the check of the launcher doesn't need
     from lockstep.comm.links import Link
 
 _STYLE: Final[dict[Level, str]] = {"problem": "bold red", "warning": "yellow", "ok": "green"}
-_MATRIX: Final = 12  # ranks; a terminal isn't wide enough for more columns
-_ALIKE: Final = 2  # ok findings of the same check that are shown; the rest is only counted
+_MAX_MATRIX_RANKS: Final = (
+    12  # maximum number of ranks in the matrix of links; a terminal isn't wide enough for more columns
+)
+_MAX_OK_FINDINGS: Final = 2  # maximum number of ok findings shown for a check; the remaining findings are only counted
 
 
 @dataclass(frozen=True)
 class CheckupReport:
-    """The whole result. `hosts` has the host of each rank, and `seconds` is the duration.
+    """The full result of a check-up. `hosts` contains the host of each rank, and `seconds` is the duration.
 
     `title` is the first text that is printed.
     """
@@ -42,19 +44,19 @@ class CheckupReport:
         return worst(self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report, ready for JSON."""
+        """Return the report as a JSON-compatible dict."""
         return {"level": self.level, **asdict(self)}
 
 
 def tables(report: CheckupReport) -> Iterator[RenderableType]:
-    """Yield everything to print. Problems come first."""
+    """Yield the tables and texts to print. Problems come first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     extent = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
     yield Text(f"{report.title} of {extent}, {report.seconds:.0f} s")
     yield _findings(report)
     if report.links:
         yield Text("\nbetween ranks: 10^6 bytes per second from the rank in the row to the rank in the column")
-        yield _matrix(report) if ranks <= _MATRIX else _slowest(report)
+        yield _matrix(report) if ranks <= _MAX_MATRIX_RANKS else _slowest(report)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in ORDER}
     summary = [f"{counts[level]} {level}{'s'[: counts[level] > 1]}" for level in ORDER[:-1] if counts[level]]
     yield Text(f"\n{', '.join(summary) or 'no problem found'}", _STYLE[report.level])
@@ -64,7 +66,7 @@ def _findings(report: CheckupReport) -> Table:
     columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
     table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for finding in _select(report.findings):
-        ranks = f"  [{who(finding.ranks, report.hosts)}]" if finding.ranks else ""
+        ranks = f"  [{format_ranks(finding.ranks, report.hosts)}]" if finding.ranks else ""
         text = Text(printable_line(f"{finding.found}{ranks}"))
         if finding.leads_to:
             text.append(f"\nleads to: {printable_line(finding.leads_to)}", "dim")
@@ -75,15 +77,15 @@ def _findings(report: CheckupReport) -> Table:
 
 
 def _select(findings: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield the findings, most serious first. Of several ok findings of the same check, only some are shown."""
+    """Yield the findings, with the most serious first. Only a few ok findings are shown for each check."""
     for level in ORDER:
         level_findings = [finding for finding in findings if finding.level == level]
         for check in dict.fromkeys(finding.check for finding in level_findings):
             alike = [finding for finding in level_findings if finding.check == check]
-            is_abridged = level == "ok" and len(alike) > _ALIKE
-            yield from alike[:_ALIKE] if is_abridged else alike
+            is_abridged = level == "ok" and len(alike) > _MAX_OK_FINDINGS
+            yield from alike[:_MAX_OK_FINDINGS] if is_abridged else alike
             if is_abridged:
-                yield Finding(check, "ok", f"and {len(alike) - _ALIKE:,} more like these; see --json")
+                yield Finding(check, "ok", f"and {len(alike) - _MAX_OK_FINDINGS:,} more like these; see --json")
 
 
 def _matrix(report: CheckupReport) -> Table:
@@ -105,7 +107,7 @@ def _rate(mb_s: float | None) -> str:
 
 def _slowest(report: CheckupReport) -> Table:
     table = Table("slowest links", f"of {len(report.links):,}", "MB/s", "us", box=None, pad_edge=False)
-    for link in sorted(report.links, key=lambda link: link.mb_s)[:_MATRIX]:
+    for link in sorted(report.links, key=lambda link: link.mb_s)[:_MAX_MATRIX_RANKS]:
         ends = [printable_line(f"rank {rank} ({report.hosts[rank]})") for rank in (link.source, link.target)]
         table.add_row(*ends, _rate(link.mb_s), f"{1e6 * link.latency_s:,.0f}")
     return table

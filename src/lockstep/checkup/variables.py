@@ -1,4 +1,4 @@
-"""Findings about environment variables that change numbers, hide failures, or slow down a run."""
+"""Findings about environment variables that change results, hide failures, or slow down a run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,10 @@ _SLOW: Final = "communication is slower"
 
 @dataclass(frozen=True)
 class Rule:
-    """A variable that is harmful if `harmful` returns true for its value, with its consequence and remedy."""
+    """A rule about an environment variable. `harmful` returns whether a value is harmful.
+
+    `leads_to` is the consequence of a harmful value.
+    """
 
     name: str
     harmful: Callable[[str], bool]
@@ -23,7 +26,7 @@ class Rule:
 
 
 def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each harmful variable, and one that lists the other variables."""
+    """Yield a finding for each harmful variable, and a finding that lists all other variables."""
     harms = [rule for rule in RULES if rule.name in variables and rule.harmful(variables[rule.name])]
     for rule in harms:
         text = f"{rule.name}={variables[rule.name]}"
@@ -40,12 +43,12 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def _no_number(value: str) -> bool:
+def _is_not_positive(value: str) -> bool:
     return not (value.partition(",")[0].strip().isdecimal() and int(value.partition(",")[0]))
 
 
 RULES: Final = (
-    Rule("OMP_NUM_THREADS", _no_number, "warning", "one thread per core until the recipe sets the number"),
+    Rule("OMP_NUM_THREADS", _is_not_positive, "warning", "one thread per core until the recipe sets the number"),
     Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REFUSED),
     Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REFUSED),
     Rule(

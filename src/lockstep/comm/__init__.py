@@ -1,1 +1,4 @@
-"""Communication between ranks: sums, rows, point to point. Only comm/ and ranks/ use torch.distributed."""
+"""Communication between ranks: reductions, exchanges of rows, and point-to-point transfers.
+
+Only comm/ and ranks/ use torch.distributed.
+"""

@@ -1,11 +1,12 @@
-"""The canonical tree between processes: sums over the network with the same brackets as in a single process.
+"""The canonical tree across processes: sums over ranks with the same order of additions as in a single process.
 
-Each rank starts with the pieces of its data rank (core/mesh.py), which may be one, several or none.
-1. At each level of the tree, the ranks split the vector further among each other, and add (core/reduction.py).
+Each rank starts with the pieces of its data rank (core/mesh.py). It can have one piece, several pieces or none.
+1. At each level of the tree, the ranks split the vector further among each other, and add their parts
+   (core/reduction.py).
 2. At the root, each of W ranks holds one of W parts of the sum.
-3. The ranks gather the other parts in log2(W) rounds.
+3. The ranks all-gather the parts in log2(W) rounds.
 
-With one piece per rank, a rank sends about as much as in a ring all-reduce.
+With one piece per rank, each rank sends about the same amount of data as in a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.carrier import Addressed, Carrier, renumbered
+from lockstep.comm.carrier import Addressed, Carrier, renumber_ranks
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.core.mesh import DataRank
 from lockstep.core.reduction import Move, Reduction, Shares, reduction
@@ -31,13 +32,13 @@ def add_(left: Tensor, right: Tensor) -> Tensor:
 
 
 class Sum(Protocol):
-    """Sums a flat vector over ranks: CanonicalSum, or a replacement for it."""
+    """Sums a flat vector over ranks. CanonicalSum and its replacements implement this protocol."""
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
 def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
-    """Sum a rank's pieces from left to right, in place in the first one, or return zeros like `like` if it has none."""
+    """Return the sum of a rank's pieces, added from left to right in place, or zeros like `like` without pieces."""
     if not pieces:
         return torch.zeros_like(like)
     first, *rest = (pieces[block] for block in sorted(pieces))
@@ -49,11 +50,11 @@ def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
 @final
 @dataclass(eq=False)
 class CanonicalSum:
-    """Sums flat vectors over the ranks of `carrier`. All ranks call it in the same order with the same lengths.
+    """Sums flat vectors over the ranks of `carrier`. All ranks must call it in the same order with the same lengths.
 
-    `_data_ranks` are those of the ranks, in the numbering of the carrier, and `_rank` is that of this rank. A single
-    rank needs no carrier. If sequences are split into `chunks`, each chunk of a micro-batch is a separate leaf
-    (core/mesh.py).
+    `_data_ranks` contains the data rank of each rank, and `_rank` is the index of this rank, both in the numbering of
+    the carrier. A single rank needs no carrier. If sequences are split into `chunks`, each chunk of a micro-batch is a
+    separate leaf (core/mesh.py).
     """
 
     _rank: int
@@ -64,26 +65,26 @@ class CanonicalSum:
     def __post_init__(self) -> None:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank
-        self._by_rank = Shares(tuple(range(self._size)))
+        self._rank_shares = Shares(tuple(range(self._size)))
         self._plans: dict[int, Reduction] = {}  # by number of leaves
-        self._holding: dict[int, CanonicalSum] = {}
+        self._holder_sums: dict[int, CanonicalSum] = {}
 
-    def of_holders(self, leaves: int) -> CanonicalSum:
-        """Return a CanonicalSum between only those ranks that hold one of `leaves` leaves. This rank must hold one."""
-        if leaves not in self._holding:
+    def for_holders(self, leaves: int) -> CanonicalSum:
+        """Return a CanonicalSum over the ranks that hold any of `leaves` leaves. This rank must hold a leaf."""
+        if leaves not in self._holder_sums:
             holders = [
                 rank for rank, data_rank in enumerate(self._data_ranks) if data_rank.own_blocks(leaves, self._chunks)
             ]
-            carrier = self._carrier and renumbered(self._carrier, holders)
+            carrier = self._carrier and renumber_ranks(self._carrier, holders)
             data_ranks = [self._data_ranks[rank] for rank in holders]
-            self._holding[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
-        return self._holding[leaves]
+            self._holder_sums[leaves] = CanonicalSum(holders.index(self._rank), data_ranks, carrier, self._chunks)
+        return self._holder_sums[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
         """Return the sum over all `leaves` leaves, on every rank.
 
-        `pieces` are the flat pieces of this rank, which may be overwritten. `like` is a flat tensor of the same length,
-        dtype and device, for ranks without pieces.
+        `pieces` are the flat pieces of this rank, which may be overwritten. Ranks without pieces take the length, dtype
+        and device from the flat tensor `like`.
         """
         if self.alone:
             return total(pieces, leaves, add_)
@@ -92,58 +93,58 @@ class CanonicalSum:
         values = {block.first: _Share(range(len(like)), pieces[block], is_received=False) for block in blocks}
         for sums, moves in rounds:
             for left, right, _ in sums:
-                # Adds in place in the share that didn't arrive from a peer, if there is one. The order of two floats
-                # doesn't matter, since b + a = a + b.
+                # Add in place to a share that this rank computed itself, if there is one. Swapping the two operands
+                # doesn't change the bits, because b + a = a + b in floating point.
                 accumulator, addend = sorted((values.pop(left), values.pop(right)), key=attrgetter("is_received"))
                 values[left] = accumulator._replace(tensor=add_(accumulator.tensor, addend.tensor))
-            self._deal(moves, values, like)
-        # All pieces of this rank were sent or added, so their memory is free.
+            self._reshard(moves, values, like)
+        # All pieces of this rank have been sent or added, so their memory can be reused.
         result = pieces[blocks[0]] if blocks else torch.empty_like(like)
         part, share, _ = values[0]
         result[part.start : part.stop].copy_(share)
         self._gather(result, shares)
         return result
 
-    def of_ranks(self, vector: Tensor) -> Tensor:
-        """Return the sum of a flat vector of each rank, in rank order, on every rank. `vector` is that of this rank.
+    def sum_over_ranks(self, vector: Tensor) -> Tensor:
+        """Return the sum of one flat vector per rank, in rank order, on every rank. `vector` is this rank's vector.
 
-        There is one leaf per replica. The bits are therefore the same in each run, but differ from those of a single
-        process.
+        The sum has one leaf per replica. Therefore the bits are the same in each run on the same number of ranks, but
+        differ from those of a single process.
         """
         rank = self._data_ranks[self._rank]
         [block] = rank.own_blocks(rank.replicas)
         return self({block: vector}, rank.replicas, vector)
 
-    def side_by_side(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which have one shape, by rank along a new dim 0. Nothing is added."""
+    def stack_ranks(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks stacked by rank along a new dim 0. All ranks must pass the same shape."""
         if self.alone:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self._size, *tensor.shape)
         gathered[self._rank] = tensor
-        self._gather(gathered.view(-1), self._by_rank)
+        self._gather(gathered.view(-1), self._rank_shares)
         return gathered
 
     def _plan(self, leaves: int) -> Reduction:
-        """Return the part of this rank in the reduction."""
+        """Return the part of the reduction schedule in which this rank participates."""
         if leaves not in self._plans:
             blocks = [data_rank.own_blocks(leaves, self._chunks) for data_rank in self._data_ranks]
-            self._plans[leaves] = reduction(blocks, leaves).of_rank(self._rank)
+            self._plans[leaves] = reduction(blocks, leaves).for_rank(self._rank)
         return self._plans[leaves]
 
-    def _deal(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
-        """Send this rank's shares of blocks to their targets, and receive the shares that it needs."""
+    def _reshard(self, moves: list[Move], values: dict[int, _Share], like: Tensor) -> None:
+        """Send this rank's shares of blocks to their targets, and receive the shares of this rank."""
         sent: list[Addressed] = []
         received: list[Addressed] = []
         for move in moves:
             held = values.pop(move.block, None)
             if held is not None:
                 sent += [(held.view(part), rank) for rank, part in move.sent(self._rank, len(like))]
-            if self._rank not in move.target.places:
+            if self._rank not in move.target.positions:
                 continue
             target = move.target.part_of(self._rank, len(like))
             sources = move.received(self._rank, len(like))
             if held is not None and all(rank == self._rank for rank, _ in sources):
-                values[move.block] = held.narrowed(target)
+                values[move.block] = held.narrow(target)
                 continue
             values[move.block] = share = _Share(target, like.new_empty(len(target)), is_received=True)
             for rank, part in sources:
@@ -154,8 +155,8 @@ class CanonicalSum:
         self._move(sent, received)
 
     def _gather(self, vector: Tensor, shares: Shares) -> None:
-        """Receive the shares of all other ranks."""
-        for sent, received in shares.gathering(self._rank, len(vector)):
+        """All-gather the shares of all ranks into `vector`."""
+        for sent, received in shares.gather_rounds(self._rank, len(vector)):
             self._move(
                 *(
                     [(vector[part.start : part.stop], rank) for rank, part in transfers]
@@ -170,12 +171,12 @@ class CanonicalSum:
 
 @final
 class HalfPrecisionSum:
-    """Sums flat vectors over ranks like CanonicalSum, but rounds what ranks send to `dtype`.
+    """Sums flat vectors over ranks like CanonicalSum, but rounds the vectors to `dtype` before they are sent.
 
-    16 bits take half the bytes of fp32, but the bits differ from those of a single process. torch's hooks of this kind
-    (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) leave the order of the sum to the backend. Here, a run
-    on the same number of ranks has the same bits each time. A rank adds its own pieces in their dtype, regardless of
-    their brackets, because it sends a single vector.
+    A 16-bit dtype halves the communication of fp32, but the bits differ from those of a single process. The equivalent
+    hooks in torch (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) let the backend choose the order of the
+    sum. Here, runs on the same number of ranks always have the same bits. Each rank first adds all of its pieces in
+    their own dtype and not in the order of the tree, because it sends a single vector.
     """
 
     def __init__(self, across: CanonicalSum, dtype: torch.dtype) -> None:
@@ -186,15 +187,15 @@ class HalfPrecisionSum:
         """Return the sum over all leaves, on every rank. See CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
-        return self._across.of_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
+        return self._across.sum_over_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:
-    """Exchange the vectors of a round (core/mesh.py) among `members`: a reduce-scatter that doesn't add.
+    """Exchange the vectors of a round (core/mesh.py) among `members`: a reduce-scatter without the reduction.
 
-    `vector` has a part of equal length for each member, in order. A member with an index of `holders` or above may pass
-    any vector. Returns new tensors with the part of this `member` from the vectors of members 0 to `holders` - 1, in
-    order. All members call it in the same order with vectors of the same length.
+    `vector` consists of one part per member, in member order. All parts have the same length. Returns new tensors with
+    this `member`'s part of the vectors of members 0 to `holders` - 1, in order. The vectors of members with a higher
+    index aren't used. All members must call this function in the same order with vectors of the same length.
     """
     parts = vector.view(members, -1)
     peers = [peer for peer in range(members) if peer != member]
@@ -209,23 +210,23 @@ def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor,
 
 
 class _Share(NamedTuple):
-    """A rank's share of a block: its range in the vector, and whether it arrived from peers, in separate memory."""
+    """A rank's share of a block: its range in the vector, and whether it was received into separate memory."""
 
     part: range
     tensor: Tensor
     is_received: bool
 
     def view(self, part: range) -> Tensor:
-        """Return the elements in a range that the share covers."""
+        """Return the elements of the share in `part`, a range within the share."""
         return self.tensor[part.start - self.part.start : part.stop - self.part.start]
 
-    def narrowed(self, part: range) -> _Share:
-        """Return the share reduced to a range."""
+    def narrow(self, part: range) -> _Share:
+        """Return the share narrowed to the range `part`."""
         return self._replace(part=part, tensor=self.view(part))
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Exchange non-empty tensors, ready for use on the current stream. Raises PeerLostError if a peer is lost."""
+    """Transfer non-empty tensors, and make the current stream wait for them. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
         carrier(
             [transfer for transfer in sent if transfer[0].numel()],

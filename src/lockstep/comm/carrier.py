@@ -1,9 +1,9 @@
-"""Carriers move tensors between ranks: directly through the backend, or staged through host memory.
+"""Carriers transfer tensors between ranks, either directly through the backend or staged through host memory.
 
-The choice is made once, from the backend and the device (comm/world.py). NCCL takes CUDA tensors, and gloo takes CPU
-tensors. The send and recv of gloo pass on the address of a tensor without checking its device (torch,
-ProcessGroupGloo::send). The all-gather of gloo, which fully_shard uses, copies CUDA tensors to pinned memory and back
-by itself. Carriers never add, so the bits don't depend on the carrier.
+comm/world.py selects the carrier once, by backend and device. NCCL transfers CUDA tensors, and gloo transfers CPU
+tensors. gloo's send and recv use the address of a tensor without checking its device (torch, ProcessGroupGloo::send).
+gloo's all-gather, which fully_shard uses, copies CUDA tensors to pinned memory and back by itself. Carriers never add,
+so the bits don't depend on the carrier.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,55 +20,55 @@ Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the
 
 @final
 class Transfer:
-    """A transfer that has started. It keeps sent tensors alive, and copies staged tensors to the device on arrival."""
+    """A pending transfer. It keeps sent tensors alive, and copies staged tensors to the device when they arrive."""
 
     def __init__(
         self, works: Sequence[dist.Work], sent_tensors: Sequence[Tensor], landing: Sequence[tuple[Tensor, Tensor]]
     ):
         self._works = works
-        self._kept = sent_tensors
-        self._landing = landing
-        self.landed: Callable[[], None] | None = None  # called when all tensors have arrived
+        self._sent_tensors = sent_tensors
+        self._staged_receives = landing
+        self.on_arrival: Callable[[], None] | None = None  # called when all tensors have arrived
 
     def wait(self) -> None:
-        """Wait until work on the current stream can read the received tensors and write to the sent tensors.
+        """Make received tensors ready to read, and sent tensors ready to overwrite, for work on the current stream.
 
-        With gloo, the calling thread waits. With NCCL, only the stream waits.
+        With gloo, this blocks the calling thread. With NCCL, only the stream waits.
         """
         for work in self._works:
             work.wait()
-        for tensor, host in self._landing:
+        for tensor, host in self._staged_receives:
             tensor.copy_(host, non_blocking=True)
-        if self.landed is not None:
-            self.landed()
+        if self.on_arrival is not None:
+            self.on_arrival()
 
     def is_done(self) -> bool:
-        """Return whether the transfer is known to be complete, so that its memory can be freed."""
-        return not self._landing and all(work.is_completed() for work in self._works)
+        """Return whether the transfer is known to be complete, so that its memory can be freed. Doesn't block."""
+        return not self._staged_receives and all(work.is_completed() for work in self._works)
 
 
-# Sends and receives tensors point to point between the ranks of a group. It takes the tensors to send, and those to
-# receive into. The transfer starts once the current stream reaches this point. Between two ranks, tensors arrive in the
-# order in which they were sent. Within a call, sends and receives never wait for each other.
+# Transfers tensors point to point between the ranks of a group. The arguments are the tensors to send and the tensors
+# to receive into. The transfer starts once the current stream reaches this point. Between two ranks, tensors arrive in
+# the order in which they were sent. Within a call, sends and receives never block each other.
 Carrier = Callable[[Sequence[Addressed], Sequence[Addressed]], Transfer]
 
 
-def direct(group: dist.ProcessGroup) -> Carrier:
-    """Return a carrier that passes tensors to the backend as they are: CUDA tensors to NCCL, CPU tensors to gloo."""
+def direct_carrier(group: dist.ProcessGroup) -> Carrier:
+    """Return a carrier that passes tensors directly to the backend: CUDA tensors to NCCL, CPU tensors to gloo."""
     return lambda sent, received: Transfer(_start(group, sent, received), [tensor for tensor, _ in sent], [])
 
 
-def staged(group: dist.ProcessGroup) -> Carrier:
-    """Return a carrier that moves tensors through host memory, for gloo with several ranks on a device.
+def staged_carrier(group: dist.ProcessGroup) -> Carrier:
+    """Return a carrier that stages tensors in host memory, for gloo with several ranks on a device.
 
-    It is slow, because the calling thread waits for the copies.
+    This is slow, because the calling thread waits for the copies.
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
         staged_sends = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
-            # The copies run on the current stream, after the kernels that compute the tensors. gloo must read only
-            # after they are done.
+            # The copies run on the current stream, after the kernels that compute the tensors. gloo must not read the
+            # copies before they are complete.
             torch.cuda.current_stream(device).synchronize()
         staged_receives = [(host_like(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, staged_receives, strict=True)]
@@ -77,8 +77,8 @@ def staged(group: dist.ProcessGroup) -> Carrier:
     return start
 
 
-def renumbered(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
-    """Return the same carrier with different rank numbers: rank i of the result is rank `numbers[i]` of `carrier`."""
+def renumber_ranks(carrier: Carrier, numbers: Sequence[int]) -> Carrier:
+    """Return a carrier with different rank numbers: rank i of the result is rank `numbers[i]` of `carrier`."""
     return lambda sent, received: carrier(
         [(tensor, numbers[peer]) for tensor, peer in sent], [(tensor, numbers[peer]) for tensor, peer in received]
     )

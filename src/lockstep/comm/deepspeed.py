@@ -1,6 +1,7 @@
-"""Imports DeepSpeed quietly, for the device of a rank, and in the process group of the run.
+"""Imports and initializes DeepSpeed for the device of a rank, in the process group of the run.
 
-DeepSpeed uses an existing process group, and creates its groups from it. A single rank has no process group before.
+DeepSpeed uses the existing process group and creates its own groups from it. A run with a single rank has no process
+group yet, so one is created.
 """
 
 import logging
@@ -15,24 +16,25 @@ from lockstep.comm.peer_errors import lost_peer, translate_peer_errors
 from lockstep.comm.world import World, open_lone_group
 
 _LOGGER: Final = "DeepSpeed"
-_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an operation for inference that DeepSpeed would compile at startup
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"  # an inference operation that DeepSpeed would compile on startup
 
 
 def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
-    """Return the module `deepspeed` for a device type. The first import takes seconds."""
+    """Return the module `deepspeed` for a device type. The first import takes several seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about distutils and old names of torch, which DeepSpeed has to fix
+        warnings.simplefilter("ignore")  # about distutils and deprecated names of torch in DeepSpeed's own code
         module: Any = import_module("deepspeed")
     module.ops.__compatible_ops__[_SHARED_MEMORY] = False
-    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # its warnings are about choices that Lockstep makes
+    logging.getLogger(_LOGGER).setLevel(logging.ERROR)  # its warnings are about settings that Lockstep chooses
     return module
 
 
-def library(world: World) -> Any:
-    """Return the module `deepspeed`, initialized in the process group of the run. All ranks call it.
+def init_deepspeed(world: World) -> Any:
+    """Return the module `deepspeed`, initialized in the process group of the run. All ranks must call this function.
 
-    The group of a single rank exists until the process ends, because DeepSpeed keeps what it created from it.
+    In a run with a single rank, the group exists until the process ends, because DeepSpeed keeps objects that refer to
+    it.
     """
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
@@ -44,8 +46,8 @@ def library(world: World) -> Any:
 
 
 @contextmanager
-def its_exchanges() -> Iterator[None]:
-    """Run code in which DeepSpeed communicates. Errors of its collectives are raised as PeerLostError."""
+def translate_deepspeed_errors() -> Iterator[None]:
+    """Run a block in which DeepSpeed communicates. Errors of its collectives are raised as PeerLostError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The edges of a pipeline: the carriers between a rank and each of its neighbors, one per direction."""
+"""The edges of a pipeline: carriers between a rank and each of its neighbors, one for each direction."""
 
 from collections.abc import Collection
 from typing import NamedTuple, final
@@ -12,7 +12,7 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`outbound`) and from it (`inbound`), which never wait for each other.
+    """The carriers to a neighbor (`outbound`) and from it (`inbound`). The two directions never block each other.
 
     `peer` is the group rank of the neighbor.
     """
@@ -24,7 +24,7 @@ class Edge(NamedTuple):
 
 @final
 class Edges:
-    """The edges of this rank. Each edge is created when it is first requested."""
+    """The edges of this rank. Edges are created lazily."""
 
     def __init__(self, groups: ProcessGroups, rank: int, size: int, device: torch.device) -> None:
         self._groups = groups
@@ -33,41 +33,42 @@ class Edges:
         self._device = device
         self._edges: dict[int, Edge] = {}
 
-    def connect(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
-        missing = set(neighbours) - self._edges.keys()
+    def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        missing = set(neighbors) - self._edges.keys()
         if self._groups.backend == "nccl":
             self._edges |= self._one_way_edges(missing)
-        elif missing:  # gloo sends and receives on concurrent threads
+        elif missing:  # gloo sends and receives on separate threads, so both directions can share a group
             carrier = self._groups.carrier(self._groups.main, range(self._size), "between stages")
             self._edges |= {rank: Edge(carrier, carrier, rank) for rank in missing}
-        return {rank: self._edges[rank] for rank in neighbours}
+        return {rank: self._edges[rank] for rank in neighbors}
 
-    def _one_way_edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
+    def _one_way_edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
         """Return edges with a separate group for each direction.
 
-        NCCL runs the operations of a group in order, and a send only ends when its receiver has started. If both
-        directions shared a group, two ranks that both send first would wait for each other forever. (torch's pipelines
-        do the same with torch.distributed.config.pipeline_per_edge_p2p.)
+        NCCL runs the operations of a group in order, and a send only completes after its receive has started. If both
+        directions shared a group, two ranks that both send first would deadlock. (torch's pipelines do the same with
+        torch.distributed.config.pipeline_per_edge_p2p.)
         """
         own_rank = self._rank
         adjacency = torch.zeros(self._size, self._size, dtype=torch.uint8)
-        adjacency[own_rank, list(neighbours)] = 1
-        # All ranks create the groups of all ranks. If only its members created a group, torch could give it different
-        # names on different ranks.
+        adjacency[own_rank, list(neighbors)] = 1
+        # All ranks create all groups, including groups that they aren't a member of. Otherwise, torch could assign
+        # different names to the same group on different ranks.
         directions = [(int(source), int(target)) for source, target in self._groups.add_(adjacency).nonzero()]
-        carriers = {direction: carrier for direction in directions if (carrier := self._one_way(*direction))}
+        carriers = {direction: carrier for direction in directions if (carrier := self._connect_one_way(*direction))}
         return {
-            rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbours
+            rank: Edge(carriers[own_rank, rank], carriers[rank, own_rank], int(rank > own_rank)) for rank in neighbors
         }
 
-    def _one_way(self, source: int, target: int) -> Carrier | None:
-        """Create a group of two ranks. If this rank is in it, connect it to the peer and return the carrier.
+    def _connect_one_way(self, source: int, target: int) -> Carrier | None:
+        """Create a group of two ranks. If this rank is a member, connect it to the peer and return the carrier.
 
-        Connecting waits for the peer. In the middle of a step, the peer might be waiting for this rank.
+        Connecting blocks until the peer connects too. Therefore connect now: in the middle of a step, the peer might be
+        waiting for this rank.
         """
         ranks = sorted((source, target))
-        group = self._groups.new(ranks)
+        group = self._groups.new_group(ranks)
         if self._rank not in ranks:
             return None
         assert isinstance(group, dist.ProcessGroup)

@@ -1,4 +1,4 @@
-"""Intercepts collectives that Lockstep didn't call, before they begin, regardless of how user code imported them."""
+"""Intercepts collectives of user code before they begin, regardless of how the code imported them."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,25 +9,26 @@ from typing import Any, Final
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-_OURS: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
-OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives called by DTensor
-_OF_ROWS: Final = "torch.distributed.tensor."
-_QUESTIONS: Final = ("get_", "_get_", "set_", "__")  # such as get_rank, which doesn't communicate
+_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives that DTensor calls
+_DTENSOR_MODULES: Final = "torch.distributed.tensor."
+_QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank
 
 
 @contextmanager
 def intercept(tell: Callable[[str], None]) -> Iterator[None]:
-    """While the block runs, call `tell` with the name of each collective that isn't Lockstep's, before it begins.
+    """Within the block, call `tell` with the name of each collective that Lockstep didn't call, before it begins.
 
-    It may be called twice for a collective. An exception in `tell` is raised in the caller of the collective.
+    `tell` may be called twice for a collective. If `tell` raises, the exception is raised in the caller of the
+    collective.
     """
-    # Each collective of these modules first looks up its group, by calling functions through their names in the module.
-    # It therefore doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15
-    # would only see calls in a single group, and none if there is only one process.
+    # Each collective in these modules first looks up its group, by calling a function of the module by name. Therefore
+    # it doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15 only sees
+    # calls in a single group, and no calls if there is only one process.
     with ExitStack() as stack:
         for question in ("_rank_not_in_group", "_get_default_group"):
             stack.enter_context(_patched(c10d, question, tell))
-        # Remove at torch >= 2.12: before, functional collectives use a different name.
+        # Remove at torch >= 2.12: older versions look up the group in functional collectives by a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
         stack.enter_context(_patched(functional, resolver, tell))
         yield
@@ -38,7 +39,7 @@ def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iter
     original = getattr(module, name)
 
     def intercepted(*group: Any) -> Any:
-        if label := _foreign_caller(sys._getframe(1)):
+        if label := _collective_name(sys._getframe(1)):
             tell(label)
         return original(*group)
 
@@ -49,18 +50,18 @@ def _patched(module: ModuleType, name: str, tell: Callable[[str], None]) -> Iter
         setattr(module, name, original)
 
 
-def _foreign_caller(frame: FrameType | None) -> str:
-    """Return the name of the called collective, or "" if Lockstep calls it or it is no collective."""
+def _collective_name(frame: FrameType | None) -> str:
+    """Return the name of the called collective, or "" if Lockstep calls it or if it isn't a collective."""
     name = ""
     while frame is not None:
         match str(frame.f_globals.get("__name__")):
             case c10d.__name__ | functional.__name__:
                 name = frame.f_code.co_name
-            case "torch.distributed.c10d_logger":  # wraps most of them
+            case "torch.distributed.c10d_logger":  # wraps most collectives
                 pass
-            case caller if caller.startswith(_OF_ROWS):
+            case caller if caller.startswith(_DTENSOR_MODULES):
                 return OF_ROWS
             case caller:
-                return "" if name.startswith(_QUESTIONS) or caller.startswith(_OURS) else name
+                return "" if name.startswith(_QUERY_PREFIXES) or caller.startswith(_OWN_MODULES) else name
         frame = frame.f_back
     return name

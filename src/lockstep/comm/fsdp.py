@@ -1,4 +1,4 @@
-"""The interface to torch's fully_shard (FSDP2), with a reduce-scatter that passes on gradients instead of adding."""
+"""The interface to torch's fully_shard (FSDP2), with a reduce-scatter that hands over gradients without adding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
@@ -21,20 +21,20 @@ from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE, Gathers
 from lockstep.comm.gradient_queue import GradientQueue
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.unit_calls import UnitCalls
-from lockstep.comm.unit_outputs import own_outputs
+from lockstep.comm.unit_outputs import separate_outputs
 from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
-# Called in backward with the index of a unit, the gradients of its parameters as a flat tensor with a part for each
-# member, the flat tensor that its sharded gradients are views of, and whether it may wait for other members. All
-# members call it for the same units in the same order.
+# Called during backward with the index of a unit, the flat gradients of its parameters (one part per member), the flat
+# tensor that its sharded gradients are views of, and whether the call may wait for other members. All members call it
+# for the same units in the same order.
 Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
 @dataclass(frozen=True)
-class Narrow:
-    """The dtype in which parameters are gathered. The parameters in `wide` are gathered in their own dtype."""
+class GatherDtype:
+    """The dtype in which parameters are gathered. Parameters in `wide` are gathered in their own dtype instead."""
 
     dtype: torch.dtype
     wide: frozenset[nn.Parameter] = frozenset()
@@ -45,12 +45,13 @@ class Narrow:
 class Sharded:
     """A model whose tensors are sharded by rows over the members of `mesh`, unit by unit.
 
-    The parameters that are in no unit form the last unit. The parameters of a unit are gathered before its forward and
-    again before its backward. With `keep_gathered`, they are gathered once for both. `narrow` sets the dtype of the
-    gathered parameters. Gradients have the dtype of the shards. Members may call different units in the same forward
-    (comm/gathers.py). If a unit isn't called, its gradients are zeros, as in a single process. Once the backward of a
-    unit is complete (comm/unit_calls.py), its gradients are passed to `receive`, in the same order on all members
-    (comm/gradient_queue.py).
+    The parameters that aren't in any unit form the last unit. The parameters of a unit are gathered before its forward
+    and again before its backward. If `keep_gathered` is set, they are gathered once for both. `narrow` sets the dtype
+    of the gathered parameters. Gradients have the dtype of the shards.
+
+    Members may call different units in the same forward (comm/gathers.py). If a unit isn't called, its gradients are
+    zeros, as in a single process. Once the backward of a unit is complete (comm/unit_calls.py), its gradients are
+    passed to `receive`, in the same order on all members (comm/gradient_queue.py).
     """
 
     model: nn.Module
@@ -60,24 +61,26 @@ class Sharded:
     receive: Receive
     keep_gathered: bool
     offload: InitVar[bool]
-    narrow: InitVar[Narrow | None] = None
+    narrow: InitVar[GatherDtype | None] = None
 
-    def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: Narrow | None) -> None:
+    def __post_init__(self, units: Sequence[nn.Module], offload: bool, narrow: GatherDtype | None) -> None:
         model, mesh, keep_gathered = self.model, self.mesh, self.keep_gathered
         self._offloads = offload and mesh.device_type == "cuda"
-        self._outputs: dict[int, Tensor] = {}  # outputs of the last backward, with offloading
+        self._outputs: dict[int, Tensor] = {}  # by unit: the output of the last reduce-scatter, if shards are offloaded
         self._calls = UnitCalls(len(units) + 1)
         self._forwards_under_way = 0
-        self._counts_parameters = False  # whether the hooks are registered
+        self._counts_parameters = False  # whether the hooks of _count_parameters are registered
         self._backward = False  # whether a backward of a step is running
-        self._graph_task = -1  # autograd's ID of the backward
+        self._graph_task = -1  # autograd's ID of this backward
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gradients = GradientQueue(
             self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
         )
-        self._gathers = Gathers(partial(_ask, mesh), self._gather, self._scatter, self._gradients.advance, self._check)
+        self._gathers = Gathers(
+            partial(_exchange_units, mesh), self._gather, self._scatter, self._gradients.advance, self._check
+        )
         policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
-        # The inputs of a unit aren't converted, because a single process has no units.
+        # Inputs of a unit aren't cast, because a single process has no units.
         precision = _policy(narrow)
         is_older, wide = older_fsdp.is_older(), frozenset() if narrow is None else narrow.wide
         for number, unit in enumerate((*units, model)):
@@ -92,56 +95,60 @@ class Sharded:
                 grad_dtype.keep_computed_dtype(group)
             _add_zeros(sharded)
             sharded.set_custom_all_gather(_AllGatherHook(partial(self._gathers.join_before, number)))
-            sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._hand, number)))
+            sharded.set_custom_reduce_scatter(_ReduceScatterHook(partial(self._enqueue_gradients, number)))
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if group is not None:
                 if not keep_gathered:
                     group._backward_prefetch = self._prefetch
-                group._register_post_backward_hook = _leave_inputs
+                group._register_post_backward_hook = _skip_input_hook
                 group.pre_backward = partial(self._before_backward, number, group.pre_backward)
             if unit is not model:
                 unit.register_forward_pre_hook(partial(self._before_unit, number), prepend=True)
             unit.register_forward_hook(partial(self._after_unit, number), prepend=True, with_kwargs=True)
-            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - found before fully_shard's
+            setattr(unit, "__deepcopy__", _no_copy)  # noqa: B010 - takes precedence over fully_shard's
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
-        self._frees = False  # whether weights that stay gathered in a step are freed after this backward
+        self._reshards_after_backward = (
+            False  # whether the parameters that stay gathered during a step are freed after this backward
+        )
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
-        self._parameters = list(model.parameters())  # the shards, which are replaced in the model while gathered
+        self._parameters = list(model.parameters())  # the shards; the model's attributes change when units are gathered
         numbers = [number for number, unit in enumerate(self._units) if _parameters(unit)]
         self._forwards = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
-        self._whole = False  # all units are gathered
-        self._in_order = True  # members requested the same units in all backwards so far
+        self._all_gathered = False  # whether all units are gathered
+        self._same_order = True  # whether members requested the same units in the same order in all backwards so far
 
     def begin_step(self) -> None:
-        """Forget the calls since the last backward. Call it before the first forward of a step."""
+        """Forget the unit calls since the last backward. Call this method before the first forward of a step."""
         self._calls.forget_calls()
 
     def begin_round(self, last: bool) -> None:
-        """Prepare a backward. Call it before each backward of a step, with `last` for the last one."""
+        """Prepare a backward. Call this method before each backward of a step, with `last=True` for the last one."""
         self._backward = True
         self._outputs.clear()
-        self._frees = self.keep_gathered and last
+        self._reshards_after_backward = self.keep_gathered and last
         if not self.keep_gathered:
             order = sorted(self._forwards, reverse=True)
             self._gathers.begin(f"backward of {self._calls.passes}", order)
-            self._gather(order[0])  # the last unit, even if this member called none of the last blocks
-        self._whole = self._whole and not last
+            self._gather(order[0])  # the last unit, even if this member didn't call any of the last blocks
+        self._all_gathered = self._all_gathered and not last
         if self._calls.several_threads:
             self._count_parameters()
         self._gradients.begin()
 
     def end_backward(self) -> None:
-        """Complete every unit. Call it when a backward is over."""
+        """Complete all units. Call this method after each backward."""
         self._calls.end_backward()
         if not self.keep_gathered:
             self._gathers.end(called=self._calls.called())
-            self._in_order = self._in_order and not self._gathers.differed
+            self._same_order = self._same_order and not self._gathers.differed
         self._gradients.end()
         _check_gradients(self._units, self.names)
-        if self._frees:  # not unit by unit: a weight used outside of its unit would read freed memory
+        if (
+            self._reshards_after_backward
+        ):  # after all units, because a weight used outside of its unit would read freed memory
             for module in self._units:
                 module.reshard()
         self._gradients.clear()
@@ -150,14 +157,14 @@ class Sharded:
         self._graph_task = -1
 
     def end_round(self) -> None:
-        """Clear the gradients, which aren't complete. Call it after each backward except the last of a step."""
+        """Clear the partial gradients. Call this method after each backward except the last backward of a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def copy_sums(self) -> None:
-        """Copy the sums to the CPU. Call it when the sums of a step are complete.
+        """Copy the gradient sums of a step to the CPU. Call this method when the sums are complete.
 
-        With offloading, fully_shard has already copied them, but before they were complete.
+        If shards are offloaded, fully_shard has already copied the gradients, but before the sums were complete.
         """
         for unit, output in self._outputs.items():
             offset = 0
@@ -169,13 +176,13 @@ class Sharded:
         self._outputs.clear()
 
     def scatter(self) -> None:
-        """Free all gathered parameters, because they no longer match the shards."""
-        self._whole = False
+        """Free all gathered parameters, because the shards have changed."""
+        self._all_gathered = False
         for unit in self._units:
             unit.reshard()
 
     def state(self, primary: bool) -> dict[str, MaybeSharded]:
-        """Return the state of the model. `primary` says whether the replica of this rank reports its shards."""
+        """Return the state dict of the model. `primary` is whether this rank's replica reports its shards."""
         items = self.model.state_dict().items()
         return {
             name: _shard(tensor, self.mesh, primary) if isinstance(tensor, DTensor) else tensor
@@ -183,14 +190,14 @@ class Sharded:
         }
 
     def trained_shards(self, primary: bool) -> dict[str, tuple[Shard, DTensor]]:
-        """Return this rank's rows and the parameter, for each parameter that requires a gradient, in model order."""
+        """Return this rank's rows and the DTensor of each parameter that requires a gradient, in model order."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         return {name: (_shard(cast(Any, p), self.mesh, primary), cast(Any, p)) for name, p in parameters.items()}
 
     def gathered_tensors(self) -> dict[Tensor, Tensor]:
-        """Return a map from the whole tensors that the model computes with to their shards.
+        """Return a map from the unsharded tensors that the model computes with to their shards.
 
-        Tensors that were never gathered are missing.
+        Tensors that haven't been gathered yet are missing.
         """
         shards = {}
         for group in filter(None, map(_group, self._units)):
@@ -205,17 +212,17 @@ class Sharded:
         self._forwards_under_way += 1
         if torch.is_grad_enabled():
             self._calls.begin_forward()
-        if not self._whole:
+        if not self._all_gathered:
             self._gathers.begin(f"forward, training={module.training}", self._forwards)
 
     def _end_forward(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         if _in_backward():
             return
         self._forwards_under_way -= 1
-        if self._whole:
+        if self._all_gathered:
             return
         schedule = self._gathers.end(kept=self.keep_gathered)
-        self._whole = self.keep_gathered
+        self._all_gathered = self.keep_gathered
         if not self._gradients.order and torch.is_grad_enabled():
             trained = {
                 unit
@@ -229,8 +236,8 @@ class Sharded:
             return
         if not self._forwards_under_way:
             raise refusal(f"{self.names[unit]} {CALLED_ALONE}", CALL_THE_MODEL)
-        # autocast caches the casts of weights from a call without gradients, and their autograd nodes. These are older
-        # than the nodes of the later call, so autograd reaches them after all units in between.
+        # In a call without gradients, autocast also caches the casts of weights with their autograd nodes. These nodes
+        # are older than the nodes of the later call, so autograd only reaches them after all units in between.
         if torch.is_grad_enabled() or torch.is_autocast_enabled(self.mesh.device_type):
             self._calls.begin_call(unit)
 
@@ -238,36 +245,36 @@ class Sharded:
         freed = set()
         if not self.keep_gathered and (group := _group(self._units[unit])) is not None:
             freed = {parameter._unsharded_param.untyped_storage().data_ptr() for parameter in group.fsdp_params}
-        outputs = own_outputs(outputs, (args, kwargs), freed)
+        outputs = separate_outputs(outputs, (args, kwargs), freed)
         if torch.is_grad_enabled():
             notify: Callable[[Tensor], None] = self._check_graph_task
             if unit != len(self._units) - 1 and not _in_backward():
-                notify = partial(self._reach, self._calls.end_call())
+                notify = partial(self._on_output_gradient, self._calls.end_call())
             for output in tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(notify)  # type: ignore[no-untyped-call]  # before fully_shard's: it gathers
+                    output.register_hook(notify)  # type: ignore[no-untyped-call]  # must run before fully_shard gathers
         return outputs
 
-    def _reach(self, call: int, gradient: Tensor) -> None:
-        """Complete the units that were first called after this call, because its output has its gradient."""
+    def _on_output_gradient(self, call: int, gradient: Tensor) -> None:
+        """Complete the units whose first call came after this call. Called when this call's output has its gradient."""
         self._check_graph_task(gradient)
         for unit in self._calls.completed_by(call):
             self._finish(unit)
 
     def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
-        """Gather a unit for its backward. No-op if the unit is complete, as when an output is also an older input."""
+        """Gather a unit for its backward. No-op if the unit is already complete, e.g. if it returns an older input."""
         if not self._calls.is_complete(unit):
             pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
-        """Take the gradients of a unit whose backward is over, and free its gathered parameters."""
+        """Collect the gradients of a unit whose backward is complete, and free its gathered parameters."""
         self._calls.complete(unit)
         if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
             group.post_backward()
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward, after which fully_shard would take the gradients of all units."""
+        """Raise UsageError in a nested backward, after which fully_shard would collect the gradients of all units."""
         if not self._backward:
             raise _foreign_backward()
         task = torch._C._current_graph_task_id()
@@ -281,7 +288,7 @@ class Sharded:
             )
 
     def _count_parameters(self) -> None:
-        """In backwards through several threads, complete a unit once each of its parameters has its gradient."""
+        """Complete each unit when all of its parameters have gradients. Used if backward runs in several threads."""
         if self._counts_parameters:
             return
         self._counts_parameters = True
@@ -299,7 +306,7 @@ class Sharded:
         if self._backward and self._calls.several_threads and accumulated == count:
             self._finish(unit)
 
-    def _hand(self, unit: int, gradients: Tensor, output: Tensor) -> None:
+    def _enqueue_gradients(self, unit: int, gradients: Tensor, output: Tensor) -> None:
         """Add the gradients of a unit to the queue."""
         if not self._backward:
             raise _foreign_backward()
@@ -308,19 +315,19 @@ class Sharded:
         self._gradients.put(unit, gradients, output)
 
     def _make_zeros(self, unit: int) -> None:
-        """Make fully_shard pass zeros for a unit that wasn't called."""
+        """Make fully_shard reduce zeros for a unit that wasn't called."""
         if not self.keep_gathered:
             self._gathers.reach(unit)
         _group(self._units[unit]).post_backward()
 
     def _may_wait(self) -> bool:
-        return self._in_order and not self._gathers.differed
+        return self._same_order and not self._gathers.differed
 
     def _pass_on(self, unit: int, gradients: Tensor, output: Tensor, may_wait: bool) -> None:
-        """Call `receive` on the reduce-scatter stream of fully_shard.
+        """Call `receive` on fully_shard's reduce-scatter stream.
 
-        The memory of the sums then belongs to that stream, regardless of when they are computed. Memory of the
-        computing stream would be reused as soon as it is released, even if the other stream hasn't read it yet.
+        The memory of the sums is then allocated on this stream, no matter when they are computed. Memory of the compute
+        stream could be reused as soon as it is freed, even if the reduce-scatter stream hasn't read it yet.
         """
         group = _group(self._units[unit])
         side_stream, current_stream = group.comm_ctx.reduce_scatter_stream, group.device_handle.current_stream()
@@ -330,7 +337,7 @@ class Sharded:
         current_stream.wait_stream(side_stream)
 
     def _check(self, unit: int, remaining: Sequence[int]) -> None:
-        """Raise UsageError for a unit that other members don't gather."""
+        """Raise UsageError for a unit that the other members don't gather again in this phase."""
         if unit not in remaining:
             raise refusal(
                 f"{self.names[unit]} is called more often than in the first forward, or the first backward did not "
@@ -351,7 +358,7 @@ class Sharded:
             group._prefetch_unshard(group, "backward")
 
 
-def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
+def _policy(narrow: GatherDtype | None) -> MixedPrecisionPolicy:
     if narrow is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     policy = partial(MixedPrecisionPolicy, narrow.dtype, torch.float32, cast_forward_inputs=False)
@@ -361,11 +368,11 @@ def _policy(narrow: Narrow | None) -> MixedPrecisionPolicy:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a tensor without shards. All ranks that hold a shard of it call it."""
+    """Return the full tensor of a DTensor, or the tensor itself. All ranks that hold a shard must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def own_gradient(parameter: DTensor) -> Tensor:
+def local_gradient(parameter: DTensor) -> Tensor:
     """Return the rows of a parameter's gradient that this rank holds."""
     if parameter.grad is None:
         return torch.zeros_like(parameter._local_tensor)
@@ -373,7 +380,7 @@ def own_gradient(parameter: DTensor) -> Tensor:
 
 
 def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
-    """Raise UsageError if a parameter got a gradient after the gradients of its unit were taken."""
+    """Raise UsageError if a parameter received a gradient after the gradients of its unit were collected."""
     for unit, name in zip(units, names, strict=True):
         group = _group(unit)
         for parameter in () if group is None else group.fsdp_params:
@@ -385,7 +392,7 @@ def _check_gradients(units: Sequence[FSDPModule], names: Sequence[str]) -> None:
                 )
 
 
-def _ask(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
+def _exchange_units(mesh: DeviceMesh, numbers: Sequence[int]) -> list[list[int]]:
     answers = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(mesh.size())]
     with translate_peer_errors():
         dist.all_gather(answers, torch.tensor(numbers), group=mesh.get_group())
@@ -399,7 +406,7 @@ def _shard(tensor: DTensor, mesh: DeviceMesh, primary: bool) -> Shard:
 
 
 def rows_per_member(shape: torch.Size, members: int) -> int:
-    """Return the rows of each member. As in torch.chunk, the last members can have fewer rows, or none."""
+    """Return the number of rows per member. As in torch.chunk, the last members can have fewer rows or no rows."""
     return -(-shape[0] // members)
 
 
@@ -419,7 +426,7 @@ def _no_copy(_memo: object) -> NoReturn:
 
 
 def _group(unit: FSDPModule) -> Any:
-    """Return fully_shard's parameter group of a unit, or None if the unit has no parameters of its own."""
+    """Return fully_shard's parameter group of a unit, or None if the unit has no direct parameters."""
     return unit._get_fsdp_state()._fsdp_param_group
 
 
@@ -431,7 +438,7 @@ def _parameters(unit: FSDPModule) -> list[Any]:
 def _add_zeros(unit: FSDPModule) -> None:
     """Make the reduction of a unit use zeros for parameters that this member didn't use, but others may have.
 
-    Like set_reduce_scatter_unused_params, which torch 2.11 doesn't have.
+    This is like set_reduce_scatter_unused_params, which torch 2.11 doesn't have.
     """
     if (group := _group(unit)) is None:
         return
@@ -449,7 +456,7 @@ def _add_zeros(unit: FSDPModule) -> None:
 
 @final
 class _AllGatherHook(DefaultAllGather):
-    """Calls `before` ahead of each gather of a unit, by dist.all_gather_into_tensor or its equivalent in this torch."""
+    """The all-gather of a unit, with a call to `before` ahead of each gather."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -464,17 +471,17 @@ class _AllGatherHook(DefaultAllGather):
 @final
 class _ReduceScatterHook(DefaultAllocMixin, ReduceScatter):
     def __init__(self, hand: Callable[[Tensor, Tensor], None]) -> None:
-        self._hand = hand
+        self._enqueue_gradients = hand
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self._hand(input_tensor, output_tensor)
+        self._enqueue_gradients(input_tensor, output_tensor)
         return None
 
 
-def _leave_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replacement for the hook that puts an autograd node in front of a unit's inputs (see comm/unit_calls.py)."""
+def _skip_input_hook(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace fully_shard's hook that adds an autograd node before the inputs of a unit (see comm/unit_calls.py)."""
     return args, kwargs
 
 

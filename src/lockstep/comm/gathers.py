@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, final
 
-_NONE: Final = -1
+_NO_UNIT: Final = -1
 # The error for a unit that is called outside of the forward of the placed model.
 CALLED_ALONE: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
@@ -32,14 +32,14 @@ CALL_THE_MODEL: Final = (
 @final
 @dataclass(eq=False)
 class Gathers:
-    """The gathers of a rank. All ranks must call `begin` and `end` in the same way.
+    """The gathers of a rank. All ranks must make the same calls to `begin` and `end`.
 
-    - `ask` sends integers to all ranks and returns those of all ranks.
+    - `ask` sends integers to all ranks and returns the integers of each rank.
     - `gather` gathers a unit if it isn't gathered, and calls `join_before` for it.
     - `scatter` frees a unit.
-    - `joined` is called after this rank joined a gather for other ranks.
-    - `check` is called before this rank gathers a unit, with the rest of the schedule. It raises if the unit can't be
-      gathered.
+    - `joined` is called after this rank has joined a gather for other ranks.
+    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It raises an error
+      if the unit can't be gathered.
     """
 
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -47,77 +47,77 @@ class Gathers:
     scatter: Callable[[int], None]
     joined: Callable[[], None]
     check: Callable[[int, Sequence[int]], None]
-    differed: bool = False  # whether ranks requested different units at once, in a phase that was recorded
+    differed: bool = False  # whether ranks requested different units at the same time while a phase was recorded
     _schedules: dict[str, list[int]] = field(default_factory=dict)
     _phase: str | None = None
     _usual_order: Sequence[int] = ()
     _schedule: list[int] = field(default_factory=list)
     _position: int = 0
-    _held: list[int] = field(default_factory=list)  # units gathered for other ranks
+    _gathered_for_peers: list[int] = field(default_factory=list)  # units gathered for other ranks
     _joining: bool = False
     _issued: bool = False
 
     def begin(self, phase: str, usual_order: Sequence[int]) -> Sequence[int]:
-        """Begin a phase with a separate schedule, and return the schedule. It is empty if it isn't recorded yet.
+        """Begin a phase, which has a separate schedule. Returns the schedule, or [] if it isn't recorded yet.
 
-        `usual_order` is the order in which units are likely to be called.
+        `usual_order` is the order in which the units are likely to be called.
         """
         self._phase, self._usual_order, self._position, self.differed = phase, usual_order, 0, False
         self._schedule = self._schedules.get(phase, [])
         return self._schedule
 
     def remaining(self) -> Sequence[int]:
-        """Return the units that all ranks will still gather, in order. Empty if the schedule isn't known."""
+        """Return the units that all ranks will still gather, in order, or () if the schedule isn't recorded yet."""
         return self._schedule[self._position :] if self._phase in self._schedules else ()
 
     def join_before(self, unit: int) -> None:
-        """Join the gathers of other ranks that come before `unit`. Call it right before the collective of the unit."""
+        """Join the gathers of other ranks that come before `unit`. Called right before the collective of `unit`."""
         if self._joining:
             self._issued = True
             return
-        if self._phase is None:  # outside of phases, all ranks do the same
+        if self._phase is None:  # outside of phases, all ranks call the same units
             return
         if self._phase in self._schedules:
             self.check(unit, self.remaining())
-        while (next_unit := self._next(unit)) != unit:
+        while (next_unit := self._next_unit(unit)) != unit:
             self._join(next_unit)
 
     def reach(self, unit: int) -> None:
-        """Join all gathers up to the last gather of a unit that this rank doesn't call."""
+        """Join all gathers up to and including the last gather of a unit that this rank doesn't call."""
         while unit in self.remaining() if self._phase in self._schedules else unit not in self._schedule:
-            self._join(self._next(unit))
+            self._join(self._next_unit(unit))
 
     def end(self, kept: bool = False, called: Sequence[int] | None = None) -> Sequence[int]:
         """Join the remaining gathers, free the units gathered for other ranks unless `kept`, and return the schedule.
 
-        `called` holds 1 for each unit that this rank called, and 0 for all other units. If it is set, units that some
-        ranks called but no rank requested are excluded from later schedules of this phase.
+        `called` contains 1 for each unit that this rank called, and 0 for all other units. If it is set, the units that
+        some ranks called although no rank requested them are left out of the schedule of this phase.
         """
         assert self._phase is not None
         is_new = self._phase not in self._schedules
-        while (next_unit := self._next(_NONE)) != _NONE:
+        while (next_unit := self._next_unit(_NO_UNIT)) != _NO_UNIT:
             self._join(next_unit)
         if is_new:
             self._add_unrequested(called)
             self._schedules[self._phase] = self._schedule
-        for unit in () if kept else self._held:
+        for unit in () if kept else self._gathered_for_peers:
             self.scatter(unit)
-        self._held.clear()
+        self._gathered_for_peers.clear()
         self._phase = None
         return self._schedule
 
-    def _next(self, requested: int) -> int:
-        """Return the unit to gather next, or -1 if there is none."""
+    def _next_unit(self, requested: int) -> int:
+        """Return the unit that all ranks gather next, or -1 if there is none."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
-                return _NONE
+                return _NO_UNIT
             self._position += 1
             return self._schedule[self._position - 1]
         answers = {unit for [unit] in self.ask([requested])}
         self.differed |= len(answers) > 1
-        if answers == {_NONE}:
-            return _NONE
-        self._schedule.append(min(answers - {_NONE}, key=self._usual_order.index))
+        if answers == {_NO_UNIT}:
+            return _NO_UNIT
+        self._schedule.append(min(answers - {_NO_UNIT}, key=self._usual_order.index))
         return self._schedule[-1]
 
     def _add_unrequested(self, called: Sequence[int] | None) -> None:
@@ -138,8 +138,8 @@ class Gathers:
         try:
             self.gather(unit)
             if self._issued:
-                self._held.append(unit)
-            else:  # the unit is already gathered, and stays
+                self._gathered_for_peers.append(unit)
+            else:  # the unit was already gathered and remains gathered
                 self.scatter(unit)
                 self.gather(unit)
         finally:

@@ -1,8 +1,8 @@
-"""Horovod's all-reduce between the ranks of a world, which uses its own group for everything else.
+"""Horovod's all-reduce over the ranks of a world. All other communication uses the process groups of the world.
 
-horovodrun and mpirun tell Horovod where its ranks are. Under any other launcher, rank 0 serves the rendezvous of
-Horovod, an HTTP store in which ranks find each other's addresses. If all ranks are on the same host, it listens on the
-loopback interface.
+horovodrun and mpirun tell Horovod the locations of its ranks. With any other launcher, rank 0 runs Horovod's rendezvous
+server, an HTTP store in which ranks find each other's addresses. If all ranks are on the same host, the server only
+listens on the loopback interface.
 """
 
 import os
@@ -25,12 +25,12 @@ from lockstep.errors import UsageError
 Compression = Literal["none", "fp16"]
 
 
-_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, and by an mpirun for Horovod
+_LAUNCHED: Final = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")  # set by horovodrun, or by mpirun when it starts Horovod
 
 
 @final
 class Horovod:
-    """Horovod, started on all ranks. All ranks must create it together."""
+    """Horovod, initialized on all ranks. All ranks must create this object at the same time."""
 
     def __init__(self, world: World) -> None:
         try:
@@ -41,7 +41,7 @@ class Horovod:
                 f"scripts/install-horovod, or use strategy ddp"
             ) from error
         self._server: Any = None
-        self._settle(world)
+        self._set_environment(world)
         with translate_peer_errors():
             self._horovod.init()
         reported = self._horovod.rank(), self._horovod.size()
@@ -62,13 +62,13 @@ class Horovod:
             self._horovod.broadcast_parameters(dict(tensors), root_rank=0)
 
     def sum_by(self, compression: Compression) -> Sum:
-        """Return a sum of flat vectors like CanonicalSum (comm/canonical.py), but in the order of Horovod."""
+        """Return a function that sums flat vectors like CanonicalSum (comm/canonical.py), but in Horovod's order."""
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
             vector = own_sum(pieces, like)
-            # Sums run one after the other, so vectors of the same length can share a name, which Horovod keeps between
-            # steps.
+            # Sums run one after the other, so vectors of the same length can share a name. Horovod keeps state for each
+            # name between steps.
             name = f"gradients {len(like)} {like.dtype}"
             with translate_peer_errors(), torch.no_grad():
                 total: Tensor = self._horovod.allreduce(vector, name=name, op=self._horovod.Sum, compression=compressor)
@@ -83,8 +83,8 @@ class Horovod:
             self._server.shutdown()
             self._server.server_close()
 
-    def _settle(self, world: World) -> None:
-        """Set the environment variables of Horovod: the location of the ranks, and its timeouts."""
+    def _set_environment(self, world: World) -> None:
+        """Set Horovod's environment variables: the locations of the ranks and the timeouts."""
         timeout = str(int(min(world.timeout_s, 86400)))
         variables = {
             "HOROVOD_GLOO_TIMEOUT_SECONDS": timeout,
@@ -92,11 +92,11 @@ class Horovod:
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(int(timeout) + 1),
         }
         if not any(name in os.environ for name in _LAUNCHED):
-            variables |= self._own_rendezvous(world)
+            variables |= self._start_rendezvous(world)
         for name, value in variables.items():
             os.environ.setdefault(name, value)
 
-    def _own_rendezvous(self, world: World) -> dict[str, str]:
+    def _start_rendezvous(self, world: World) -> dict[str, str]:
         is_single_host = world.local_size == world.size
         address = ""
         if not world.rank:

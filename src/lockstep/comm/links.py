@@ -1,8 +1,8 @@
 """Measures latency and bandwidth between ranks.
 
-With few ranks, each pair is measured separately. With many ranks, one rank of each host is paired with one rank of each
-other host as in a tournament, so that a host has one partner at a time. Within a host, each rank is paired with the
-next rank.
+With few ranks, each pair is measured separately. With many ranks, hosts are paired in a round-robin tournament, so that
+each host has one partner at a time, and one rank per host measures. Within a host, each rank is paired with the next
+rank.
 """
 
 import time
@@ -18,12 +18,12 @@ from torch import Tensor
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 
-ALONE: Final = 66  # pairs, which is 12 ranks
+ALONE: Final = 66  # maximum number of pairs that are measured one at a time; 12 ranks have 66 pairs
 MOST_ROUNDS: Final = 100
 _PINGS: Final = 20
 _FIRST_BYTES: Final = 16 << 10
 _LAST_BYTES: Final = 16 << 20
-_LONG_S: Final = 0.03  # seconds; a longer transfer is large enough to measure
+_MIN_MEASURED_S: Final = 0.03  # a transfer that takes longer is large enough to measure the bandwidth
 _REPEATS: Final = 3
 
 Pair = tuple[int, int]
@@ -31,7 +31,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two ranks: `latency_s` for a few bytes, and `mb_s` in 10^6 bytes per second for large messages."""
+    """A link between two ranks: the latency of a small message, and the bandwidth in MB/s (10^6 bytes per second)."""
 
     source: int
     target: int
@@ -40,7 +40,7 @@ class Link:
 
 
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
-    """Return the pairs of ranks that measure at the same time, by round. `hosts` are those of all ranks."""
+    """Return the pairs of ranks to measure in each round. `hosts` lists the host of each rank."""
     size = len(hosts)
     if size * (size - 1) // 2 <= ALONE:
         return [[(source, target)] for source in range(size) for target in range(source + 1, size)]
@@ -55,8 +55,8 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def tournament(count: int) -> list[list[Pair]]:
-    """Return rounds in which each of `count` players meets each other player once, and one at a time."""
-    players = [*range(count), *([-1] if count % 2 else [])]  # the player paired with -1 rests
+    """Return the rounds of a round-robin tournament, in which each of `count` players meets every other player once."""
+    players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 pauses
     schedule = []
     for _ in range(len(players) - 1):
         half = len(players) // 2
@@ -67,7 +67,7 @@ def tournament(count: int) -> list[list[Pair]]:
 
 
 def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], None] = lambda: None) -> list[Link]:
-    """Measure the pairs of each round in both directions, and return the links from this rank. All ranks call it."""
+    """Measure each pair in both directions, and return the links from this rank. All ranks must call this function."""
     device = world.device if world.backend == "nccl" else torch.device("cpu")
     buffer = torch.ones(_LAST_BYTES, dtype=torch.uint8, device=device)
     measured = []
@@ -77,41 +77,41 @@ def links(world: World, planned: Sequence[Sequence[Pair]], step: Callable[[], No
         for source, target in pairs:
             with translate_peer_errors():
                 if world.rank == source:
-                    measured.append(_from_here(world, target, buffer))
-                    _to_here(target, buffer)
+                    measured.append(_measure_link(world, target, buffer))
+                    _echo(target, buffer)
                 elif world.rank == target:
-                    _to_here(source, buffer)
-                    measured.append(_from_here(world, source, buffer))
+                    _echo(source, buffer)
+                    measured.append(_measure_link(world, source, buffer))
     return measured
 
 
-def _from_here(world: World, target: int, buffer: Tensor) -> Link:
+def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
-        """Send `count`, and that many bytes. Return the time until the target has received them."""
+        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed them."""
         start = time.perf_counter()
         dist.send(header.fill_(count), target)
         if count > 0:
             dist.send(buffer[:count], target)
         dist.recv(header, target)
-        if header.device.type == "cuda":  # calls of NCCL return immediately, calls of gloo block
+        if header.device.type == "cuda":  # NCCL calls return immediately, while gloo calls block
             torch.cuda.current_stream(header.device).synchronize()
         return time.perf_counter() - start
 
-    round_trip(-1)  # connects
+    round_trip(-1)  # establishes the connection
     latency_s = min(round_trip(-1) for _ in range(_PINGS)) / 2
     size, elapsed_s = _FIRST_BYTES, 0.0
     while True:
-        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # a repeat may have waited for a core
-        if elapsed_s > _LONG_S or size == _LAST_BYTES:
+        elapsed_s = min(round_trip(size) for _ in range(_REPEATS))  # the minimum, because a repeat may wait for a core
+        if elapsed_s > _MIN_MEASURED_S or size == _LAST_BYTES:
             break
         size *= 4
     dist.send(header.fill_(0), target)
     return Link(world.rank, target, latency_s, size / max(elapsed_s - latency_s, 1e-9) / 1e6)
 
 
-def _to_here(source: int, buffer: Tensor) -> None:
+def _echo(source: int, buffer: Tensor) -> None:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
     while True:
         dist.recv(header, source)

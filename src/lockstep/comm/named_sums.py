@@ -1,4 +1,4 @@
-"""Sums by name over numbered batches on several ranks, with the same bits for every distribution of the batches."""
+"""Named sums over numbered batches on several ranks, with the same bits for every distribution of the batches."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ from lockstep.comm.world import World
 
 @final
 class NamedSums:
-    """The sums of this rank's batches.
+    """The sums over the batches of this rank.
 
-    Integers are added immediately, because their sum is exact in any order. For all other values, each batch has its
-    own row in a table of zeros. Adding the tables of all ranks is therefore exact, and the rows are then summed in a
-    fixed order. If `enabled` is False, `total` returns nothing.
+    Integers are added immediately, because their sum is exact in any order. Floating-point values are stored in a table
+    with one row per batch, and rows of other ranks are zeros. Therefore adding the tables of all ranks is exact. The
+    rows are then summed in a fixed order. If `enabled` is False, `total` returns an empty dict.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
-        self._whole: dict[str, Tensor] = {}
+        self._integer_sums: dict[str, Tensor] = {}
         self._rows: dict[int, dict[str, Tensor]] = {}
 
     def add(self, number: int, sums: Mapping[str, Tensor]) -> None:
-        """Add the sums of batch `number`. A second call for the same batch, as in a recomputed forward, is ignored."""
+        """Add the sums of batch `number`. Repeated calls for a batch, such as in recomputation, are ignored."""
         if number in self._rows:
             return
         self._rows[number] = {
@@ -33,19 +33,21 @@ class NamedSums:
         }
         for name, value in sums.items():
             if name not in self._rows[number]:
-                self._whole[name] = self._whole[name] + value if name in self._whole else value.long()
+                self._integer_sums[name] = (
+                    self._integer_sums[name] + value if name in self._integer_sums else value.long()
+                )
 
     def total(self, world: World, count: int) -> dict[str, Tensor]:
-        """Return the sums over `count` batches, on the CPU. All ranks call it and get the same result."""
-        return add_over_ranks(world, self._whole, self._rows, count) if self.enabled else {}
+        """Return the sums over `count` batches, on the CPU. All ranks must call this and get the same result."""
+        return add_over_ranks(world, self._integer_sums, self._rows, count) if self.enabled else {}
 
 
 def add_over_ranks(
     world: World, whole: Mapping[str, Tensor], rows: Mapping[int, Mapping[str, Tensor]], count: int
 ) -> dict[str, Tensor]:
-    """Sum `whole` integers, and `rows` by batch number, over all ranks.
+    """Return the sums of the integers `whole`, and of `rows` by batch number, over all ranks.
 
-    A rank without a batch learns the names and shapes from the other ranks.
+    A rank without batches receives the names and shapes from the other ranks.
     """
     first = next(iter(rows.values()), {})
     own_shapes = [{name: list(tensor.shape) for name, tensor in kind.items()} for kind in (whole, first)]
@@ -56,7 +58,7 @@ def add_over_ranks(
         if rows:
             table[list(rows)] = torch.stack([row[name] for row in rows.values()]).cpu()
         columns = world.add_(table).reshape(count, -1).T.tolist()
-        # Rounded once. The order of torch's sum depends on the shape.
+        # math.fsum rounds only once. torch.sum adds in an order that depends on the shape.
         sums[name] = torch.tensor([math.fsum(column) for column in columns], dtype=torch.float64).reshape(shape)
     return sums
 
@@ -66,6 +68,6 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
 
 
 def over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
-    """Return the sum of each integer over all ranks. All ranks call it with as many integers."""
+    """Return the sum of each integer over all ranks. All ranks must call it with the same number of integers."""
     sums: list[int] = world.add_(torch.tensor(numbers, dtype=torch.int64)).tolist()
     return sums

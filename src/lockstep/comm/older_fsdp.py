@@ -1,7 +1,7 @@
-"""Features that fully_shard lacks before torch 2.15, added to its parameter groups. Remove at torch >= 2.15.
+"""Adds features of fully_shard in torch 2.15 to the parameter groups of older versions. Remove at torch >= 2.15.
 
-There, all parameters of a unit are gathered in the same dtype, and their gradients are rounded to it, even if an
-operation, such as an LSTM of oneDNN, computes them in fp32.
+Older versions gather all parameters of a unit in the same dtype. They also round gradients to this dtype, even if an
+operation computes them in fp32, such as an LSTM of oneDNN.
 """
 
 from collections.abc import Collection
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def is_older() -> bool:
-    """Return whether this version of torch has the older fully_shard."""
+    """Return whether fully_shard in this version of torch lacks these features."""
     return "param_dtype_override_fn" not in {field.name for field in fields(MixedPrecisionPolicy)}
 
 
 def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> set[tuple[nn.Module, str]]:
-    """Return the modules and names of these parameters in a unit. Call it before fully_shard replaces them."""
+    """Return the modules and names of these parameters in a unit. Call this before fully_shard replaces them."""
     return {
         (module, name)
         for module in unit.modules()
@@ -30,23 +30,23 @@ def find_parameters(unit: nn.Module, parameters: Collection[nn.Parameter]) -> se
 
 
 def complete(group: Any, wide: Collection[tuple[nn.Module, str]]) -> None:
-    """Gather the parameters `wide` of a unit in their own dtype, and pass on all gradients in a single dtype.
+    """Gather the parameters `wide` of a unit in their own dtype, and convert all gradients to the same dtype.
 
-    `group` is fully_shard's parameter group of the unit.
+    `group` is the fully_shard parameter group of the unit.
     """
     for parameter in group.fsdp_params:
         if (parameter._module_info.module, parameter._module_info.param_name) in wide:
             unchanged = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-            parameter.init_dtype_attrs = partial(_without, parameter.init_dtype_attrs, unchanged)
-    group.post_backward = partial(_with_one_dtype, group, group.post_backward)
+            parameter.init_dtype_attrs = partial(_with_policy, parameter.init_dtype_attrs, unchanged)
+    group.post_backward = partial(_unify_dtypes, group, group.post_backward)
 
 
-def _without(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
+def _with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_policy: MixedPrecisionPolicy) -> None:
     init_dtype_attrs(policy)
 
 
-def _with_one_dtype(group: Any, post_backward: Any, *_: Any) -> None:
-    """Convert the gradients of a unit to a single dtype before they are taken."""
+def _unify_dtypes(group: Any, post_backward: Any, *_: Any) -> None:
+    """Convert the gradients of a unit to the same dtype before fully_shard collects them."""
     for parameter in group.fsdp_params:
         if "_unsharded_param" in vars(parameter):  # missing before the first forward of the unit
             parameter.to_accumulated_grad_if_needed()

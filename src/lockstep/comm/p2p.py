@@ -1,14 +1,14 @@
-"""Point-to-point transfer of tensors between pipeline stages, without waiting for the receiver to be ready.
+"""Point-to-point transfers of tensors between pipeline stages. Sends don't wait for the receiver to be ready.
 
-A parcel consists of a message and the tensors. The message is a vector of integers with a fixed length that describes
-the tensors. Each tensor keeps its memory layout. Some kernels choose their algorithm by strides, and this way the
-receiver makes the same choice as a single process. gloo carries the message and all CPU tensors, such as generator
-states. The carriers of the world carry the tensors of the device.
+A parcel consists of a message and a list of tensors. The message is a vector of integers with a fixed length that
+describes the tensors. Each tensor keeps its memory layout, because some kernels choose their algorithm by strides, and
+the receiver must make the same choice as a single process. gloo transfers the messages and all CPU tensors, such as
+generator states. The carriers of the world transfer the tensors on the device.
 
-Parcels from one rank to another arrive in order and are received in order, because NCCL has no tags. Each parcel
-belongs to a line. If a parcel arrives before its line is received, the receiving rank keeps it.
+Parcels between two ranks arrive in the order in which they were sent, because NCCL has no tags. Each parcel belongs to
+a numbered line. If a parcel arrives on a line that isn't being received yet, the receiving rank stores it.
 
-torch's functions for split backwards are also imported here.
+This module also wraps torch's functions for split backwards.
 """
 
 import math
@@ -30,10 +30,10 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import TrainingError
 
-_TAG: Final = 1  # tag of gloo messages; transfers of carriers have none
-_NUMBERS: Final = 512
-_NOTHING: Final = -1  # in place of the index of a dtype
-_NUMBER: Final = -2
+_TAG: Final = 1  # tag of gloo messages; carriers use no tags
+_MESSAGE_LENGTH: Final = 512
+_NONE_CODE: Final = -1  # used instead of a dtype index for None
+_INT_CODE: Final = -2
 _DTYPES: Final = (
     torch.float32,
     torch.bfloat16,
@@ -52,8 +52,8 @@ Value = Tensor | int | None
 Values = list[Value]
 
 
-class _Form(NamedTuple):
-    """The memory layout of a tensor, whether it requires a gradient, and whether it is in host memory."""
+class _TensorSpec(NamedTuple):
+    """The memory layout of a tensor, whether it requires a gradient, and whether it is on the CPU."""
 
     dtype: torch.dtype
     requires_grad: bool
@@ -67,7 +67,7 @@ class _Form(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last in memory, fewer than `elements` if some are repeated."""
+        """The number of elements of memory that the tensor spans. Smaller than `elements` for expanded tensors."""
         steps = zip(self.shape, self.strides, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps) if self.elements else 0
 
@@ -76,21 +76,22 @@ class _Form(NamedTuple):
 class PointToPoint:
     """Sends and receives parcels: lists of tensors, integers and None.
 
-    Each rank creates it with its `neighbours`, the ranks that it sends to or receives from. See comm/edges.py.
+    `neighbors` are the ranks that this rank sends to or receives from. All ranks must create this object at the same
+    time (see comm/edges.py).
     """
 
-    def __init__(self, world: World, neighbours: Collection[int]) -> None:
+    def __init__(self, world: World, neighbors: Collection[int]) -> None:
         self._device = world.device
         self._number = world.number
-        self._edges = world.edges(neighbours)
+        self._edges = world.edges(neighbors)
         self._messages: list[tuple[dist.Work, Tensor]] = []
         self._sent: deque[Transfer] = deque()
-        self._early: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
+        self._stored_parcels: dict[tuple[int, int], deque[Values]] = {}  # by rank and line
 
     def send(self, values: Sequence[Value], peer: int, line: int) -> None:
-        """Start sending to rank `peer`. Don't write to the tensors before `finish`."""
-        numbers = [line, len(values), *(number for value in values for number in _description(value))]
-        if len(numbers) > _NUMBERS:
+        """Start sending a parcel to rank `peer`. Don't modify the tensors before `finish`."""
+        numbers = [line, len(values), *(number for value in values for number in _describe(value))]
+        if len(numbers) > _MESSAGE_LENGTH:
             raise TrainingError(
                 f"strategy pipeline: {len(values)} values cross between two stages, which is too many for one message; "
                 f"set cut to split the model elsewhere"
@@ -98,24 +99,24 @@ class PointToPoint:
         while self._sent and self._sent[0].is_done():
             self._sent.popleft()
         with translate_peer_errors():
-            self._message(torch.tensor(numbers + [0] * (_NUMBERS - len(numbers))), peer)
+            self._send_message(torch.tensor(numbers + [0] * (_MESSAGE_LENGTH - len(numbers))), peer)
             for value in values:
                 if isinstance(value, Tensor) and value.numel():
-                    self._start(_flat(value.detach()).view(torch.uint8), peer)
+                    self._start_transfer(_flatten(value.detach()).view(torch.uint8), peer)
 
     def receive(self, peer: int, line: int) -> Values:
-        """Wait for the next parcel from rank `peer` on this line.
+        """Wait for the next parcel from rank `peer` on this line, and return its values.
 
-        A tensor that requires a gradient on the sender is a leaf that requires a gradient here.
+        A tensor that requires a gradient on the sending rank is returned as a leaf that requires a gradient.
         """
         with translate_peer_errors():
-            while not self._early.get((peer, line)):
-                arrived_line, values = self._next(peer)
-                self._early.setdefault((peer, arrived_line), deque()).append(values)
-        return self._early[peer, line].popleft()
+            while not self._stored_parcels.get((peer, line)):
+                arrived_line, values = self._next_parcel(peer)
+                self._stored_parcels.setdefault((peer, arrived_line), deque()).append(values)
+        return self._stored_parcels[peer, line].popleft()
 
     def finish(self) -> None:
-        """Wait until the sent tensors can be written to again."""
+        """Wait until you can modify all sent tensors again."""
         with translate_peer_errors():
             for work, _ in self._messages:
                 work.wait()
@@ -124,37 +125,40 @@ class PointToPoint:
         self._messages.clear()
         self._sent.clear()
 
-    def _message(self, tensor: Tensor, peer: int) -> None:
+    def _send_message(self, tensor: Tensor, peer: int) -> None:
         work = dist.isend(tensor, self._number(peer), tag=_TAG)
         assert work is not None
         self._messages.append((work, tensor))
 
-    def _start(self, data: Tensor, peer: int) -> None:
+    def _start_transfer(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
             self._sent.append(edge.outbound([(data, edge.peer)], []))
         else:
-            self._message(data, peer)
+            self._send_message(data, peer)
 
-    def _next(self, peer: int) -> tuple[int, Values]:
-        """Return the line and the values of the next parcel from `peer`."""
-        numbers = torch.empty(_NUMBERS, dtype=torch.int64)
+    def _next_parcel(self, peer: int) -> tuple[int, Values]:
+        """Return the line and the values of the next parcel from `peer` on any line."""
+        numbers = torch.empty(_MESSAGE_LENGTH, dtype=torch.int64)
         dist.recv(numbers, self._number(peer), tag=_TAG)
         line, *description = numbers.tolist()
-        return line, [self._value(form, peer) if isinstance(form, _Form) else form for form in _forms(description)]
+        return line, [
+            self._receive_value(spec, peer) if isinstance(spec, _TensorSpec) else spec
+            for spec in _parse_specs(description)
+        ]
 
-    def _value(self, form: _Form, peer: int) -> Tensor:
-        device = torch.device("cpu") if form.on_host else self._device
-        flat = torch.empty(min(form.elements, form.extent), dtype=form.dtype, device=device)
+    def _receive_value(self, spec: _TensorSpec, peer: int) -> Tensor:
+        device = torch.device("cpu") if spec.on_host else self._device
+        flat = torch.empty(min(spec.elements, spec.extent), dtype=spec.dtype, device=device)
         if len(flat):
-            self._fill(flat.view(torch.uint8), peer)
-        if form.extent > form.elements:  # has gaps, which weren't sent
-            gaps = flat.new_empty(form.extent)
-            gaps.as_strided(form.shape, form.strides).copy_(flat.view(form.shape))
+            self._receive_into(flat.view(torch.uint8), peer)
+        if spec.extent > spec.elements:  # the memory layout has gaps, which weren't sent
+            gaps = flat.new_empty(spec.extent)
+            gaps.as_strided(spec.shape, spec.strides).copy_(flat.view(spec.shape))
             flat = gaps
-        return flat.as_strided(form.shape, form.strides).requires_grad_(form.requires_grad)
+        return flat.as_strided(spec.shape, spec.strides).requires_grad_(spec.requires_grad)
 
-    def _fill(self, data: Tensor, peer: int) -> None:
+    def _receive_into(self, data: Tensor, peer: int) -> None:
         if data.device.type == self._device.type:
             edge = self._edges[peer]
             edge.inbound([], [(data, edge.peer)]).wait()
@@ -165,16 +169,16 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Run the part of a backward that leads to `inputs`, and return the data that `backward_weight` needs.
+    """Run the part of a backward that computes the gradients of `inputs`. Returns the data for `backward_weight`.
 
-    Hooks see the gradients of `inputs` during the backward, so they aren't returned. Gradients of vectors, such as
-    those of BatchNorm weights, are computed immediately. Delaying them would save nothing, and a CUDA kernel that
-    computes them without the gradient of its input adds in a different order.
+    The gradients of `inputs` aren't returned, because hooks receive them during the backward. Gradients of vectors,
+    such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel that
+    computes such a gradient without the gradient of the layer's input adds in a different order.
     """
     from torch.distributed.pipelining import _backward as torch_backward  # lazy import: takes half a second
 
-    # Like torch's stage_backward_input, but starting from edges. Up to torch 2.14, that function requires the outputs,
-    # which are already freed.
+    # Like torch's stage_backward_input, but this function starts from graph edges. Up to torch 2.14, torch's function
+    # requires the outputs, which are already freed.
     starts, ends = ([get_gradient_edge(tensor).node for tensor in tensors] for tensors in (inputs, weights))
     groups: list[dict[str, Any]] = torch_backward.get_param_groups(
         starts, ends, torch_backward.construct_reverse_graph([edge.node for edge in edges])
@@ -196,10 +200,10 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Run the rest of a backward, and leave the gradients of `weights` in their `grad`.
+    """Run the rest of a backward, and store the gradients of `weights` in `grad`.
 
-    Like torch's stage_backward_weight, which before torch 2.13 counts the gradient from one intermediate node to
-    another twice.
+    Like torch's stage_backward_weight. Before torch 2.13, torch's function counts a gradient that flows between two
+    intermediate nodes twice.
     """
     owners = {get_gradient_edge(weight).node: weight for weight in weights}
 
@@ -218,14 +222,14 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         arrived_edges = [(edge, gradient) for edge, gradient in slots if gradient is not None]
         if not arrived_edges:
             continue
-        ends = list(group["params"])  # the same order for both
-        # The gradient that arrived at a node already includes those from other nodes of its group, which must not be
-        # added again.
+        ends = list(group["params"])  # a list, so that the order is fixed
+        # The gradient that arrived at a node already includes the gradients from other nodes of its group. They must
+        # not be added again.
         with ExitStack() as hooks:
             for node, grads in node_gradients:
-                hooks.enter_context(node.register_prehook(partial(_replacement, grads)))
-            # If weights reach the graph of the inputs at several places, parts of it run again. The graph is freed with
-            # `groups`.
+                hooks.enter_context(node.register_prehook(partial(_replace_gradients, grads)))
+            # If weights join the graph of the inputs in several places, parts of the graph run again. The graph is
+            # freed together with `groups`.
             computed = torch.autograd.grad(
                 [edge for edge, _ in arrived_edges],
                 [GradientEdge(node, 0) for node in ends],
@@ -236,35 +240,35 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
             add(node, gradient)
 
 
-def _replacement(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+def _replace_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
     return gradients
 
 
-def _description(value: Value) -> list[int]:
+def _describe(value: Value) -> list[int]:
     if value is None:
-        return [_NOTHING]
+        return [_NONE_CODE]
     if isinstance(value, int):
-        return [_NUMBER, value]
+        return [_INT_CODE, value]
     kind = [_DTYPES.index(value.dtype), int(value.requires_grad), int(value.device.type == "cpu"), value.ndim]
     return [*kind, *value.shape, *value.stride()]
 
 
-def _forms(numbers: list[int]) -> Iterator[_Form | int | None]:
-    """Parse the output of `_description`."""
+def _parse_specs(numbers: list[int]) -> Iterator[_TensorSpec | int | None]:
+    """Parse the integers that `_describe` returns."""
     remaining = iter(numbers)
     for _ in range(next(remaining)):
         kind = next(remaining)
         if kind < 0:
-            yield None if kind == _NOTHING else next(remaining)
+            yield None if kind == _NONE_CODE else next(remaining)
             continue
         requires_grad, on_host, ndim = islice(remaining, 3)
-        yield _Form(
+        yield _TensorSpec(
             _DTYPES[kind], bool(requires_grad), bool(on_host), [*islice(remaining, ndim)], [*islice(remaining, ndim)]
         )
 
 
-def _flat(value: Tensor) -> Tensor:
-    form = _Form(value.dtype, False, False, list(value.shape), list(value.stride()))
-    if form.extent > form.elements:
+def _flatten(value: Tensor) -> Tensor:
+    spec = _TensorSpec(value.dtype, False, False, list(value.shape), list(value.stride()))
+    if spec.extent > spec.elements:
         return value.contiguous().view(-1)
-    return value.as_strided([form.extent], [1], value.storage_offset())
+    return value.as_strided([spec.extent], [1], value.storage_offset())

@@ -1,4 +1,4 @@
-"""The process groups of a world in torch.distributed, and their carriers."""
+"""The process groups of a world in torch.distributed, with their carriers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, final
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.carrier import Carrier, direct, renumbered
+from lockstep.comm.carrier import Carrier, direct_carrier, renumber_ranks
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
 
@@ -16,60 +16,61 @@ from lockstep.comm.peer_errors import translate_peer_errors
 @final
 @dataclass(eq=False)
 class ProcessGroups:
-    """Two groups of all ranks of a world, and the groups of its parts, which are created once per use.
+    """Two process groups of all ranks of a world, and groups of subsets of the ranks, which are created once per use.
 
-    This thread uses `main`, and a side stream uses `side`, so both can communicate at the same time. `backends` is set
-    if the default process group belongs to other code and stays unchanged. New groups then use these backends.
+    The main thread uses `main` and a side stream uses `side`, so both can communicate at the same time. If the default
+    process group belongs to user code, it is left unchanged, and `backends` contains its backends, which new groups
+    then use.
     """
 
     main: dist.ProcessGroup
     side: dist.ProcessGroup
     timeout: timedelta | None = None
-    carry: Callable[[dist.ProcessGroup], Carrier] = direct
+    carry: Callable[[dist.ProcessGroup], Carrier] = direct_carrier
     backend: Literal["nccl", "gloo"] = "gloo"
     backends: str | None = None
-    numbers: Sequence[int] = ()  # ranks in torch.distributed, if they differ from those of the world
-    log: MessageLog | None = None  # records the messages of all ranks and of parts, but not those of `among`
+    numbers: Sequence[int] = ()  # maps ranks of the world to ranks in torch.distributed, if they differ
+    log: MessageLog | None = None  # records the messages in all groups except the groups of `among`
     _parts: dict[tuple[bool, str], dist.ProcessGroup] = field(default_factory=dict, init=False)
 
-    def new(self, ranks: Sequence[int]) -> Any:
-        """Create a group of these ranks. All ranks of the world call it."""
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """Create a group of `ranks`. All ranks of the world must call this method."""
         return dist.new_group([self.number(rank) for rank in ranks], timeout=self.timeout, backend=self.backends)
 
     def part(self, parts: list[list[int]], ranks: list[int], side_stream: bool) -> dist.ProcessGroup:
-        """Return the group of `ranks`, this rank's part in `parts`, for a side stream or for this thread."""
+        """Return the group of `ranks`, this rank's entry in `parts`, for a side stream or for the main thread."""
         if len(parts) == 1:
             return self.side if side_stream else self.main
         key = side_stream, str(parts)
         if key not in self._parts:
-            self._parts[key] = self._make(parts, ranks)
+            self._parts[key] = self._new_parts(parts, ranks)
         return self._parts[key]
 
     def among(self, parts: list[list[int]], ranks: list[int]) -> Self:
-        """Return the groups of a separate world of `ranks`, this rank's part in `parts`. All ranks call it."""
-        group = self._make(parts, ranks)
-        return replace(self, main=group, side=group, numbers=self._order(ranks), log=None)
+        """Return the groups of a separate world of `ranks`, this rank's entry in `parts`. All ranks must call this."""
+        group = self._new_parts(parts, ranks)
+        return replace(self, main=group, side=group, numbers=self._group_ranks(ranks), log=None)
 
-    def _make(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
-        """Create a group for each part, as all ranks must, and return that of this rank."""
-        groups = [self.new(ranks) for ranks in parts]
+    def _new_parts(self, parts: list[list[int]], own_ranks: list[int]) -> dist.ProcessGroup:
+        """Create a group for each part, as all ranks must, and return the group of this rank."""
+        groups = [self.new_group(ranks) for ranks in parts]
         group = groups[parts.index(own_ranks)]
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def number(self, rank: int) -> int:
-        """Return the rank in torch.distributed of a rank of the world."""
+        """Return the rank in torch.distributed of rank `rank` of the world."""
         return self.numbers[rank] if self.numbers else rank
 
     def carrier(self, group: dist.ProcessGroup, ranks: Sequence[int], label: str) -> Carrier:
-        """Return the carrier in the group of `ranks`, numbered as in the world."""
+        """Return the carrier of the group of `ranks`, with peers numbered by their position in `ranks`."""
         carrier = self.carry(group)
-        if order := self._order(ranks):
-            carrier = renumbered(carrier, order)
+        if order := self._group_ranks(ranks):
+            carrier = renumber_ranks(carrier, order)
         return carrier if self.log is None else self.log.watch(carrier, label, ranks)
 
-    def _order(self, ranks: Sequence[int]) -> list[int]:
-        """Return the torch group rank of each of `ranks`, or an empty list if these are in order."""
+    def _group_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return the torch group rank of each rank in `ranks`, or [] if the numbering is the same."""
         numbers = [self.numbers[rank] for rank in ranks] if self.numbers else []
         positions = {number: position for position, number in enumerate(sorted(numbers))}
         return [positions[number] for number in numbers]
@@ -81,7 +82,10 @@ class ProcessGroups:
         return tensor
 
     def close(self) -> None:
-        """Destroy the process group, or only Lockstep's groups if the script opened it. No-op if it is already gone."""
+        """Destroy the default process group, or only Lockstep's groups if the script created the default group.
+
+        This is a no-op if the default process group is already destroyed.
+        """
         if not dist.is_initialized():
             return
         if self.backends is None:

@@ -1,8 +1,8 @@
-"""Calls to rank 0 by torch's RPC, for a parameter server.
+"""Calls to rank 0 over torch's RPC, for a parameter server.
 
-RPC unpickles the data that arrives at its ports, so anyone who can connect to them can run code as this user. No other
-communication between ranks allows this (docs/security.md). Therefore RPC is only started for a strategy that requires
-it, and it listens on the same interface as gloo.
+RPC unpickles the data that arrives at its ports, so anyone who can connect to a port can run code as your user. No
+other communication between ranks allows this (docs/security.md). Therefore RPC is only started for a strategy that
+requires it, and it listens on the same interface as gloo.
 """
 
 import os
@@ -18,27 +18,27 @@ from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.errors import UsageError
 
-# A call names a function, and torch runs it in a separate thread. The functions are therefore stored per process.
-_offered: Final[dict[str, Callable[..., Any]]] = {}
+# A call only contains the name of a function, and runs in a separate thread. Therefore functions are stored globally.
+_functions: Final[dict[str, Callable[..., Any]]] = {}
 
 
 @final
 class Rpc:
-    """The connection of this rank to rank 0. All ranks create and close it together."""
+    """The RPC connection of this rank to rank 0. All ranks must create it and close it together."""
 
     def __init__(self, world: World, *functions: Callable[..., Any]) -> None:
-        """On rank 0, register the functions that can be called by name. They must return tensors or their futures."""
+        """On rank 0, register the functions that ranks can call. They must return tensors or futures of tensors."""
         if not rpc.is_available():
             raise UsageError(
                 "strategy parameter_server: this torch was built without RPC; install a build with RPC, or use "
                 "strategy ddp"
             )
         if not world.rank:
-            _offered.update({function.__name__: function for function in functions})
-        # The variable of gloo selects the interface. TensorPipe has a separate variable.
+            _functions.update({function.__name__: function for function in functions})
+        # gloo's variable selects the interface. TensorPipe reads a different variable.
         if (interface := os.environ.get("GLOO_SOCKET_IFNAME")) is not None:
             os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-        # The ranks have already joined, so torch gets their store in place of a new rendezvous.
+        # The ranks are already connected, so torch uses their store instead of a new rendezvous.
         store, scheme = world.own_store("calls"), f"lockstep-{os.urandom(8).hex()}"
 
         def own_store(_: object) -> Iterator[tuple[Any, int, int]]:
@@ -48,31 +48,31 @@ class Rpc:
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"{scheme}://",
             rpc_timeout=world.timeout_s,
-            _transports=["uv"],  # all others open a port per lane
+            _transports=["uv"],  # all other transports open one port per lane
             _channels=["basic"],
         )
         with warnings.catch_warnings(), translate_peer_errors():
-            # In torch 2.15, torch's own code calls a collective in a way that it warns about.
+            # In torch 2.15, torch's own code triggers this deprecation warning.
             warnings.filterwarnings("ignore", message="You are using a Backend")
             rpc.init_rpc(  # type: ignore[no-untyped-call]
                 f"rank{world.rank}", rank=world.rank, world_size=world.size, rpc_backend_options=options
             )
 
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Return the result of the function `name` on rank 0, once it returns. Tensors must be on the CPU."""
-        return rpc.rpc_sync("rank0", _answer, (name, *arguments))
+    def call_server(self, name: str, *arguments: Any) -> Any:
+        """Call the function `name` on rank 0 and return its result. Tensors must be on the CPU."""
+        return rpc.rpc_sync("rank0", _call_function, (name, *arguments))
 
     def close(self) -> None:
-        """Wait until no rank has any more calls, and stop accepting calls."""
+        """Wait until no rank makes further calls, and stop accepting calls."""
         rpc.shutdown()
-        _offered.clear()
+        _functions.clear()
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _answer(name: str, *arguments: Any) -> Future[Any]:
-    result = _offered[name](*arguments)
+def _call_function(name: str, *arguments: Any) -> Future[Any]:
+    result = _functions[name](*arguments)
     if isinstance(result, Future):
-        return result  # waiting for it blocks no thread
+        return result  # no thread is blocked until the future completes
     future: Future[Any] = Future()
     future.set_result(result)
     return future

@@ -1,9 +1,9 @@
-"""A world in which this process is one of many ranks, and its peers are simulated: nothing is sent.
+"""A world in which this process is one of many ranks and its peers are simulated. Nothing is sent.
 
-What the rank computes, holds and sends is the same as in a real run, but takes a single process for any number of
-ranks. Received tensors are zeros, or the rank's own tensors. They arrive with the delay of a link of the given speed,
-which decides how much memory waits for transfers. This means that memory, time and traffic can be measured, but the
-results have no meaning. Ranks whose behavior depends on what other ranks send, such as those of pipelines, can't be
+The rank computes, stores and sends the same data as in a real run, but takes a single process for any number of ranks.
+Received tensors contain zeros, or the rank's own tensors. They arrive with the delay of a link of the given bandwidth,
+which determines how much memory is held by pending transfers. This means that you can measure memory, time and traffic,
+but the results are meaningless. Ranks whose behavior depends on received data, such as pipeline stages, can't be
 simulated.
 """
 
@@ -29,7 +29,7 @@ from lockstep.core.batch import tensors_of
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message in flight until `due` on the monotonic clock, with the methods that Transfer needs from a Work."""
+    """A message that arrives at time `due` of the monotonic clock. Has the methods of dist.Work that Transfer uses."""
 
     due: float
 
@@ -47,10 +47,10 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the `messages` and `bytes` that this rank would have sent over a `link` (in bytes per second).
 
     If `late` is set, each send takes `late` times as long on average, with random variation, and collectives don't
-    wait. Transfers then end at different times in each step, as on a busy network.
+    block. Transfers then complete at different times in each step, as on a busy network.
 
-    Enter it as a context to see torch's collectives. They are counted as ring algorithms: in each round, a rank sends a
-    part to its neighbor, and there is one round fewer than ranks in the group. The calling thread waits for them, as
+    To count torch's collectives, use it as a context manager. They are counted as ring algorithms: the number of rounds
+    is the group size minus one, and in each round a rank sends a part to its neighbor. The calling thread blocks, as
     with gloo.
     """
 
@@ -61,25 +61,25 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._random = random.Random(0)
         self.messages = 0
         self.bytes = 0
-        self._free = 0.0  # time at which the link is free
+        self._free_time = 0.0  # time at which the link is free
         self._lock = threading.Lock()
 
     def send(self, messages: int, size: int) -> Delivery:
-        """Count messages with a total of `size` bytes, which are sent after all earlier messages."""
+        """Count messages with a total of `size` bytes. The link sends them after all earlier messages."""
         with self._lock:
             self.messages += messages
             self.bytes += size
             times = self.late * self._random.expovariate(1.0) if self.late else 1.0
-            self._free = max(self._free, time.monotonic()) + times * size / self.link
-            return Delivery(self._free)
+            self._free_time = max(self._free_time, time.monotonic()) + times * size / self.link
+            return Delivery(self._free_time)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count a collective, and run the operation."""
+        """Count the operation if it is a collective, and run it."""
         name = str(func)
         if name.startswith("c10d."):
             total_bytes = max(
                 sum(tensor.nbytes for tensor in tensors_of(argument)) for argument in args
-            )  # not the part of a rank
+            )  # the full size, not the part of a rank
             [size] = [dist.ProcessGroup.unbox(argument).size() for argument in args if _is_group(argument)]
             rounds = 2 if "allreduce" in name else 1
             delivery = self.send(rounds * (size - 1), rounds * total_bytes * (size - 1) // size)
@@ -88,7 +88,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def carry(self, group: dist.ProcessGroup) -> Carrier:
-        """Return a carrier that counts sent tensors, and receives zeros."""
+        """Return a carrier that counts sent tensors and fills received tensors with zeros."""
 
         def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
             delivery = self.send(len(sent), sum(tensor.nbytes for tensor, _ in sent))
@@ -105,10 +105,10 @@ def _is_group(value: Any) -> bool:
 
 @contextmanager
 def pretended_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
-    """Yield a world in which this process is `rank` of `size`, and its traffic over a `link` (in bytes per second)."""
+    """Yield a world in which this process is `rank` of `size`, and its traffic over a `link` (bytes per second)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy import: registers the backend "fake"
 
-    traffic, timeout = Traffic(link), timedelta(minutes=1)  # for collectives that take no time
+    traffic, timeout = Traffic(link), timedelta(minutes=1)  # collectives never reach this timeout
     info = RankInfo(rank, size, rank, size, "plan")
     if size == 1:
         yield World(info, device), traffic

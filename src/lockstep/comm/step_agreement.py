@@ -1,4 +1,4 @@
-"""The agreement of ranks after each step: a few numbers in a single all-reduce, which runs in the background."""
+"""Compares a few numbers across ranks after each step. It takes a single all-reduce, which runs in the background."""
 
 import zlib
 from typing import Any, Final, final
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from lockstep.errors import UsageError
 
-_NOTHING: Final = -1 << 40  # below all numbers that are exchanged
+_NO_VALUE: Final = -1 << 40  # less than any number in the all-reduce
 
 
 @final
 class StepAgreement:
     """An all-reduce after each step, whose result is used one step later.
 
-    Everything else that ranks do between two steps starts with an all-reduce of the same form, which they wait for.
-    This detects a rank that started its next step instead. Two collectives of different forms would end the process.
+    All other communication between two steps starts with a blocking all-reduce of the same shape. This detects a rank
+    that has started its next step instead. Collectives of different shapes would abort the process.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
@@ -25,27 +25,27 @@ class StepAgreement:
         self._rank = rank
         self._size = size
         self._sent: tuple[Tensor, Any] | None = None
-        self._level = 0  # result of the last exchange
+        self._level = 0  # result of the last completed exchange
         self.facts: dict[str, Any] = {}  # must be the same on all ranks
         self.where = ""  # the line of user code that the facts come from
         self.compared, self.compared_where = self.facts, ""  # the facts of the last exchange
-        self.figures: dict[str, float] = {}  # should be the same on all ranks that have any
-        self.figures_differ = False  # in the last exchange
+        self.metrics: dict[str, float] = {}  # metrics; should be the same on all ranks that report any
+        self.figures_differ = False  # whether the metrics differed in the last completed exchange
 
     def exchange(self, level: int) -> int:
-        """Start the exchange after a step, and return the highest level of the previous one, which must be settled."""
+        """Start the exchange of this step, and return the highest level of the previous step. Call `settle` first."""
         agreed, self._level = self._level, 0
         self.compared, self.compared_where = self.facts, self.where
         self._sent = self._reduce(level, 0)
         return agreed
 
     def settle(self) -> bool:
-        """Wait for the last exchange after a step. Return whether the facts were the same on all ranks."""
+        """Wait for the exchange of the last step. Returns whether the facts were the same on all ranks."""
         self.figures_differ = False
         if (numbers := self.wait()) is None:
             return True
         self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
-        if (elsewhere := self._elsewhere(numbers, 0)) is not None:
+        if (elsewhere := self._other_place(numbers, 0)) is not None:
             raise UsageError(
                 f"rank {elsewhere[1]} did not start its next step when this rank did; make the same calls on all ranks "
                 f"between two steps"
@@ -53,13 +53,13 @@ class StepAgreement:
         return bool(facts == -negated_facts)
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks, after the last exchange is settled. Return a different place and a rank there, if any."""
+        """Wait for all ranks, after `settle`. Returns the place and rank of a rank at a different place, or None."""
         numbers, work = self._reduce(0, place)
         work.wait()
-        return self._elsewhere(numbers, place)
+        return self._other_place(numbers, place)
 
     def wait(self) -> Tensor | None:
-        """Wait for the last exchange after a step, and return its numbers. A second call returns None."""
+        """Wait for the exchange of the last step, and return its numbers. A second call returns None."""
         if self._sent is None:
             return None
         (numbers, work), self._sent = self._sent, None
@@ -67,18 +67,18 @@ class StepAgreement:
         return numbers
 
     def _reduce(self, level: int, place: int) -> tuple[Tensor, Any]:
-        """Start an all-reduce of the highest level, and of the highest and lowest of all other numbers."""
-        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.figures)]
+        """Start an all-reduce with the maximum of the level, and the maximum and minimum of all other numbers."""
+        values = [place * self._size + self._rank, _digest(self.facts), _digest(self.metrics)]
         negated = [-value for value in values]
-        if not self.figures:
-            values[-1] = negated[-1] = _NOTHING
-        self.figures = {}
+        if not self.metrics:
+            values[-1] = negated[-1] = _NO_VALUE
+        self.metrics = {}
         numbers = torch.tensor([level, *values, *negated])
         return numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
 
-    def _elsewhere(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
-        _, last, _, figures, first, _, negated_figures = numbers.tolist()
-        self.figures_differ |= figures + negated_figures > 0
+    def _other_place(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
+        _, last, _, metrics, first, _, negated_figures = numbers.tolist()
+        self.figures_differ |= metrics + negated_figures > 0
         return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
 
 

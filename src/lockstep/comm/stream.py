@@ -1,8 +1,8 @@
-"""A second stream for communication, next to the stream that computes.
+"""A second stream for communication, which runs concurrently with the compute stream.
 
-On the CPU, a stream is a thread: gloo waits in it without the GIL while backward runs. On CUDA, it is a CUDA stream:
-calls of NCCL return immediately and are ordered with the kernels. Functions run in the order in which they are
-submitted.
+On the CPU, a stream is a thread in which gloo waits without holding the GIL while backward runs. On CUDA, it is a CUDA
+stream: NCCL calls return immediately, and the stream orders them relative to the kernels. Functions run in the order of
+submission.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Pending(Protocol[Result]):
-    """Waits for a result. On the CPU, it waits for at most `timeout_s` seconds, and then raises TimeoutError."""
+    """Waits for a result. On the CPU, raises TimeoutError if the result takes longer than `timeout_s` seconds."""
 
     def __call__(self, timeout_s: float | None = None) -> Result: ...
 
 
 class CommStream(Protocol):
-    """Runs functions in the order of submission. `submit` returns a callable that waits for the result."""
+    """Runs functions in the order of submission. `submit` returns a callable that waits for and returns the result."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]: ...
 
@@ -32,7 +32,7 @@ class CommStream(Protocol):
 
 @final
 class InlineStream:
-    """Runs functions immediately, for a world of size 1."""
+    """Runs each function immediately. Used in a world of size 1."""
 
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         result = function()
@@ -44,11 +44,11 @@ class InlineStream:
 
 @final
 class ThreadStream:
-    """A single thread.
+    """Runs functions on a single background thread.
 
     If a function fails, all functions submitted after it fail with the same error and don't run. Otherwise, a peer
-    could mistake the message of the second transfer for that of the first, which this rank skipped. If their lengths
-    differ, gloo ends the process of the peer.
+    could mistake the second transfer for the first transfer, which this rank skipped. If their sizes differ, gloo would
+    abort the process of the peer.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class ThreadStream:
     def submit(self, function: Callable[[], T]) -> Pending[T]:
         future = self._executor.submit(self._run, function)
 
-        def wait(timeout_s: float | None = None) -> T:  # a named frame, so that stacks show the wait
+        def wait(timeout_s: float | None = None) -> T:  # not a lambda, so that stack traces show the wait
             return future.result(timeout_s)
 
         return wait
@@ -78,16 +78,16 @@ class ThreadStream:
 
 @final
 class CudaStream:
-    """A CUDA stream. Each function starts from the state of the computing stream at submission.
+    """Runs functions on a CUDA stream. Each function waits for the work on the compute stream before its submission.
 
-    torch's allocator would return the tensors of a function to the computing stream as soon as they are released, even
-    if this stream hasn't read them yet. Therefore functions are kept, with everything they refer to, until they are
-    known to be complete or the computing stream waits for them. Tensors that this stream allocates need no such care:
-    before it allocates new memory, it waits for the computing stream.
+    When a function is released, torch's allocator returns its tensors to the compute stream, even if this stream hasn't
+    read them yet. Therefore each function is kept alive, with everything it refers to, until it is known to be complete
+    or the compute stream waits for it. Tensors that this stream allocates are safe: before it allocates new memory, it
+    waits for the compute stream.
 
-    The NCCL operations of this stream and those of the computing stream are in two groups, which must not wait for each
-    other in a cycle. Therefore all ranks submit in the same order, and communication of the computing stream after a
-    step comes after `wait`. In zero3, both run at once, each as a kernel on a few of the GPU's multiprocessors.
+    The NCCL operations of this stream and of the compute stream are in two groups, which could deadlock if they waited
+    for each other. Therefore all ranks submit in the same order, and after a step, the compute stream only communicates
+    after `wait`. In zero3, both communicate at the same time, each with kernels on a few of the GPU's multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:

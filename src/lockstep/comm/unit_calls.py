@@ -1,13 +1,13 @@
 """Tracks the calls of a sharded model's units, and when the backward of each unit is complete.
 
-fully_shard detects this with an autograd node in front of the inputs of a unit. This node adds the unit's own gradients
-of an input before those of other readers. An activation that two units read would therefore get a different gradient
-than in a single process. Lockstep adds no such node, so the graph is the same as in plain PyTorch.
+fully_shard detects this with an autograd node before the inputs of a unit. This node adds the unit's own gradients of
+an input before the gradients from other users of the input. Therefore the gradient of an activation that two units use
+would differ from a single process. Lockstep adds no such node, so the graph is the same as in plain PyTorch.
 
 Autograd runs the nodes of a thread's graph from newest to oldest. Once the output of a unit has its gradient, all units
-that were first called after it are therefore complete. Their gradients are passed on, regardless of which parameters a
-micro-batch used. The first unit is complete at the end of the backward. If a backward goes through the forwards of
-several threads, a unit is complete once each of its parameters has a gradient, or at the end.
+whose first call came later are therefore complete. Their gradients are handed over, regardless of which parameters a
+micro-batch used. The first unit is complete at the end of the backward. If a backward covers forwards from several
+threads, a unit is complete once all of its parameters have a gradient, or at the end.
 """
 
 import threading
@@ -18,12 +18,12 @@ from typing import final
 class UnitCalls:
     """The calls of units since the last backward, and the units whose backward is complete.
 
-    Units are numbered. The last unit is the rest of the model, and is called first.
+    Units are numbered. The last unit consists of the rest of the model, and its call begins first.
     """
 
     def __init__(self, units: int) -> None:
         self._units = units
-        self.passes = 0  # number of forwards of the model
+        self.passes = 0  # number of forwards of the full model
         self._calls = 0
         self._first: dict[int, int] = {}  # index of the first call, by unit
         self._threads: set[int] = set()  # threads of the forwards
@@ -31,7 +31,7 @@ class UnitCalls:
         self._accumulated = [0] * units  # number of parameters with a gradient, by unit
 
     def begin_forward(self) -> None:
-        """Record the start of a forward of the model."""
+        """Record the start of a forward of the full model."""
         self.passes += 1
         self._threads.add(threading.get_ident())
         self._first[self._units - 1] = -1
@@ -51,7 +51,7 @@ class UnitCalls:
         return len(self._threads) > 1
 
     def called(self) -> list[int]:
-        """Return 1 for each unit that was called, and 0 for all others."""
+        """Return a list with 1 for each unit that was called, and 0 for all other units."""
         return [int(unit in self._first) for unit in range(self._units)]
 
     def completed_by(self, call: int) -> list[int]:
@@ -62,7 +62,7 @@ class UnitCalls:
         return sorted(units, key=lambda unit: -self._first[unit])
 
     def accumulate(self, unit: int) -> int:
-        """Record that a parameter of a unit has its gradient, and return how many of its parameters do."""
+        """Record that a parameter of a unit has its gradient. Returns how many parameters of the unit have one."""
         self._accumulated[unit] += 1
         return self._accumulated[unit]
 
@@ -79,11 +79,11 @@ class UnitCalls:
         return unit in self._first and unit not in self._complete
 
     def end_backward(self) -> None:
-        """Record that the backward is over, which completes every unit."""
+        """Record that the backward has ended, which completes all units."""
         self._complete.update(range(self._units))
 
     def forget_calls(self) -> None:
-        """Forget the calls so far, which take no part in the next backward."""
+        """Forget all calls so far, because they aren't part of the next backward."""
         self._first.clear()
 
     def clear(self) -> None:

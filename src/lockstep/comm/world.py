@@ -1,9 +1,9 @@
-"""The processes of a run and their small collectives. No other module starts torch.distributed.
+"""The processes of a run and the small collectives between them. Only this module starts torch.distributed.
 
-Gradients are summed by the canonical tree (comm/canonical.py) in a separate group, so that a side stream can use it
-while this thread communicates in the main group (comm/process_groups.py). A carrier moves the tensors of the device
-(comm/carrier.py). Everything else here is small, on the CPU and exact in any order. docs/how-a-step-runs.md lists all
-communication.
+Gradients are summed by the canonical tree (comm/canonical.py) in a separate process group, so that a side stream can
+communicate while this thread communicates in the main group (comm/process_groups.py). A carrier transfers tensors on
+the device (comm/carrier.py). All other communication here is small, on the CPU and exact in any order.
+docs/how-a-step-runs.md lists all communication.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.comm.canonical import CanonicalSum, move
-from lockstep.comm.carrier import Carrier, direct, renumbered, staged
+from lockstep.comm.carrier import Carrier, direct_carrier, renumber_ranks, staged_carrier
 from lockstep.comm.edges import Edge, Edges
 from lockstep.comm.message_log import MessageLog
 from lockstep.comm.peer_errors import translate_peer_errors
@@ -41,26 +41,26 @@ from lockstep.device import ports
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
 
-# If a rank is lost, the heartbeat (ranks/heartbeat.py) ends the other ranks within seconds, with the reason. torch
-# would abort the process as soon as NCCL finds the connection broken, before the reason is known. A collective that
-# exceeds placement.timeout_s still ends the process (the second variable is torch's from 2.15).
+# If a rank is lost, the heartbeat (ranks/heartbeat.py) ends the other ranks within seconds and reports the reason. By
+# default, torch would abort the process as soon as NCCL detects the broken connection, before the reason is known. A
+# collective that exceeds placement.timeout_s still ends the process (the second variable is new in torch 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_ARRIVED: Final = "arrived"  # counter in the store: number of times that a rank reached the end of `untimed`
-_POLLS_S: Final = 0.002, 0.2  # the first and the longest pause between polls of the counter
+_ARRIVED: Final = "arrived"  # a counter in the store: how many times a rank has reached the end of `untimed`
+_POLL_PAUSES_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
 
 
 @final
 @dataclass(eq=False)
 class World:
-    """This process and all other processes of the run. A world of size 1 sends nothing."""
+    """This process and all other processes of the run. A world of size 1 doesn't communicate."""
 
     info: InitVar[RankInfo]
     device: torch.device
     _groups: ProcessGroups | None = None
     _store: Any = None
     sharing: list[list[int]] = field(default_factory=list, init=False)  # groups of ranks that share a device
-    _stores: int = field(default=0, init=False)
-    _untimed: int = field(default=0, init=False)  # number of `untimed` blocks entered
+    _store_count: int = field(default=0, init=False)
+    _untimed_count: int = field(default=0, init=False)  # number of `untimed` blocks entered
 
     def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
@@ -75,41 +75,41 @@ class World:
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the canonical sum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        With `side_stream`, a side stream may use it, otherwise only this thread. Sequences are split into `chunks`
-        chunks. All ranks must call it in the same way.
+        If `side_stream` is set, use the sum on a side stream. Otherwise, use it only on this thread. `chunks` is the
+        number of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
-        data_ranks, order = mesh.added_along(*axes)
-        ranks = self._part_of(mesh.groups(*axes))
-        carrier = renumbered(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
+        data_ranks, order = mesh.data_ranks_along(*axes)
+        ranks = self._own_part(mesh.groups(*axes))
+        carrier = renumber_ranks(self.carrier(mesh, *axes, side_stream=side_stream), order) if len(order) > 1 else None
         return CanonicalSum(order.index(ranks.index(self.rank)), data_ranks, carrier, chunks)
 
     def carrier(self, mesh: Mesh, *axes: Axis, side_stream: bool = True) -> Carrier:
-        """Return the carrier between the ranks that differ only along these axes. See `canonical`."""
+        """Return the carrier between the ranks that differ only along these axes. See `canonical` for the arguments."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        ranks = self._part_of(parts)
+        ranks = self._own_part(parts)
         return self._groups.carrier(self._groups.part(parts, ranks, side_stream), ranks, f"along {', '.join(axes)}")
 
     def device_mesh(self, mesh: Mesh, *axes: Axis) -> DeviceMesh:
-        """Return the ranks that differ only along these axes as a torch DeviceMesh, for use on this thread."""
+        """Return a torch DeviceMesh of the ranks that differ only along these axes, for use on this thread."""
         assert self._groups is not None
         parts = mesh.groups(*axes)
-        group = self._groups.part(parts, self._part_of(parts), side_stream=False)
-        # Made from an existing group. If all groups use gloo, torch would otherwise create an NCCL group.
+        group = self._groups.part(parts, self._own_part(parts), side_stream=False)
+        # from_group uses the existing group. If all groups use gloo, torch would otherwise create an NCCL group.
         return DeviceMesh.from_group(group, self.device.type)
 
     def own_store(self, use: str) -> Any:
-        """Return a store of these ranks for a single use, separate from all other uses.
+        """Return a separate store of these ranks for a single purpose.
 
-        If there are several ranks, all of them must call it in the same order.
+        If there are several ranks, all of them must call this method in the same order.
         """
         assert self._store is not None
-        self._stores += 1
-        return dist.PrefixStore(f"{use} {self._stores}", self._store)  # type: ignore[attr-defined]
+        self._store_count += 1
+        return dist.PrefixStore(f"{use} {self._store_count}", self._store)  # type: ignore[attr-defined]
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """The backend that carries the device's tensors between ranks."""
+        """The backend that transfers tensors on the device between ranks."""
         return self._groups.backend if self._groups is not None else "gloo"
 
     @property
@@ -123,24 +123,24 @@ class World:
         """Whether this rank computes on a CUDA device."""
         return self.device.type == "cuda"
 
-    def edges(self, neighbours: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbours`. All ranks call it, and two neighbors must name each other."""
-        return self._edges.connect(neighbours) if self._edges is not None else {}
+    def edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
+        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        return self._edges.connect(neighbors) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
-        """Return the rank in torch.distributed of a rank of this world."""
+        """Return the rank in torch.distributed of rank `rank` of this world."""
         return self._groups.number(rank) if self._groups is not None else rank
 
-    def _part_of(self, parts: list[list[int]]) -> list[int]:
-        """Return the part that contains this rank."""
+    def _own_part(self, parts: list[list[int]]) -> list[int]:
+        """Return the entry of `parts` that contains this rank."""
         [ranks] = [ranks for ranks in parts if self.rank in ranks]
         return ranks
 
     def rotated(self, mesh: Mesh, distance: int, log: MessageLog) -> Self:
-        """Return a world of the same processes in which each has the rank that is `distance` shard groups away here.
+        """Return a world of the same processes in which each process takes the rank of a different shard group.
 
-        The members of a shard group stay together and keep their order. The messages of the new world are recorded in
-        `log`. It must not be closed.
+        The new rank is `distance` shard groups further. The members of a shard group stay together and keep their
+        order. `log` records the messages of the new world. Don't close the returned world.
         """
         numbers, shards = [*range(self.size)], mesh.groups("shard")
         for index, members in enumerate(shards):
@@ -151,24 +151,24 @@ class World:
         return replace(self, info=info, _groups=groups)
 
     def stream(self) -> CommStream:
-        """Return a second stream for communication. Close it after use."""
+        """Return a second stream for communication. Close the stream after use."""
         if self.size == 1:
             return InlineStream()
         return CudaStream(self.device) if self.device.type == "cuda" else ThreadStream()
 
     def generators(self) -> list[torch.Generator]:
-        """Return the generators that random operations of a model draw from: on the CPU, and on the device."""
+        """Return the generators that a model draws from: the generator of the CPU, and the generator of the device."""
         if self.device.type == "cuda":
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
     def seed(self, key: int) -> None:
-        """Seed these generators with a key of core/random.py."""
+        """Seed all `generators` with a key from core/random.py."""
         for generator in self.generators():
             generator.manual_seed(random.torch_seed(key))
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over all ranks in place, in any order. Only for integers and for disjoint entries.
+        """Sum a tensor over all ranks in place. Only for integers and disjoint entries, because the order isn't fixed.
 
         A CUDA tensor is summed on its device, and this process doesn't wait for the result.
         """
@@ -178,28 +178,28 @@ class World:
         return self._groups.add_(tensor)
 
     def spread(self, local: Sequence[Tensor], remote: Mapping[int, Sequence[Tensor]]) -> None:
-        """Send `local` to all other ranks, and fill `remote`, by rank, with what these ranks send.
+        """Send `local` to all other ranks, and receive the tensors of each other rank into `remote`.
 
-        All ranks call it with the same number of tensors. The tensors of a rank must have the same sizes on all ranks,
-        and be contiguous.
+        All ranks must call this method with the same number of tensors. The tensors must be contiguous. The sizes of a
+        rank's tensors must be the same in `local` on this rank and in `remote` on the other ranks.
         """
         sent = [(tensor, rank) for rank in remote for tensor in local]
         received = [(tensor, rank) for rank, tensors in remote.items() for tensor in tensors]
         self.exchange(sent, received)
 
     def exchange(self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]]) -> None:
-        """Send tensors to ranks, and fill `received` with the tensors that these ranks send to this rank.
+        """Send the tensors `sent` to ranks, and receive tensors from ranks into `received`.
 
-        All ranks call it. The tensors must be contiguous. Between two ranks, tensors arrive in the order in which they
-        are sent.
+        All ranks must call this method. The tensors must be contiguous. Between two ranks, tensors arrive in the order
+        in which they are sent.
         """
         if self._groups is not None:
             move(self._groups.carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
 
     def agree_to_stop(self, level: int) -> int:
-        """Return the highest stop level that any rank passed in the previous call (0: none). All ranks get the same.
+        """Return the highest stop level that any rank passed in the previous call (0: none), the same on all ranks.
 
-        The levels of this call are exchanged while the next step computes.
+        The levels of this call are exchanged in the background during the next step.
         """
         if self._agreement is None:
             return level
@@ -210,26 +210,26 @@ class World:
     def note(self, facts: dict[str, Any], where: str = "") -> None:
         """Set the facts that must be the same on all ranks, and the line of user code that they come from, if any.
 
-        `agree_to_stop` compares them. If they differ, the next call of `agree_to_stop` or `meet` raises UsageError.
+        `agree_to_stop` compares the facts. If they differ, the next `agree_to_stop` or `meet` raises UsageError.
         """
         if self._agreement is not None:
             self._agreement.facts, self._agreement.where = facts, where
 
-    def say(self, figures: dict[str, float]) -> None:
-        """Add figures of the run, which `agree_to_stop` and `meet` compare."""
+    def say(self, metrics: dict[str, float]) -> None:
+        """Add metrics of the run, which `agree_to_stop` and `meet` compare across ranks."""
         if self._agreement is not None:
-            self._agreement.figures.update(figures)
+            self._agreement.metrics.update(metrics)
 
     @property
     def figures_differ(self) -> bool:
-        """Whether ranks added different figures before the second-to-last of these calls. The same on all ranks."""
+        """Whether ranks reported different metrics before the second-to-last comparison. The same on all ranks."""
         return self._agreement is not None and self._agreement.figures_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
-        """Wait for all ranks. Return a different place and a rank there, or None if all ranks are at `place`.
+        """Wait for all ranks. Returns the place and rank of a rank at a different place, or None if there is none.
 
-        The rank is the lowest or the highest of those elsewhere. Places are numbered from 1. A rank that calls
-        `agree_to_stop` instead is at place 0, and counts as arrived, too.
+        The returned rank is the lowest or the highest of the ranks at different places. Places are numbered from 1. A
+        rank that calls `agree_to_stop` instead is at place 0 and takes part as well.
         """
         if self._agreement is None:
             return None
@@ -248,7 +248,7 @@ class World:
     def compare(
         self, facts: dict[str, Any], advice: str = "start all ranks with the same value", where: str = ""
     ) -> None:
-        """Raise UsageError with the ranks whose `facts` differ from those of rank 0. All ranks call it."""
+        """Raise UsageError with the ranks whose `facts` differ from rank 0. All ranks must call this method."""
         if self.size == 1:
             return
         facts_by_rank = dict(enumerate(self.told_by_all(facts)))
@@ -256,17 +256,17 @@ class World:
             raise UsageError(lines[0])
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of each rank, by rank. They must have the same length on all ranks. All ranks call it."""
+        """Return the bytes of each rank, in rank order. All ranks must call this with bytes of the same length."""
         table = torch.zeros(self.size, len(data), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self.add_(table)]
 
     def tell(self, text: str) -> str:
-        """Broadcast the `text` of rank 0 to all ranks."""
+        """Return the `text` of rank 0 on every rank. All ranks must call this method."""
         return self.all_tell(text)[0]
 
     def all_tell(self, text: str) -> list[str]:
-        """Return the `text` of each rank, by rank, on every rank."""
+        """Return the `text` of each rank, in rank order, on every rank. All ranks must call this method."""
         if self.size == 1:
             return [text]
         encoded = text.encode()
@@ -275,22 +275,22 @@ class World:
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
     def told_by_all(self, value: Any) -> list[Any]:
-        """Return the JSON `value` of each rank, by rank, on every rank. All ranks call it."""
+        """Return the JSON `value` of each rank, in rank order, on every rank. All ranks must call this method."""
         return [parse_json(text) for text in self.all_tell(json.dumps(value))]
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Block until all ranks call this method."""
         self.add_(torch.zeros(1))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Wait for all ranks at the end of the block, without a timeout. All ranks enter it.
+        """Wait for all ranks at the end of the block, without a timeout. All ranks must enter the block.
 
-        A collective would time out if a rank works in the block for long. This wait uses the store, so it lasts as long
-        as all ranks send heartbeats. A rank that fails in the block leaves it immediately, and doesn't block the other
-        ranks.
+        A collective would time out if a rank takes long in the block. This wait uses the store instead, so it can last
+        as long as all ranks send heartbeats. A rank that fails in the block leaves it immediately and doesn't make the
+        other ranks wait.
         """
-        self._untimed += 1
+        self._untimed_count += 1
         try:
             yield
         finally:
@@ -298,42 +298,48 @@ class World:
                 arrivals = self._store.add(_ARRIVED, 1) if self._store is not None else 0
         if arrivals:
             with translate_peer_errors():
-                self._wait_for_arrivals(self._untimed * self.size)
+                self._wait_for_arrivals(self._untimed_count * self.size)
 
     def _wait_for_arrivals(self, count: int) -> None:
-        """Poll the store. A blocking wait would have a timeout, and would block all other users of the connection."""
-        pause_s, longest_s = _POLLS_S
+        """Poll the store. A blocking wait would time out, and would block all other users of the connection."""
+        pause_s, longest_s = _POLL_PAUSES_S
         while int(self._store.get(_ARRIVED)) < count:
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, longest_s)
 
     def duplicate(self) -> Self:
-        """Return the same ranks with a separate group, for another thread. All ranks call it. It must not be closed."""
+        """Return a world of the same ranks with a separate process group, for use on a different thread.
+
+        All ranks must call this method. Don't close the returned world.
+        """
         return self.among([list(range(self.size))])
 
     def among(self, groups: list[list[int]]) -> Self:
         """Return a separate world of the ranks in the same group of `groups` as this rank.
 
-        Each rank must be in exactly one group. All ranks call it, and the world must not be closed.
+        Each rank must be in exactly one group. All ranks must call this method. Don't close the returned world.
         """
-        ranks = self._part_of(groups)
+        ranks = self._own_part(groups)
         info = RankInfo(ranks.index(self.rank), len(ranks), self.local_rank, self.local_size, "part")
         if all(len(members) == 1 for members in groups):
             return World(info, self.device)
         assert self._groups is not None
-        store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for another thread
+        store = None if self._store is None else self.own_store(f"among {ranks}").clone()  # for a different thread
         return replace(self, info=info, _groups=self._groups.among(groups, ranks), _store=store)
 
     def close(self) -> None:
-        """Destroy the process group, or only Lockstep's groups if the script opened it. No-op if it is already gone."""
+        """Destroy the default process group, or only Lockstep's groups if the script created the default group.
+
+        This is a no-op if the default process group is already destroyed.
+        """
         if self._agreement is not None:
             self._agreement.wait()
         if self._groups is not None:
             self._groups.close()
 
 
-class Gathered(Protocol):
-    """Ranks after a rendezvous (ranks/rendezvous.py). `store` is None for a single rank."""
+class RendezvousResult(Protocol):
+    """The result of a rendezvous (ranks/rendezvous.py). `store` is None if there is only one rank."""
 
     @property
     def info(self) -> RankInfo: ...
@@ -349,12 +355,12 @@ class Gathered(Protocol):
 
 
 def open_world(
-    rendezvous: Gathered, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
+    rendezvous: RendezvousResult, device: torch.device, backend: Backend = "auto", timeout_s: float | None = None
 ) -> World:
-    """Create the process groups of the ranks, which have joined, and return their world. All ranks call it.
+    """Create the process groups after a rendezvous, and return the world of this rank. All ranks must call this.
 
-    Its collectives have the timeout of the rendezvous, unless `timeout_s` is set. If a process group of the same ranks
-    is already open, as in a worker of Ray Train, new groups are created next to it, and it is left unchanged.
+    `timeout_s` is the timeout of collectives, and defaults to the timeout of the rendezvous. If a process group of the
+    same ranks is already open, as in a worker of Ray Train, it is left unchanged and new groups are created.
     """
     info = rendezvous.info
     on_gpu = device.type == "cuda"
@@ -369,7 +375,7 @@ def open_world(
     if rendezvous.store is None:
         return World(info, device)
     if info.local_size == info.size and len(set(rendezvous.hosts)) == 1:
-        _stay_on_this_host(info.launcher == "lockstep")
+        _use_loopback_interface(info.launcher == "lockstep")
     if tensor_backend == "nccl":
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
@@ -383,21 +389,21 @@ def open_world(
         second = dist.new_group(timeout=timeout, backend=backends)
     assert isinstance(first, dist.ProcessGroup)
     assert isinstance(second, dist.ProcessGroup)
-    carry = staged if on_gpu and tensor_backend == "gloo" else direct
+    carry = staged_carrier if on_gpu and tensor_backend == "gloo" else direct_carrier
     groups = ProcessGroups(first, second, timeout, carry, tensor_backend, None if existing is None else backends)
     world = World(info, device, groups, group_store)
     if world.on_gpu:
-        world.sharing = _sharing(world, tensor_backend)
+        world.sharing = _find_sharing_ranks(world, tensor_backend)
     return world
 
 
 def _backends(device: torch.device, backend: str) -> str:
-    """Return the backends in the notation of torch."""
+    """Return the backends in torch's notation."""
     return f"cpu:gloo,cuda:{backend}" if device.type == "cuda" else "gloo"
 
 
 def open_lone_group(world: World) -> None:
-    """Create a process group of a single rank, for code that requires a group. It exists until the process ends."""
+    """Create a process group with a single rank, for code that requires a group. It exists until the process ends."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)
@@ -409,7 +415,7 @@ def process_group() -> tuple[int, int] | None:
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backend: Backend = "auto") -> torch.device:
-    """Return the device of this rank. Raise UsageError if it doesn't exist, or if `backend` can't use it."""
+    """Return the device of this rank. Raises UsageError if there is no such device, or if `backend` can't use it."""
     count = torch.cuda.device_count()
     check_cuda(device, count)
     on_gpu = device != "cpu" and count > 0
@@ -424,21 +430,21 @@ def choose_device(device: Literal["auto", "cpu", "cuda"], info: RankInfo, backen
     return cuda_device
 
 
-def _stay_on_this_host(launched: bool) -> None:
+def _use_loopback_interface(launched: bool) -> None:
     """Make gloo, NCCL and RPC listen on the loopback interface, because all ranks are on this host.
 
-    Variables that the user set take precedence. They are overwritten if Lockstep launched the ranks (`launched`), since
-    the user can only have meant other jobs.
+    If the user has set these variables, their values are kept. The exception is `launched`: if Lockstep launched the
+    ranks, the values are overwritten, because the user must have set them for other jobs.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ[name] = ports.loopback() if launched else os.environ.get(name, ports.loopback())
 
 
-def _sharing(world: World, backend: str) -> list[list[int]]:
+def _find_sharing_ranks(world: World, backend: str) -> list[list[int]]:
     """Return the groups of ranks that share a device.
 
-    If there are any, and the backend is NCCL, raises UsageError on all ranks, because the error of NCCL would be
-    unclear. NCCL works, but slowly, if NCCL_HOSTID makes it treat these ranks as ranks of different hosts.
+    If there are any and the backend is NCCL, raises UsageError on all ranks, because NCCL's own error would be unclear.
+    The exception is if NCCL_HOSTID makes NCCL treat these ranks as different hosts, which works but is slow.
     """
     uuid = str(torch.cuda.get_device_properties(world.device).uuid)
 

@@ -1,6 +1,6 @@
-"""Shell completion for recipes, configuration keys and their values. It is fast because it doesn't import torch.
+"""Shell completion of recipes, configuration keys and values. It is fast because it doesn't import torch.
 
-bash passes `key=value` as three words, zsh and fish as one.
+bash passes `key=value` as three words. zsh and fish pass it as one word.
 """
 
 import os
@@ -10,7 +10,7 @@ from typing import Final, get_args
 import click
 from click.shell_completion import CompletionItem
 
-# Common values of keys whose full list of values would require imports.
+# Common values of keys whose complete values would require slow imports.
 _NAMES: Final = {
     "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
     "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
@@ -20,7 +20,7 @@ _PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
 def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete files and folders in the first word, and keys and values after it."""
+    """Complete files and folders in the first word, and keys and values in all other words."""
     if ctx.params.get(param.name or ""):
         return overrides(ctx, param, incomplete)
     return click.Path().shell_complete(ctx, param, incomplete)
@@ -33,7 +33,7 @@ def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
         return items
     from lockstep.config.shipped import list_shipped_recipes
 
-    # The shell adds file names to these completions. The file type must come first.
+    # The shell adds file names to these completions. The item of type `file` must come first.
     recipes = [CompletionItem(name) for name in list_shipped_recipes() if name.startswith(incomplete)]
     return [CompletionItem(incomplete, type="file"), *recipes, *(items if incomplete else ())]
 
@@ -47,13 +47,13 @@ def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     keys = list(_keys())
     if typed[1:] and typed[-1] == "=":
         return [CompletionItem(value) for value in _values(typed[-2], incomplete)]
-    if typed and typed[-1] in keys and not incomplete:  # the cursor is right behind its =
+    if typed and typed[-1] in keys and not incomplete:  # the cursor is directly after the =
         return [CompletionItem(value) for value in _values(typed[-1], "")]
     return [CompletionItem(f"{name}=") for name in keys if name.startswith(incomplete)]
 
 
 def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the keys that have a value, and the sections that you can replace by a name."""
+    """Yield the keys that have a value, and the sections that can be set by a name."""
     from lockstep.config.overrides import SHORTHAND
     from lockstep.config.wording import section_at
 
@@ -66,7 +66,7 @@ def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def _values(key: str, start: str) -> list[str]:
-    """Return the values of a key that begin with `start`, if they can be listed."""
+    """Return the values of a key that start with `start`, if its values can be listed."""
     if key in _PLACES:
         return list(_files(start))
     return [value for value in _choices(key.removesuffix(".name")) if value.startswith(start)]
@@ -90,7 +90,7 @@ def _choices(key: str) -> Sequence[str]:
     kind = field.annotation if field else None
     if kind is bool or bool in get_args(kind):
         return ["true", "false"]
-    kinds = (kind, *get_args(kind))  # built-in names, or an import path
+    kinds = (kind, *get_args(kind))  # either built-in names, or an import path
     return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 

@@ -1,4 +1,4 @@
-"""Tells overrides and files apart in the words of a command line."""
+"""Separates overrides from files in the words of a command line."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
 def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the overrides, such as `placement.device=cpu`, and all other words, both in their original order."""
+    """Return the overrides, such as `placement.device=cpu`, and all other words, each in their original order."""
     overrides = tuple(word for word in words if _OVERRIDE.match(word))
     return overrides, [word for word in words if word not in overrides]
 
@@ -20,7 +20,7 @@ def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 def as_override(error: click.NoSuchOption) -> click.UsageError:
     """Return a clearer error if an unknown option is an override with dashes or the name of a key.
 
-    Otherwise returns `error`.
+    Otherwise, returns `error`.
     """
     command = error.ctx.command if error.ctx is not None else None
     if command is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in command.params):

@@ -1,4 +1,4 @@
-"""Loads the configuration that the words of a command name, and prints notes about it. Imports are delayed."""
+"""Loads the configuration that a command line specifies, and prints notes about it. Slow imports are lazy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
-    """Return the configuration of `[RECIPE] [KEY=VALUE]...`, or of `cfg`, a file of another framework."""
+    """Return the configuration of `[RECIPE] [KEY=VALUE]...` or, if set, of `cfg`, a file of a different framework."""
     if cfg is None:
         from lockstep.config.load import load, split
 
@@ -26,18 +26,18 @@ def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_si
 
 
 def tell_notes(loaded: Loaded) -> None:
-    """Print what an override removed in addition to the value that it set."""
+    """Print the values that an override removed in addition to the value that it set."""
     for note in loaded.notes:
         click.echo(printable(f"note: {note}"), err=True)
 
 
 def tell_tenth(done: int, total: int, text: str) -> None:
-    """Print the text after each tenth of a long job."""
+    """Print `text` after each tenth of a long task."""
     if done * 10 // total > (done - 1) * 10 // total:
         click.echo(text, err=True)
 
 
 def tell_measuring(text: str) -> None:
-    """Print on a terminal what is being measured."""
+    """If stderr is a terminal, print what is being measured."""
     if sys.stderr.isatty():
         click.echo(f"... {text}", err=True)

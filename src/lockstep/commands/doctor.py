@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lockstep.checkup.report import CheckupReport
     from lockstep.ranks.rendezvous import Rendezvous
 
-_WIDTH = 120  # of the output if it isn't a terminal
+_WIDTH = 120  # width of the output if it isn't a terminal
 
 
 @click.group("doctor", invoke_without_command=True)
@@ -76,9 +76,10 @@ def _check_up(
     rendezvous: str,
     timeout_s: float,
 ) -> int:
-    """Run the check-up and return the exit code, which is 4 if there is a problem. Rank 0 passes the report to `show`.
+    """Run the check-up and return the exit code, which is 4 if there is a problem.
 
-    Without a launcher, starts `processes` here. A rank of a launcher waits at `rendezvous` for the other ranks.
+    Rank 0 passes the report to `show`. Without a launcher, this starts `processes` processes on this host. A rank that
+    a launcher started waits for the other ranks at `rendezvous`.
     """
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
@@ -111,7 +112,7 @@ def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup
     report = part(request, rendezvous)
     if report is not None:
         show(report)
-    # The same exit code on all ranks, because a launcher can return the exit code of any rank.
+    # All ranks use the same exit code, because a launcher may return the exit code of any rank.
     problem = report is not None and report.level == "problem"
     return EXIT_PREFLIGHT if rendezvous.tell("problem" if problem else "") else EXIT_DONE
 
@@ -129,14 +130,14 @@ def _show(as_json: bool, report: CheckupReport) -> None:
     with console.capture() as captured:
         for table in tables(report):
             console.print(table)
-    # In one call, because the ranks share the terminal.
+    # Print with a single call, because the ranks share the terminal.
     click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _show_here(
     title: str, as_json: bool, start: float, findings: Sequence[Finding], facts: dict[str, Any]
 ) -> CheckupReport:
-    """Show and return the report on this process only. `start` is the time at which the check-up began."""
+    """Show and return a report about this process only. `start` is the start time of the check-up."""
     from lockstep.checkup.report import CheckupReport
 
     seconds = time.monotonic() - start

@@ -14,8 +14,8 @@ from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
-# Names that `--on` doesn't accept, each with what to use instead.
-_ELSEWHERE: Final = {
+# Names that `--on` doesn't accept, each with an alternative.
+_ALTERNATIVES: Final = {
     "ray": "Ray starts its own workers; call lockstep.ray.train, or lockstep.join in train_loop_per_worker",
     "kubernetes": "use lockstep submit --on kubernetes, or --on node if the platform starts a pod for each node",
     "mpirun": "use --on openmpi",
@@ -24,9 +24,9 @@ _ELSEWHERE: Final = {
 
 
 def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
-    """Return the name of a launcher. Raises an error with the valid names, or with what to use instead."""
+    """Return the name of a launcher. Raises an error that lists the valid names or suggests an alternative."""
     if name not in starters():
-        raise click.BadParameter(_ELSEWHERE.get(name) or f"no launcher {name!r}{choices(name, list(starters()))}")
+        raise click.BadParameter(_ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(starters()))}")
     return name
 
 

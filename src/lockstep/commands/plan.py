@@ -16,7 +16,7 @@ from lockstep.common.text import printable, step_time
 from lockstep.errors import EXIT_FAILED, UsageError, os_error_as
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # characters of a line if the output isn't a terminal
+_MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a terminal
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _QUANTITY: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)([Bb])")
@@ -24,7 +24,7 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def quantity(text: str, option: str, example: str) -> int | None:
-    """Return the number of bytes in `80GB`, `24GiB` or `400Gb` (bits), or None for an empty text."""
+    """Return the number of bytes in a text such as `80GB`, `24GiB` or `400Gb` (bits), or None for an empty text."""
     if not text:
         return None
     match = _QUANTITY.fullmatch(text)
@@ -36,7 +36,7 @@ def quantity(text: str, option: str, example: str) -> int | None:
 
 
 def duration(text: str, option: str, example: str) -> float | None:
-    """Return the number of seconds in `90s`, `15m`, `3h` or `2d`, or None for an empty text."""
+    """Return the number of seconds in a text such as `90s`, `15m`, `3h` or `2d`, or None for an empty text."""
     if not text:
         return None
     match = _DURATION.fullmatch(text)
@@ -46,7 +46,7 @@ def duration(text: str, option: str, example: str) -> float | None:
 
 
 def check_writable(source: str, overrides: Sequence[str]) -> None:
-    """Raise UsageError if the best placement can't be written to the recipe."""
+    """Raise UsageError if the best placement can't be written into the recipe file."""
     from lockstep.config.shipped import list_shipped_recipes
 
     if source in list_shipped_recipes():
@@ -61,7 +61,7 @@ def check_writable(source: str, overrides: Sequence[str]) -> None:
 
 
 def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
-    """Write a placement into a file atomically. The mode and all other contents of the file don't change."""
+    """Write a placement into a file atomically. The mode and the rest of the file don't change."""
     from lockstep.config.edit import with_values
     from lockstep.training.checkpoint import durable
 
@@ -128,7 +128,7 @@ def command(
     from lockstep.config.load import load, split
     from lockstep.config.write import flow
     from lockstep.planning.costs import Terms, costs
-    from lockstep.planning.survey import Machine, as_predicted, made_ready, save_seconds, survey
+    from lockstep.planning.survey import Machine, as_predicted, open_for_survey, save_seconds, survey
     from lockstep.planning.table import best, draw, in_order, refused, to_json
 
     check_alone("plan starts the processes of each placement")
@@ -151,7 +151,7 @@ def command(
     loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
     with with_places(loaded):
-        setup = made_ready(loaded)
+        setup = open_for_survey(loaded)
         rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
         if mtbf and not save:
             terms = replace(terms, save_s=save_seconds(loaded, setup))
@@ -159,7 +159,7 @@ def command(
         row if row.seconds is None else replace(row, costs=costs(row.seconds, row.processes, setup.steps, terms))
         for row in in_order(rows, machine)
     ]
-    Console(width=None if sys.stdout.isatty() else _WIDEST).print(draw(rows, machine))
+    Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS).print(draw(rows, machine))
     if mtbf:
         click.echo(f"a save takes {step_time(terms.save_s)}{'' if save else ', measured on one process'}")
     for line in refused(rows):

@@ -11,7 +11,7 @@ from lockstep.commands import _overrides
 from lockstep.common.text import printable, printable_line
 from lockstep.errors import EXIT_FAILED, UsageError
 
-_FIRST = 5  # rows that are shown of a table that is written to a file
+_SHOWN_ROWS = 5  # number of rows shown of a table that is written to a file
 
 
 @click.command("predict")
@@ -79,7 +79,7 @@ def command(
             click.echo(printable(row["prompt"] + row["text"]))
     else:
         rows = list(predictions)
-        shown_rows = rows[:_FIRST] if out is not None and "row" in rows[0] else rows  # the file has all rows
+        shown_rows = rows[:_SHOWN_ROWS] if out is not None and "row" in rows[0] else rows  # the file contains all rows
         Console(highlight=False, markup=False, emoji=False).print(table_of(shown_rows))
         click.echo(f"... {len(rows) - len(shown_rows):,} more rows\n" if len(shown_rows) < len(rows) else "", nl=False)
     if out is not None:
@@ -89,9 +89,9 @@ def command(
 
 
 def _without_skipped(rows: Iterator[dict[str, Any]], skipped: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of readable inputs. Warn about all other inputs, and add them to `skipped`.
+    """Yield the rows of readable inputs. Warn about all unreadable inputs, and add them to `skipped`.
 
-    Raises UsageError if no input could be read.
+    Raises UsageError if no input can be read.
     """
     any_read = False
     for row in rows:

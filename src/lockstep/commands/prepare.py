@@ -65,7 +65,7 @@ def _write(split: object, folder: Path, part: str, short_side: int | None) -> No
 
 
 def _recipe_of(loaded: Loaded, data: DataSet, root: Path) -> str:
-    """Return the loaded configuration with the path of the new data."""
+    """Return the configuration as YAML, with the path of the new data."""
     from lockstep.config.base import values
     from lockstep.config.document import format_key
     from lockstep.config.write import block, leaves

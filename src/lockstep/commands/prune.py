@@ -38,7 +38,7 @@ def command(folders: tuple[Path, ...], keep: int, dry_run: bool) -> None:
         for run in run_folders(*folders):
             try:
                 locks.enter_context(lock(run))
-                surplus[run] = store.surplus(run / store.FOLDER, keep)
+                surplus[run] = store.find_surplus(run / store.FOLDER, keep)
             except UsageError as error:
                 problems.append(error)
             except DataError as error:

@@ -10,11 +10,11 @@ import click
 if TYPE_CHECKING:
     from lockstep.config.shipped import ShippedRecipe
 
-_NARROW: Final = 110  # on a terminal with fewer columns, a table would fold the descriptions
+_MIN_TABLE_WIDTH: Final = 110  # on a narrower terminal, a table would wrap the descriptions
 
 
 class RecipeRow(NamedTuple):
-    """A row of the list."""
+    """A row of the list of recipes."""
 
     name: str
     model: str
@@ -53,7 +53,7 @@ def draw(rows: list[RecipeRow]) -> None:
     from rich.table import Column, Table
 
     console = Console()
-    if console.width < _NARROW:
+    if console.width < _MIN_TABLE_WIDTH:
         for row in rows:
             console.print(row.name, style="bold", highlight=False)
             facts = f"{row.model}, {row.data}, batch {row.batch}, {row.length}"

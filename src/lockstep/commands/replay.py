@@ -49,6 +49,6 @@ def command(
     if not places:
         raise UsageError("replay: no run folder; pass the folder of a run")
     script = words[words.index(places[1]) :] if len(places) > 1 else ()
-    overrides = overrides[: len(words) - len(script) - 1]  # the words after it belong to the script
+    overrides = overrides[: len(words) - len(script) - 1]  # the words after the run folder belong to the script
     options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

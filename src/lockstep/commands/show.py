@@ -33,7 +33,7 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     names = (loaded.origins[f"recipe.{section}.name"] for section in ("model", "optimizer"))
     if recipe not in list_shipped_recipes() or "override" in names:
         from lockstep.config.blame import with_places
-        from lockstep.models.find import origin_of  # it imports torch
+        from lockstep.models.find import origin_of  # imports torch
         from lockstep.parallel.optimize import find_optimizer
 
         model, optimizer = loaded.config.recipe.model, loaded.config.recipe.optimizer.name
@@ -49,14 +49,14 @@ def command(recipe: str, overrides: tuple[str, ...]) -> None:
     placement = loaded.config.placement
     click.echo(f"{'communication':<15}{backend_in_words(placement.backend, placement.device)}")
     if placement.strategy.name in FOREIGN:
-        from lockstep.setup.resolved import resolve  # it imports torch
+        from lockstep.setup.resolved import resolve  # imports torch
 
         for name, text in resolve(loaded, 1).engine_files.items():
             click.echo(f"\n{name}\n{text}", nl=False)
 
 
 def consequences(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield the numbers that follow from a recipe, as (name, text)."""
+    """Yield the numbers that follow from a recipe, as pairs of name and text."""
     yield "global batch", f"{recipe.batch} samples"
     yield "micro-batches", _sizes(cut(recipe.batch, recipe.microbatches))
     yield "learning rate", rule(recipe)
@@ -82,7 +82,7 @@ def _sizes(parts: list[range]) -> str:
 
 
 def _rates(recipe: Recipe, run: Steps) -> str:
-    """Return the learning rates of the first update, the first update after warm-up, and the last update."""
+    """Return the learning rates at the first update, after warm-up, and at the last update, as text."""
     rate_at = find_rate(recipe, run).at
     last = run[run.total - 1].samples_seen
     warm = run[warm_up_steps(recipe, run)].samples_seen

@@ -7,7 +7,7 @@ import click
 
 
 class StrategyRow(NamedTuple):
-    """A strategy, as text."""
+    """A row of the list of strategies."""
 
     name: str
     cuts: str
@@ -46,7 +46,7 @@ def _plain(row: StrategyRow) -> str:
 
 
 def draw(rows: list[StrategyRow]) -> None:
-    """Draw a table on the terminal."""
+    """Print the strategies as a table on the terminal."""
     from rich.console import Console
     from rich.table import Column, Table
 

@@ -46,7 +46,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
 
 
 def _train_here(load: Callable[[], Loaded]) -> int:
-    """Train without a launcher. Does nothing if the run is already done."""
+    """Train without a launcher. If the run is already complete, only print a notice."""
     from lockstep.config.placement import FASTEST
     from lockstep.setup.completed import completion_notice
 
@@ -57,7 +57,7 @@ def _train_here(load: Callable[[], Loaded]) -> int:
     if notice := completion_notice(loaded):
         click.echo(printable(notice))
         return EXIT_DONE
-    from lockstep.run.training import train_here  # only now: torch takes seconds
+    from lockstep.run.training import train_here  # imported lazily, because torch takes seconds
 
     if loaded.config.placement.strategy.name == FASTEST:
         from lockstep.planning.fastest import with_fastest

@@ -17,7 +17,7 @@ from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE, EXIT_VERIFICATION, UsageError
 from lockstep.launchers import check_alone
 
-_WIDEST: Final = 200  # characters of a line if the output isn't a terminal
+_MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a terminal
 
 
 @click.command("verify", cls=ScriptCommand)
@@ -87,7 +87,7 @@ def command(
         )
     if file is not None:
         file.write_text(to_json(verification), encoding="utf-8")
-    draw(verification, Console(width=None if sys.stdout.isatty() else _WIDEST))
+    draw(verification, Console(width=None if sys.stdout.isatty() else _MAX_LINE_CHARS))
     raise SystemExit(EXIT_DONE if verification.agree else EXIT_VERIFICATION)
 
 

@@ -10,7 +10,7 @@ import click
 
 from lockstep.common.text import printable, printable_line
 
-_EVERY_S: Final = 1.0  # between two refreshes
+_REFRESH_S: Final = 1.0  # seconds between two refreshes
 
 
 @click.command("watch")
@@ -53,7 +53,7 @@ def command(folders: tuple[str, ...], wait: bool, port: int | None, host: str) -
             if is_done:
                 break
             if all(run.is_whole for run in runs):
-                time.sleep(_EVERY_S)
+                time.sleep(_REFRESH_S)
             runs = watch.refresh()
     for run in runs:
         click.echo(printable(ending(run)))

@@ -1,1 +1,1 @@
-"""Shared by all packages: texts of messages, files, locks, user code and the rank of a process."""
+"""Shared by all packages: message texts, files, locks, user code, and the rank of a process."""

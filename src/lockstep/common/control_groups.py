@@ -1,4 +1,4 @@
-"""The limits of the control groups of this process, as set by containers. Only on Linux."""
+"""The control group limits of this process, as set by containers. Linux only."""
 
 from pathlib import Path
 from typing import Final
@@ -6,34 +6,34 @@ from typing import Final
 from lockstep.common.plainfile import shown_text
 
 _ROOT: Final = Path("/sys/fs/cgroup")
-_OWN: Final = Path("/proc/self/cgroup")
+_CGROUP_FILE: Final = Path("/proc/self/cgroup")
 
 
-def quota_cores(root: Path = _ROOT, cgroup_file: Path = _OWN) -> float | None:
-    """Return the CPU time that the control groups of this process allow, in cores, or None if there is no limit."""
+def quota_cores(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> float | None:
+    """Return the CPU limit of this process's control groups in cores, or None if there is no limit."""
     quotas = []
     for folder in _groups(root, cgroup_file, "cpu"):
-        quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # version 2: "150000 100000", or "max 100000"
+        quota, _, period = shown_text(folder / "cpu.max").partition(" ")  # cgroup v2: "150000 100000" or "max 100000"
         if not quota:
-            # -1 if there is no limit
+            # cgroup v1; the quota is -1 if there is no limit
             quota, period = shown_text(folder / "cpu.cfs_quota_us"), shown_text(folder / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _OWN) -> int | None:
-    """Return the bytes of memory that the control groups of this process allow, or None if there is no limit."""
+def limit_bytes(root: Path = _ROOT, cgroup_file: Path = _CGROUP_FILE) -> int | None:
+    """Return the memory limit of this process's control groups in bytes, or None if there is no limit."""
     limits = []
     for folder in _groups(root, cgroup_file, "memory"):
         text = shown_text(folder / "memory.max") or shown_text(folder / "memory.limit_in_bytes")
-        if text.isdecimal() and int(text) < 2**60:  # version 1 writes a huge number if there is no limit
+        if text.isdecimal() and int(text) < 2**60:  # cgroup v1 reports a huge number if there is no limit
             limits.append(int(text))
     return min(limits, default=None)
 
 
 def _groups(root: Path, cgroup_file: Path, controller: str) -> list[Path]:
-    """Return the folders of the control group of this process and of its parents, which also limit the process."""
+    """Return the folders of this process's control group and its parent groups, whose limits also apply."""
     folders = []
     for line in shown_text(cgroup_file).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,18 +1,19 @@
-"""Ends processes together with the process that started them, however that process ends.
+"""Ends processes together with the process that started them, no matter how that process ends.
 
-On the same host, a child process asks the kernel for this: `die_with_parent`, `die_with_launcher`.
+On the same host, a child process asks the kernel to do this: `die_with_parent`, `die_with_launcher`.
 
 A process that ssh starts on a different host outlives the ssh process. However, its stdin closes, even if the
-connection breaks. Therefore `python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin
-closes. The command runs in a separate process group. It first gets SIGTERM, and after a while the rest of the process
-group is killed. There are two options:
-- `--secret`: the first line of stdin is the secret of the job, and is passed on in the environment of the command,
-  because all users of a host can read command lines.
-- `--knows HOST`: exit immediately if HOST can't be resolved here. Otherwise torchrun would retry for minutes.
+connection breaks. Therefore, `python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin
+closes. The command runs in a separate process group. When stdin closes, the command receives SIGTERM. After a while,
+the rest of the process group is killed. There are two options:
 
-A task that srun starts doesn't notice if srun is killed. `lockstep launch` becomes srun by exec, and leaves a listening
-socket to it. The kernel keeps connections to this socket, even if they are never accepted, as long as a process of srun
-exists. Each task opens such a connection and ends when it breaks: `follow_srun`.
+- `--secret`: The first line of stdin is the secret of the job. It is passed to the command in an environment variable,
+  because all users of a host can read command lines.
+- `--knows HOST`: Exit immediately if this host can't resolve HOST. Otherwise, torchrun would retry for minutes.
+
+A task that srun starts doesn't notice if srun is killed. `lockstep launch` becomes srun through exec, and srun inherits
+a listening socket. The kernel keeps connections to this socket open while an srun process exists, even if the
+connections are never accepted. Each task opens such a connection, and ends when the connection breaks: `follow_srun`.
 """
 
 import ctypes
@@ -34,24 +35,25 @@ from lockstep.common.hashing import FIXED, VARIABLE
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
-KNOWS: Final = "--knows"  # a host name that must resolve on the host of the command
+RESOLVE_FLAG: Final = "--knows"  # its argument is a host name that must resolve on the host of the command
 GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
-STOP_S: Final = 60.0  # time for a checkpoint after SIGTERM
+STOP_S: Final = 60.0  # time to save a checkpoint after SIGTERM
 _POLL_S: Final = 0.1
-_KNOWN_S: Final = 5.0  # time until a name resolves; names of containers can be late
-_LONGEST: Final = 8192  # bytes of a secret
-SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # for the tasks, next to SLURM_SRUN_COMM_HOST, which srun sets
-_TASKS: Final = 4096  # backlog: the maximum number of connections that aren't accepted
+_RESOLVE_TIMEOUT_S: Final = 5.0  # maximum time until a name resolves; container names may only resolve after a delay
+_MAX_SECRET_BYTES: Final = 8192  # maximum length of a secret in bytes
+SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # read by the tasks, together with SLURM_SRUN_COMM_HOST, which srun sets
+_TASKS: Final = 4096  # backlog, which limits the number of connections that aren't accepted
 _CONNECT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
-_FOLLOWED: Final = ("torchrun", "openmpi", "mpich")  # a process started by hand can outlive its shell, e.g. with nohup
+# A manually started process may outlive its shell (nohup).
+_FOLLOWED_LAUNCHERS: Final = ("torchrun", "openmpi", "mpich")
 
 
 def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = STOP_S) -> int:
-    """Run a command until it exits or the file descriptor `stdin` closes. Returns its exit code as in a shell."""
+    """Run a command until it exits or the file descriptor `stdin` closes. Return its exit code as a shell would."""
     process: subprocess.Popen[bytes] | None = None
-    signaled = False  # whether a signal arrived, maybe before the command was started
+    signaled = False  # whether a signal arrived, possibly before the command was started
 
     def end(*_: object) -> None:
         nonlocal signaled
@@ -61,7 +63,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
                 process.terminate()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits an ignored signal, e.g. from nohup
+        if signal.getsignal(number) != signal.SIG_IGN:  # the command inherits ignored signals, e.g. from nohup
             signal.signal(number, end)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=die_with_parent)
     if signaled:
@@ -77,7 +79,7 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
     threading.Thread(target=watch, daemon=True).start()
     code = None
-    while code is None:  # polls, because a signal to the other thread doesn't interrupt a wait
+    while code is None:  # poll, because a signal to the other thread doesn't interrupt a wait
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(_POLL_S)
     _kill_group(process.pid)
@@ -85,16 +87,17 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
 
 def listening_socket() -> socket.socket:
-    """Return a listening socket for tasks. It stays open through exec, until this process ends."""
+    """Return a listening socket for tasks. It stays open across exec until this process ends."""
     listening = socket.create_server(("", 0), backlog=_TASKS)
     listening.set_inheritable(True)
     return listening
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """End this process when the srun that `lockstep launch` became is gone, by SIGTERM and after `stop_s` by SIGKILL.
+    """End this process when its srun is gone. Sends SIGTERM to it, and SIGKILL after `stop_s` seconds.
 
-    The address of srun is in `env`. Without it, this function does nothing. The main thread must call this function.
+    `lockstep launch` becomes srun, whose address is in `env`. Without an address, this is a no-op. It must be called
+    from the main thread.
     """
     host, port = env.get("SLURM_SRUN_COMM_HOST"), env.get(SRUN_PORT)
     if not (host and port):
@@ -106,7 +109,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
             with socket.create_connection((host, int(port)), _CONNECT_S) as line, suppress(ConnectionError):
                 line.settimeout(None)
                 line.recv(1)
-        except ConnectionRefusedError:  # srun is gone already
+        except ConnectionRefusedError:  # srun is already gone
             pass
         except OSError as error:
             if env.get("SLURM_PROCID") == "0":
@@ -124,8 +127,8 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
-    """Return the problem of a host name that doesn't resolve on this host within `stop_s` seconds, or ""."""
+def host_problem(host: str, stop_s: float = _RESOLVE_TIMEOUT_S) -> str:
+    """Return a message if this host can't resolve a host name within `stop_s` seconds, or else an empty string."""
     deadline = time.monotonic() + stop_s
     while True:
         try:
@@ -140,12 +143,12 @@ def host_problem(host: str, stop_s: float = _KNOWN_S) -> str:
         return ""
 
 
-def _take_secret(stdin: int) -> None:
-    """Put the first line of stdin into the environment. Reads byte by byte, to leave the rest of stdin unread."""
+def _export_secret(stdin: int) -> None:
+    """Store the first line of stdin in the environment. Reads byte by byte, so that the rest of stdin stays unread."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(stdin, 1)
-        if not byte or len(line) > _LONGEST:
+        if not byte or len(line) > _MAX_SECRET_BYTES:
             sys.exit(
                 f"{READS_SECRET}: expected a line with the secret of the job on stdin; start it with lockstep launch"
             )
@@ -154,19 +157,18 @@ def _take_secret(stdin: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that started it ends, even by SIGKILL.
+    """Ask the kernel to kill this process when the thread that started it ends, even if that is killed by SIGKILL.
 
     On systems other than Linux, a thread ends this process soon after its parent.
     """
-    parent_process = (
-        multiprocessing.parent_process()
-    )  # known from before the fork, if multiprocessing started this process
+    # Recorded before the fork if multiprocessing started this process.
+    parent_process = multiprocessing.parent_process()
     parent = parent_process.pid if parent_process else os.getppid()
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except AttributeError:  # not Linux
         threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # the parent died before the line above
+    if os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
 
 
@@ -179,9 +181,9 @@ def _end_after(parent: int) -> None:
 def die_with_launcher(launcher: str) -> None:
     """End this process together with the launcher that started it. Raises TransientError if the launcher is gone.
 
-    Call this function first in the process, while the launcher is still its parent.
+    Call this function first, while the launcher is still the parent of this process.
     """
-    if launcher not in _FOLLOWED:
+    if launcher not in _FOLLOWED_LAUNCHERS:
         return
     die_with_parent()
     if os.getppid() == 1 and _is_orphan(launcher):
@@ -189,8 +191,8 @@ def die_with_launcher(launcher: str) -> None:
 
 
 def parent_command() -> list[str]:
-    """Return the command line of the parent process, or [] if it can't be read."""
-    import psutil  # imported here so that `lockstep --help` is fast
+    """Return the command line of the parent process, or an empty list if it can't be read."""
+    import psutil  # imported lazily, so that `lockstep --help` is fast
 
     try:
         return psutil.Process(os.getppid()).cmdline()
@@ -199,10 +201,10 @@ def parent_command() -> list[str]:
 
 
 def _is_orphan(launcher: str) -> bool:
-    """Whether this process, whose parent is process 1, was reparented to init because its launcher is gone.
+    """Return whether this process, whose parent is process 1, was reparented to init because its launcher is gone.
 
-    In a container, process 1 can be torchrun itself, or a Python process that started torchrun. With MPI, each rank can
-    run in a container with a separate init.
+    In a container, process 1 can be torchrun itself, or a Python process that started torchrun. With MPI, each rank may
+    run in a container with a separate init process.
     """
     if launcher == "torchrun":
         return not (any("python" in word for word in parent_command()[:1]) and _has_torch(1))
@@ -210,7 +212,7 @@ def _is_orphan(launcher: str) -> bool:
 
 
 def _has_torch(pid: int) -> bool:
-    """Whether a process has loaded torch. Returns True if access is denied."""
+    """Return whether a process has loaded torch. Returns True if access is denied."""
     try:
         return "libtorch" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
@@ -218,21 +220,21 @@ def _has_torch(pid: int) -> bool:
 
 
 def _nobody_reads(descriptor: int) -> bool:
-    """Whether the reader of a file descriptor, such as the mpirun of a rank, is gone."""
+    """Return whether the reader of a file descriptor, such as the mpirun of a rank, is gone."""
     poll = select.poll()
     poll.register(descriptor, 0)
-    return bool(poll.poll(0))  # only errors and hang-ups are reported
+    return bool(poll.poll(0))  # the mask 0 only reports errors and hang-ups
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[:1] == [READS_SECRET]:
-        _take_secret(sys.stdin.fileno())
+        _export_secret(sys.stdin.fileno())
         arguments = arguments[1:]
-    if arguments[:1] == [KNOWS]:
+    if arguments[:1] == [RESOLVE_FLAG]:
         if problem := host_problem(arguments[1]):
             sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)
         arguments = arguments[2:]
-    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't pass the environment on
+    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't forward the environment
     sys.exit(run_until_stdin_closes(arguments, sys.stdin.fileno()))

@@ -1,7 +1,7 @@
-"""The seed of Python's string hashes, which changes the iteration order of sets. Lockstep's commands use a fixed seed.
+"""The seed of Python's string hashes, which determines the iteration order of sets. Lockstep's commands fix the seed.
 
-Unless PYTHONHASHSEED is set, Python picks a random seed when an interpreter starts, and the seed can't be changed
-later. Forked ranks share the seed. The ranks of other launchers have different seeds, and so have two starts.
+Unless PYTHONHASHSEED is set, Python chooses a random seed when an interpreter starts, and the seed can't be changed
+later. Forked ranks share the seed. Ranks that a launcher starts have different seeds, and so does each start of a run.
 """
 
 import os
@@ -13,11 +13,11 @@ from typing import Final
 VARIABLE: Final = "PYTHONHASHSEED"
 RANDOM: Final = "random"
 FIXED: Final = "0"
-_AT_START: Final = "/proc/self/environ"
+_INITIAL_ENVIRON: Final = "/proc/self/environ"
 
 
 def fix_hash_seed() -> None:
-    """Restart this command with a fixed hash seed unless it has one. Takes about 20 ms. Call it before all imports."""
+    """Restart this command with a fixed hash seed unless a seed is set. Takes about 20 ms. Call before all imports."""
     has_seed = os.environ.get(VARIABLE) not in (None, "", RANDOM) or sys.flags.ignore_environment
     if has_seed or os.name != "posix":  # on other systems, exec starts a second process
         return
@@ -26,16 +26,17 @@ def fix_hash_seed() -> None:
 
 
 def hash_seed() -> str:
-    """Return the hash seed of this process, in the form of PYTHONHASHSEED, or RANDOM.
+    """Return the hash seed of this process in the format of PYTHONHASHSEED, or RANDOM.
 
-    Changes of the variable after the start have no effect, so its initial value is read if the system keeps it.
+    Changing the variable after the start of the process has no effect. Therefore, its initial value is read if
+    possible.
     """
     if not sys.flags.hash_randomization:
         return FIXED
     if sys.flags.ignore_environment:
         return RANDOM
     try:
-        with open(_AT_START, "rb") as file:
+        with open(_INITIAL_ENVIRON, "rb") as file:
             pairs = (pair.partition(b"=") for pair in file.read().split(b"\0"))
             initial = {name: value for name, _, value in pairs}.get(VARIABLE.encode(), b"")
         return initial.decode(errors="replace") or RANDOM
@@ -44,14 +45,14 @@ def hash_seed() -> str:
 
 
 def probe() -> str:
-    """Return a hash of this process, for `seed_warning`."""
+    """Return a hash that depends on the seed of this process, for `seed_warning`."""
     return str(hash(VARIABLE))
 
 
 def seed_warning(probes: Collection[str]) -> str:
-    """Return the warning if the hashes of ranks differ, or "".
+    """Return a warning if the hashes of the ranks differ, or else an empty string.
 
-    This isn't an error, because torchrun sets no seed and most scripts never iterate over a set of strings.
+    This isn't an error, because torchrun doesn't set a seed and most scripts never iterate over a set of strings.
     """
     if len(set(probes)) < 2:
         return ""
@@ -63,13 +64,13 @@ def seed_warning(probes: Collection[str]) -> str:
 
 
 def other_seed() -> str:
-    """Return a seed that differs from the seed of this process, so that sets have a different order."""
+    """Return a seed that differs from the seed of this process, so that sets are in a different order."""
     return "1" if hash_seed() != "1" else "2"
 
 
 @contextmanager
 def hash_seed_for_children(seed: str) -> Iterator[None]:
-    """Set the hash seed of processes that are started within the block. Forked processes keep the current seed."""
+    """Set the hash seed of processes that are started in the block. Forked processes keep the current seed."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = seed
     try:

@@ -1,4 +1,4 @@
-"""Imports of user objects by their path `package.module:function`, and of packages that may not be installed."""
+"""Imports of user objects by a path such as `package.module:function`, and of optional packages."""
 
 import importlib
 import os
@@ -13,10 +13,10 @@ from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 
 def import_object(path: str, purpose: str) -> Any:
-    """Import `package.module:function`. `purpose` is the purpose in errors, e.g. model, dataset or loss.
+    """Import `package.module:function`. `purpose` describes the object in errors, e.g. model, dataset or loss.
 
-    The current directory is searched first, as with `python -m`, because console scripts don't include it. Raises
-    UsageError if the path is malformed, or if the module or the name doesn't exist. Raises OwnCodeError if the code of
+    The current directory is searched first, as with `python -m`, because console scripts don't search it. Raises
+    UsageError if the path is malformed, or if the module or the name doesn't exist. Raises OwnCodeError if importing
     the module fails.
     """
     name, _, attribute = path.partition(":")
@@ -35,7 +35,7 @@ def import_object(path: str, purpose: str) -> Any:
 
 
 def import_callable(path: str, purpose: str, expected: str) -> Any:
-    """Import a callable like `import_object`. Raises UsageError with `expected` if the object isn't callable."""
+    """Import a callable, as `import_object` does. If it isn't callable, raise UsageError with `expected`."""
     value = import_object(path, purpose)
     if not callable(value):
         raise UsageError(f"{purpose} {path}: expected {expected}, got an object of type {type(value).__name__}")
@@ -43,9 +43,9 @@ def import_callable(path: str, purpose: str, expected: str) -> Any:
 
 
 def import_extra(package: str, extra: str, label: str) -> Any:
-    """Import a package of an extra. Raises UsageError, prefixed with `label`, if the package isn't installed.
+    """Import a package of an optional extra. Raises UsageError, prefixed with `label`, if the package isn't installed.
 
-    Such packages can take seconds to import, so call this function when the package is needed.
+    Such packages can take seconds to import, so call this function only when the package is needed.
     """
     try:
         return importlib.import_module(package)
@@ -69,8 +69,8 @@ def _import(name: str, label: str) -> ModuleType:
         return importlib.import_module(name)
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a script without a main guard can even exit
-        # The missing module is the requested one, or a package above it.
+    except BaseException as error:  # a script without a main guard may even exit
+        # The missing module is the requested module or one of its parent packages.
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(
                 f"{label}: module {error.name} not found, neither in {os.getcwd()} nor among the installed packages; "

@@ -1,6 +1,6 @@
-"""Errors for loader processes that died: which process, how it ended, and what to do.
+"""Errors for data loader processes that died: which process, how it ended, and what to do.
 
-torch raises a RuntimeError in its SIGCHLD handler, wherever the main thread is at this moment. This can be in user code
+torch raises a RuntimeError in its SIGCHLD handler, wherever the main thread is at that moment. This may be in user code
 or in a collective.
 """
 
@@ -10,7 +10,7 @@ from typing import Final, final
 
 from lockstep.errors import HostError
 
-# The messages of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py.
+# Matches the messages of torch/csrc/DataLoader.cpp and torch/utils/data/dataloader.py.
 _DIED: Final = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[\d, ]*\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
@@ -28,7 +28,7 @@ class LoaderDiedError(HostError):
 
 
 def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
-    """Return the error to report if `error` was caused by a loader process that died, or None."""
+    """If a dead loader process caused `error`, return the error to report. Otherwise, return None."""
     result: LoaderDiedError | None = None
     cause: BaseException | None = error
     while cause is not None:
@@ -42,7 +42,7 @@ def lost_loader_process(error: BaseException) -> LoaderDiedError | None:
 
 
 def died(name: str, code: int) -> LoaderDiedError:
-    """Return the error for the loader process `name` by its exit code. A negative code is a signal."""
+    """Return the error for the loader process `name` that ended with exit code `code`. A negative code is a signal."""
     kind = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     how = f"was killed by {kind}" if code < 0 else f"exited with code {code}" if code else "exited"
     advice = _ADVICE.get(kind, _CRASHED)
@@ -52,5 +52,5 @@ def died(name: str, code: int) -> LoaderDiedError:
 
 
 def _signal_number(description: str) -> int:
-    """Return the number of a signal by its C library description, such as `Killed`, or 0 if it's unknown."""
+    """Return the number of a signal by its C library description, such as `Killed`, or 0 if it is unknown."""
     return next((int(number) for number in signal.Signals if signal.strsignal(number) == description.strip()), 0)

@@ -1,4 +1,4 @@
-"""File locks between the processes of a node. The kernel releases a lock when its holder dies."""
+"""File locks between the processes of a node. The kernel releases a lock when its holder ends."""
 
 import fcntl
 import os
@@ -14,12 +14,12 @@ from lockstep.errors import UsageError
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock file `path` within the block. Creates the file if needed, and waits while another process holds it.
+    """Hold the lock file `path` in the block. Creates the file if needed. Waits while another process holds it.
 
-    If `wait` is False, the lock is tried once, and the context yields whether it was acquired.
+    If `wait` is False, it tries only once, and yields whether the lock was acquired.
 
     The lock belongs to the open file, not to the existence of the file, so a killed process leaves nothing to clean up.
-    The file is never removed, because a waiting process and a new process could then hold two locks with one name.
+    The file is never removed. Otherwise, a waiting process and a new process could hold two locks with the same name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -27,7 +27,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             acquired = True
-        except OSError:  # held by another process, or a file system without locks
+        except OSError:  # another process holds it, or the file system doesn't support locks
             if wait:
                 raise
             acquired = False
@@ -37,9 +37,9 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def private_folder() -> Path:
-    """Return the private folder of this user in the temporary folder of the node. Creates it if needed.
+    """Return this user's private folder in the temporary folder of the node. Creates it if needed.
 
-    All users can write to the temporary folder and know the name. Therefore raises UsageError if another user has
+    All users can write to the temporary folder and know the name. Therefore, this raises UsageError if another user
     created the folder, or if other users can access it.
     """
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"

@@ -4,20 +4,20 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-_FEW: Final = 8  # names that are listed in addition to a suggestion
-_LONGEST: Final = 100  # characters of a name that is compared; longer names take too long
+_MAX_LISTED: Final = 8  # maximum number of names that are listed in addition to a suggestion
+_MAX_COMPARED_CHARS: Final = 100  # maximum length of a name to compare; longer names take too long
 
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the `names` that are similar to `name`, most similar first."""
-    if len(name) > _LONGEST:
+    """Return up to `count` of the `names` that are similar to `name`, with the most similar name first."""
+    if len(name) > _MAX_COMPARED_CHARS:
         return []
     spelled = {candidate.lower(): candidate for candidate in names}
     return [spelled[match] for match in difflib.get_close_matches(name.lower(), spelled, n=count)]
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return `; did you mean 'x' or 'y'?`, or "" if no name is similar."""
+    """Return the text `; did you mean 'x' or 'y'?`, or an empty string if no name is similar."""
     quoted = [f"'{candidate}'" for candidate in nearest(name, names)]
     if not quoted:
         return ""
@@ -26,9 +26,10 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def choices(name: str, names: Iterable[str]) -> str:
-    """Return the suggestion for a mistyped name with the valid names, or only the valid names without a suggestion.
+    """Return a text with a suggestion for a mistyped name and the valid names.
 
-    With a suggestion, the valid names are left out if there are many.
+    If there is no suggestion, it only lists the valid names. If there is a suggestion and there are many valid names,
+    it only contains the suggestion.
     """
     valid = list(names)
     hint = suggestion(name, valid)
@@ -36,5 +37,5 @@ def choices(name: str, names: Iterable[str]) -> str:
 
 
 def list_names(valid: Sequence[str]) -> str:
-    """Return ` Valid: x, y` to append to a suggestion, or "" if there are many names."""
-    return f" Valid: {', '.join(valid)}" if len(valid) <= _FEW else ""
+    """Return the text ` Valid: x, y` to append to a suggestion, or an empty string if there are many names."""
+    return f" Valid: {', '.join(valid)}" if len(valid) <= _MAX_LISTED else ""

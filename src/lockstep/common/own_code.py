@@ -1,4 +1,4 @@
-"""User code: which files belong to the user, and errors of user code as one message with file and line."""
+"""Determines which files are user code, and formats errors of user code as a message with file and line."""
 
 import linecache
 import os
@@ -14,27 +14,28 @@ from lockstep.common.text import printable
 from lockstep.errors import LockstepError, OwnCodeError, UsageError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-_LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # can be checkouts, like user code
-# Errors from these files aren't caused by the code that was running. A peer or a loader process is gone.
-_OF_OTHERS: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
-# These call the model of the user, or torch on its behalf, and raise no errors except for user errors.
+_LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be source checkouts, like user code
+# Errors from these files aren't caused by the running code, but by a lost peer or loader process.
+_FOREIGN_FILES: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
+# These files call the user's model, or torch on its behalf, and only raise user errors.
 _CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
-_LONGEST: Final = 1_000  # characters of a message
-_MOST_LINES: Final = 8
+_MAX_MESSAGE_CHARS: Final = 1_000  # maximum number of characters in a message
+_MAX_MESSAGE_LINES: Final = 8
 
 _NO_GROUP: Final = "Default process group has not been initialized"
-_LEFT_OVER: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
+_DDP_ADVICE: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
 
-_KEY: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")  # arguments in a loop
+# Arguments of a loop.
+_RECIPE_PREFIX: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")
 Place = tuple[str, int]  # file and line
 
 
 @final
 class OwnCode:
-    """A context for user code. Converts all exceptions, including SystemExit, to OwnCodeError.
+    """A context manager for user code. It converts all exceptions, including SystemExit, to OwnCodeError.
 
-    `label` names the code, such as `model my.nets:net`. Lockstep errors and KeyboardInterrupt aren't converted. Pass
-    `shared` if hooks of Lockstep also run in the block. Exceptions of these hooks, or of collectives in them, aren't
+    `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
+    `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, or from collectives in them, aren't
     converted.
     """
 
@@ -50,23 +51,26 @@ class OwnCode:
     ) -> None:
         if error is None or isinstance(error, LockstepError | KeyboardInterrupt):
             return
-        inside = trace.tb_next if trace else None  # skip the frame that entered this context
+        inside = trace.tb_next if trace else None  # skip the frame that entered this context manager
         if self._shared and _origin(inside) == "ours":
             return
         raise OwnCodeError(f"{self._label}: {describe_error(error)}") from error
 
 
 def own_error(error: BaseException) -> OwnCodeError | None:
-    """Return the error to report if `error` is from user code outside of an `OwnCode` context, or None."""
+    """If `error` comes from user code outside of `OwnCode`, return the error to report. Otherwise, return None."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
     if _NO_GROUP in str(error) and place(error):
-        return OwnCodeError(describe_error(error, _LEFT_OVER))
+        return OwnCodeError(describe_error(error, _DDP_ADVICE))
     return OwnCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
-    """Describe an error of user code, as `ValueError: its message (nets.py:12); fix it there`, or with `advice`."""
+    """Describe an error in user code, such as `ValueError: its message (nets.py:12); fix it there`.
+
+    `advice` replaces the text after the semicolon.
+    """
     line = place(error)
     fix = "install it, or change that line" if isinstance(error, ModuleNotFoundError) else "fix it there"
     advice = advice or (fix if line else "")
@@ -74,7 +78,7 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return the file and line of the innermost frame of user code, as `nets.py:12`, or ""."""
+    """Return the innermost line of user code in an error's traceback, such as `nets.py:12`, or an empty string."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
         return location(error.filename, error.lineno)
     frames = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
@@ -82,7 +86,7 @@ def place(error: BaseException) -> str:
 
 
 def calling() -> str:
-    """Return the file and line of the calling user code, as `loop.py:12`, or ""."""
+    """Return the line of user code that called Lockstep, such as `loop.py:12`, or an empty string."""
     frame = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -90,9 +94,9 @@ def calling() -> str:
 
 
 def between(before: Place, now: Place) -> str:
-    """Describe the user code that ran between two calls: the line if there is only one, or both ends.
+    """Describe the user code that ran between two calls: its line if it is a single line, or the lines of both calls.
 
-    If both calls are on the same line, one iteration of a loop apart, the text is `since` the line.
+    If both calls are on the same line, one iteration of a loop apart, the text is `since` followed by the line.
     """
     if not before[0] or not now[0]:
         return calling()
@@ -105,37 +109,37 @@ def between(before: Place, now: Place) -> str:
 
 
 def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
-    """Return the error that rejects an action of user code. `where` defaults to the calling line."""
+    """Return the error for an unsupported action of user code. `where` defaults to the line that called Lockstep."""
     where = where or calling()
     return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
 
 
 @contextmanager
 def with_its_line() -> Iterator[None]:
-    """Add the calling line of user code to UsageErrors of the block that have no line.
+    """Add the calling line of user code to each UsageError in the block that has no line.
 
-    Keys of a recipe are shown as arguments, because the caller is a custom loop.
+    Recipe keys are shown as arguments, because the caller is a custom training loop.
     """
     try:
         yield
     except OwnCodeError:
         raise
     except UsageError as error:
-        message = _KEY.sub("", str(error))
+        message = _RECIPE_PREFIX.sub("", str(error))
         text, _, advice = message.partition("; ")
         unplaced = advice and (line := calling()) and line not in text
         raise (refusal(text, advice) if unplaced else UsageError(message)) from None
 
 
 def location(path: str, line: int | None) -> str:
-    """Return file and line for messages, as `nets.py:12`. Files below the current directory have relative names."""
-    return f"{_short(path)}:{line}"
+    """Return file and line for messages, such as `nets.py:12`. Files in the current directory have relative paths."""
+    return f"{_relative_path(path)}:{line}"
 
 
 def is_own(path: str) -> bool:
-    """Whether a Python file is user code, i.e. not part of Python, of an installed package or of Lockstep.
+    """Return whether a Python file is user code: not part of Python, an installed package or Lockstep.
 
-    An editable install is user code. The program that starts a command, such as lockstep or torchrun, is next to the
+    An editable install is user code. The program of a command, such as lockstep or torchrun, is in the folder of the
     interpreter and isn't user code.
     """
     if path.startswith("<") or is_installed(path) or os.path.dirname(path) == os.path.dirname(sys.executable):
@@ -150,20 +154,20 @@ def _package() -> str:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a file is in a folder of installed packages."""
+    """Return whether a file is in a folder of installed packages."""
     return not _INSTALLED.isdisjoint(Path(path).parts)
 
 
 def _origin(trace: TracebackType | None) -> str:
-    """Return "own" for an error in user code, "ours" for Lockstep, or "". Frames of libraries are skipped."""
+    """Return "own" for an error in user code, "ours" for Lockstep, or else "". Library frames are skipped."""
     lockstep = _package() + os.sep
     frames = [name for name, _ in _frames(trace)]
-    if frames and "/torch/autograd/" in frames[-1]:  # it runs the graph of the model, whoever the caller is
+    if frames and "/torch/autograd/" in frames[-1]:  # autograd runs the model's graph, regardless of the caller
         return ""
     for name in reversed(frames):
         if name.endswith(_CALLS):
             continue
-        if name.startswith(lockstep) or any(part in name for part in _OF_OTHERS):
+        if name.startswith(lockstep) or any(part in name for part in _FOREIGN_FILES):
             return "ours"
         if is_own(name):
             return "own"
@@ -177,22 +181,22 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def _message(error: BaseException) -> str:
-    """Return the type and message of an error. The message can have any length and content, or raise when formatted."""
+    """Return the type and message of an error. Handles messages with any content, and messages that fail to format."""
     try:
-        plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # else the place is repeated
+        plain = error.msg if isinstance(error, SyntaxError) and place(error) else error  # avoids repeating the location
         name, message = type(error).__name__, str.__str__(str(plain))
     except Exception as another:
         return f"an exception whose message cannot be shown ({type(another).__name__})"
-    lines = printable(message[:_LONGEST]).strip().splitlines()
-    text = "\n".join(lines[:_MOST_LINES])
-    if len(message) > _LONGEST or len(lines) > _MOST_LINES:
+    lines = printable(message[:_MAX_MESSAGE_CHARS]).strip().splitlines()
+    text = "\n".join(lines[:_MAX_MESSAGE_LINES])
+    if len(message) > _MAX_MESSAGE_CHARS or len(lines) > _MAX_MESSAGE_LINES:
         text += " ..."
     return f"{name}: {text}" if text else name
 
 
-def _short(path: str) -> str:
+def _relative_path(path: str) -> str:
     try:
         cwd = os.getcwd() + os.sep
-    except OSError:  # the folder is gone
+    except OSError:  # the folder no longer exists
         return path
     return path.removeprefix(cwd)

@@ -1,4 +1,4 @@
-"""Shell patterns for names, such as the parameter names of a model: `layer1.*`, `*.bias`."""
+"""Shell-style patterns for names, such as the parameter names of a model: `layer1.*`, `*.bias`."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -7,16 +7,16 @@ from typing import Final
 from lockstep.common.names import suggestion
 from lockstep.errors import UsageError
 
-_SHOWN: Final = 8  # names in a message
+_MAX_NAMES: Final = 8  # maximum number of names in a message
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name matches one of the patterns. The rules are those of fnmatch, so `*` also matches dots."""
+    """Return whether a name matches any of the patterns. The rules are those of fnmatch, so `*` also matches dots."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = "parameter") -> set[str]:
-    """Return the `names` that match a pattern. Raises UsageError, prefixed with `key`, if a pattern matches none."""
+    """Return the `names` that match a pattern. If a pattern matches no name, raise UsageError, prefixed with `key`."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = suggestion(pattern, names)
@@ -26,7 +26,7 @@ def select(key: str, patterns: Sequence[str], names: Sequence[str], what: str = 
     return {name for name in names if matches(name, patterns)}
 
 
-def list_some(names: Sequence[str], limit: int = _SHOWN) -> str:
-    """List at most `limit` names for a message."""
+def list_some(names: Sequence[str], limit: int = _MAX_NAMES) -> str:
+    """Return at most `limit` names as text for a message."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + suffix

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted files: only regular files, which have an end, without following links. Also JSON."""
+"""Safe reading of untrusted files: only regular files are read, and links aren't followed. Also parses JSON."""
 
 import errno
 import json
@@ -9,13 +9,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, Final
 
-LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header: about 150,000 tensors, which take seconds to read
+LARGEST_HEADER: Final = 1 << 24  # bytes of a safetensors header; about 150,000 tensors, which take seconds to read
 
 
 def descriptor(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, links: bool = False) -> int:
     """Open `path` like os.open. Raises OSError if it isn't a regular file or, unless `links` is set, if it is a link.
 
-    A link can lead to any file of the user, a pipe blocks its reader, and a device may never end. Only the last
+    A link can point to any file of the user, a pipe blocks its reader, and a device may never end. Only the last
     component of the path is checked for links.
     """
     try:
@@ -37,7 +37,7 @@ def reader(path: Path, *, links: bool = False) -> BufferedReader:
 
 
 def content(path: Path, limit: int) -> bytes:
-    """Return the bytes of a file. Raises OSError if it has more than `limit` bytes. See `descriptor`."""
+    """Return the content of a file. If it is longer than `limit` bytes, raise OSError. See `descriptor`."""
     with reader(path) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
@@ -46,7 +46,7 @@ def content(path: Path, limit: int) -> bytes:
 
 
 def shown_text(path: Path) -> str:
-    """Return the text of a system file, such as in /proc and /sys, or "" if it can't be read, e.g. in a container."""
+    """Return the text of a system file, such as in /proc, or "" if it can't be read, e.g. in a container."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
@@ -54,9 +54,9 @@ def shown_text(path: Path) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise OSError if an entry below `folder`, after following links, is neither a regular file nor a folder.
+    """Raise OSError if any entry in `folder`, after following links, is neither a regular file nor a folder.
 
-    Use this function before a library opens the files of a folder, because it would wait for a pipe.
+    Use this before a library opens files in a folder, because a library would block on a pipe.
     """
     for folder_path, _, names in os.walk(folder):
         for path in (Path(folder_path, name) for name in names):
@@ -65,9 +65,10 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError if the safetensors header of a file is larger than the header of any model.
+    """Raise OSError if the safetensors header of a file is larger than that of any real model.
 
-    The library accepts 100 MB. Such a header can name a million tensors, and takes a minute and a gigabyte to parse.
+    The library accepts up to 100 MB. Such a header can list a million tensors, and takes a minute and a gigabyte to
+    parse.
     """
     with reader(path, links=True) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -76,9 +77,9 @@ def check_safetensors(path: Path) -> None:
 
 
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON, with `pairs` as the object_pairs_hook. Raises ValueError if the data is invalid.
+    """Parse JSON, with `pairs` as the object_pairs_hook. Raises ValueError if the data isn't valid.
 
-    Call this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
+    Use this instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)

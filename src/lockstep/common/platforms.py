@@ -1,4 +1,4 @@
-"""Functions that differ between operating systems. They have only ever been run on Linux (docs/limits.md)."""
+"""Functions that differ between operating systems. They have only been run on Linux so far (docs/limits.md)."""
 
 import os
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from lockstep.errors import UsageError
 
 
 def need_posix(feature: str) -> None:
-    """Raise UsageError on systems without POSIX file locks, user ids and signals, such as Windows."""
+    """Raise UsageError on systems without POSIX file locks, user IDs and signals, such as Windows."""
     if find_spec("fcntl") is None:
         raise UsageError(
             f"{feature} requires Linux or macOS, because it uses POSIX file locks and signals; on Windows, use WSL"
@@ -16,7 +16,7 @@ def need_posix(feature: str) -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process can use, by its affinity and by the limits of a container."""
+    """Return the number of cores that this process can use, given its affinity and the limits of its container."""
     try:
         bound = len(os.sched_getaffinity(0))
     except AttributeError:  # not on Linux
@@ -25,12 +25,12 @@ def usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Whether a GPU driver is present. Without a driver, torch finds no device, and its slow import can be skipped."""
+    """Return whether a GPU driver is present. If not, torch finds no device, and its slow import can be skipped."""
     return any(os.path.exists(driver) for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def reserve(descriptor: int, length: int) -> None:
-    """Set the length of a file. If the system supports it, also reserve the space, so that a full disk raises here."""
+    """Set the length of a file. If possible, reserve the space, so that a full disk raises an error here."""
     try:
         os.posix_fallocate(descriptor, 0, length)
     except AttributeError:

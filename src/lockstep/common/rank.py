@@ -1,4 +1,4 @@
-"""The rank of a process, as its launcher passes it on, and the address of the rendezvous."""
+"""The rank of a process, as set by its launcher, and the address of the rendezvous."""
 
 import re
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The rank of a process, with the sizes, the launcher and the address of the rendezvous.
+    """The rank of a process, the world size, the local rank and size, the launcher, and the rendezvous address.
 
-    - `master`, `port`: the rendezvous, or None if it isn't needed or unknown.
-    - `advice`: how to pass them to processes of this launcher, for errors if they are unknown.
-    - `hosted`: whether the launcher listens at this address instead of rank 0. Ray listens in the process of rank 0.
-    - `restarted_alone`: whether the launcher can restart the processes of one host before the processes of the other
-      hosts have ended. The restarted processes then find the old ones at the rendezvous.
+    - `master`, `port`: The rendezvous address, or None if it isn't needed or is unknown.
+    - `advice`: How to set the address with this launcher. Shown in errors if the address is unknown.
+    - `hosted`: Whether the launcher listens on this address instead of rank 0. Ray listens in the process of rank 0.
+    - `restarted_alone`: Whether the launcher can restart the processes of one host before the processes of the other
+      hosts have ended. The restarted processes then find the old processes at the rendezvous.
     """
 
     rank: int
@@ -31,16 +31,16 @@ class RankInfo:
     restarted_alone: bool = False
 
 
-SECRET: Final = "LOCKSTEP_JOB_SECRET"  # in the environment of all ranks
+SECRET: Final = "LOCKSTEP_JOB_SECRET"  # set in the environment of all ranks
 RENDEZVOUS_ADDRESSES: Final = "env://, tcp://HOST:PORT or file:///PATH"
 RENDEZVOUS_ADDRESS: Final = r"^(env://|tcp://([^/:\[\]]+|\[[^/\[\]]+\]):(\d+)|file:///.+)$"
 ALONE: Final = RankInfo(rank=0, size=1, local_rank=0, local_size=1, launcher="none")
 
 
 def rendezvous_address(info: RankInfo, address: str) -> str:
-    """Return the rendezvous address. env:// is replaced by the address that the launcher or the user set.
+    """Return the rendezvous address. Replaces env:// with the address that the launcher or the user set.
 
-    Raises UsageError if `address` isn't one of `RENDEZVOUS_ADDRESSES`, or if it is env:// and no address is set.
+    Raises UsageError if `address` doesn't match `RENDEZVOUS_ADDRESSES`, or if it is env:// and no address is set.
     """
     match = re.match(RENDEZVOUS_ADDRESS, address)
     if not match or int(match[3] or 1) not in range(1, 65536):
@@ -57,5 +57,5 @@ def rendezvous_address(info: RankInfo, address: str) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` are by rank, and are left out if unknown."""
+    """Return a text such as `rank 2 (b), 3 (b)`. `hosts` has the host name of each rank, or is empty if unknown."""
     return "rank " + ", ".join(f"{rank} ({hosts[rank]})" if rank < len(hosts) > 1 else str(rank) for rank in ranks)

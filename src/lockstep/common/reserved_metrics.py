@@ -1,10 +1,10 @@
-"""Reserved metric names. In a line of events, each metric is a field with its name, next to the fields of the event."""
+"""Reserved metric names. In the event log, each metric is a field next to the fields of the event itself."""
 
 from collections.abc import Iterable
 from typing import Final
 
 OF_ALL: Final = frozenset({"event", "time", "step", "epoch", "samples"})
-# The fields of steps, evaluations and the end of a run, except for `loss`, which a metric of a task can replace.
+# The fields of step, evaluation and end events, except `loss`, which a metric of a task may replace.
 OF_TRAINING: Final = OF_ALL | {
     *("lr", "norm", "samples_per_s", "peak_bytes", "weight_per_s", "loss_scale", "flops_per_s", "mfu"),
     *("evaluated", "of", "seconds", "fractions", "weights"),
@@ -14,5 +14,5 @@ OF_TRAINING: Final = OF_ALL | {
 
 
 def first_taken(figures: Iterable[str], reserved: frozenset[str]) -> str | None:
-    """Return the first of the metric names that is `reserved`, or None if there is none."""
+    """Return the first metric name that is `reserved`, or None if there is none."""
     return next((name for name in figures if name in reserved), None)

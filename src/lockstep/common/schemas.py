@@ -1,4 +1,4 @@
-"""The schema version of the files of a run. `started` events and state.json contain it."""
+"""The schema version of run files. It is stored in `started` events and in state.json."""
 
 from typing import Final
 

@@ -1,32 +1,32 @@
-"""Safe text for output, and quantities in words. Untrusted text can't move the cursor, or color or reorder text."""
+"""Safe text for output, and quantities as text. Untrusted text can't move the cursor or color or reorder text."""
 
 import re
 from typing import Final
 
 # The control characters C0 and C1 with DEL, characters that are invisible or reorder text (bidi marks, embeddings,
-# overrides and isolates, tags), the line ends of Unicode, and surrogates, which no stream can encode. Joiners are kept,
-# because some scripts need them.
+# overrides and isolates, tags), the line separators of Unicode, and surrogates, which no stream can encode. Joiners are
+# allowed, because some scripts need them.
 _UNSAFE: Final = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\ud800-\udfff\U000e0000-\U000e007f"
 )
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_IN_TEXT: Final = re.compile(f"[{_UNSAFE}]")
-_IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
+_UNSAFE_IN_TEXT: Final = re.compile(f"[{_UNSAFE}]")
+_UNSAFE_IN_LINE: Final = re.compile(f"[{_UNSAFE}\t\n]")
 
 
 def printable(text: str) -> str:
-    r"""Return `text` with control and invisible characters as visible escapes, such as \x1b. Keeps \n and \t."""
-    return _IN_TEXT.sub(_escape, text)
+    r"""Return `text` with control and invisible characters replaced by escapes, such as \x1b. Keeps \n and \t."""
+    return _UNSAFE_IN_TEXT.sub(_escape, text)
 
 
 def printable_line(text: str) -> str:
-    r"""Return `text` like `printable`, and escape \n and \t, too. For names, which must stay on one line."""
-    return _IN_LINE.sub(_escape, text)
+    r"""Like `printable`, but also escape \n and \t. For names, which must stay on a single line."""
+    return _UNSAFE_IN_LINE.sub(_escape, text)
 
 
 def size(number: float) -> str:
-    """Return a number of bytes as text, e.g. `1.5 GiB`."""
+    """Return a number of bytes as text, such as `1.5 GiB`."""
     for unit, name in _UNITS:
         if (count := number / unit) >= 1:
             return f"{count:.3g} {name}" if count < 1000 else f"{count:,.0f} {name}"
@@ -34,7 +34,7 @@ def size(number: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Return the time of a step as text, e.g. `25 ms`."""
+    """Return a step time as text, such as `25 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 

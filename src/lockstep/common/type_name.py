@@ -1,10 +1,10 @@
-"""The type of a value from user code, for errors."""
+"""Describes the type of a value from user code, for error messages."""
 
 from typing import Any
 
 
 def type_name(value: Any) -> str:
-    """Return the description of the type of a value in errors."""
+    """Return a description of the type of a value for error messages."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Hashes of the source files of user code. The source is part of the recipe, although the recipe only names it.
+"""Hashes of the source files of user code. The source code belongs to the recipe, although a recipe only names it.
 
-Import statements are parsed, not executed, so the result doesn't depend on the modules that are already imported.
-Imports by other means, such as importlib, aren't found.
+Import statements are parsed, not executed, so the result doesn't depend on modules that are already imported. Imports
+by other means, such as importlib, aren't found.
 """
 
 import ast
@@ -17,57 +17,57 @@ from typing import Final
 from lockstep.common.own_code import is_own
 from lockstep.common.patterns import list_some
 
-_DIGITS: Final = 16  # of a hash; long enough to avoid collisions
-_NAMED: Final = 10
+_HASH_DIGITS: Final = 16  # digits of a hash, which are enough to avoid collisions
+_MAX_NAMED: Final = 10
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Return a hash of each user file that the import paths lead to, directly or through imports of these files.
+    """Return a hash of each source file of the user that the import paths lead to, directly or through imports.
 
-    Files are named relative to the folder from which they are imported, so that the folder can change.
+    Files are named relative to the folder from which they are imported, so that the folder can be moved.
     """
     digests: dict[str, str] = {}
     queue = [name for path in paths for name in _with_packages(path.partition(":")[0])]
-    met: set[str] = set()
+    visited: set[str] = set()
     while queue:
         name = queue.pop()
-        if name in met:
+        if name in visited:
             continue
-        met.add(name)
+        visited.add(name)
         spec = _spec(name)
         file = spec.origin if spec is not None and spec.has_location else None
         if spec is None or file is None or not is_own(file):
             continue
         try:
             content = Path(file).read_bytes()
-        except OSError:  # removed since it was imported, or in an archive
+        except OSError:  # removed since the import, or in an archive
             continue
-        digests[_below_root(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_DIGITS]
+        digests[_relative_file(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
         queue += [imported for imported in _imports(content, spec) if _may_be_own(imported)]
     return dict(sorted(digests.items()))
 
 
 def script_digests() -> dict[str, str]:
-    """Return the hashes for the script that this process runs, or {} if it isn't user code."""
+    """Return the hashes of the script that this process runs and of its imports, or {} if it isn't user code."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not isinstance(file, str) or not is_own(file):
         return {}
     try:
         content = Path(file).read_bytes()
-    except OSError:  # removed since it was started
+    except OSError:  # removed since the start
         return {}
     names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_own(name)]
-    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_DIGITS], **source_digests(names)}
+    return {Path(file).name: hashlib.sha256(content).hexdigest()[:_HASH_DIGITS], **source_digests(names)}
 
 
 def source_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return the files that differ, as `nets.py, blocks.py (new), old.py (gone)`, or ""."""
+    """Return the changed files as text, such as `nets.py, blocks.py (new), old.py (gone)`, or an empty string."""
     names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     changed = [
         f"{name}{'' if name in before and name in after else ' (new)' if name in after else ' (gone)'}"
         for name in names
     ]
-    return list_some(changed, _NAMED)
+    return list_some(changed, _MAX_NAMED)
 
 
 def _with_packages(name: str) -> list[str]:
@@ -77,7 +77,7 @@ def _with_packages(name: str) -> list[str]:
 
 
 def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
-    """Yield the names of all modules that the import statements of a file can refer to, at any level of nesting."""
+    """Yield the names of all modules that the import statements of a file may refer to, at any nesting level."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):  # e.g. a compiled file
@@ -89,14 +89,14 @@ def _imports(content: bytes, spec: ModuleSpec) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             try:
                 base = importlib.util.resolve_name("." * node.level + (node.module or ""), spec.parent)
-            except ImportError:  # relative import beyond the top-level package
+            except ImportError:  # a relative import beyond the top-level package
                 continue
             yield from _with_packages(base)
             yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
 
 
 def _may_be_own(name: str) -> bool:
-    """Whether the top-level package is user code, so that installed packages aren't searched."""
+    """Return whether the top-level package is user code. Used to skip installed packages."""
     spec = _spec(name.partition(".")[0])
     if spec is None:
         return False
@@ -105,7 +105,7 @@ def _may_be_own(name: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Return the spec that an import of a module would load or has loaded, without loading anything."""
+    """Return the spec of a module that is imported, or that importing it would load. This doesn't import anything."""
     module = sys.modules.get(name)
     if isinstance(module, ModuleType) and isinstance(vars(module).get("__spec__"), ModuleSpec):
         return module.__spec__
@@ -121,7 +121,7 @@ def _spec(name: str) -> ModuleSpec | None:
     return PathFinder.find_spec(name, list(parent_spec.submodule_search_locations))
 
 
-def _below_root(name: str, spec: ModuleSpec, file: str) -> str:
+def _relative_file(name: str, spec: ModuleSpec, file: str) -> str:
     path = PurePosixPath(*name.split("."))
     is_package = spec.submodule_search_locations is not None
     return str(path / Path(file).name if is_package else path.with_name(Path(file).name))

@@ -3,5 +3,5 @@
 from pathlib import Path
 from typing import Final
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 PACKAGE: Final = Path(__file__).parent.parent

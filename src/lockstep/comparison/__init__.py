@@ -1,1 +1,1 @@
-"""Compares placements of a recipe: plans and trains them one after the other, and shows the results."""
+"""Compares placements of a recipe: plans and trains them one after another, and shows the results."""

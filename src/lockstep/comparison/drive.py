@@ -1,4 +1,4 @@
-"""Trains a recipe to its end under several placements, one after the other, and collects the results."""
+"""Trains a recipe to completion on several placements, one after another, and collects the results."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from lockstep.runs.runs import machine_of
 from lockstep.setup.completed import completion_notice
 from lockstep.training.events import Started, Stepped, Stopped
 
-_LONGEST_REASON: Final = 500
+_MAX_REASON_CHARS: Final = 500
 
 Show = Callable[[Comparison], None]
 
@@ -33,17 +33,18 @@ def compare(
     also: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     dir: str | Path | None = None,
 ) -> Comparison:
-    """Train a recipe under each placement, as `lockstep compare` does.
+    """Train a recipe on each placement, as `lockstep compare` does.
 
-    - `recipe`: The name of a shipped recipe, or a recipe file.
-    - `placements`: Strategies, by name or as mappings of `name` and options.
-    - `processes`: The numbers of processes. A single process always runs first. Each strategy then runs on each number
-      above 1.
+    - `recipe`: The name of a built-in recipe, or a recipe file.
+    - `placements`: Strategies, by name or as mappings with `name` and options.
+    - `processes`: The numbers of processes. A single process always runs first. After that, each strategy runs on each
+      number above 1.
     - `also`: Overrides to compare. For each of them, all placements are trained again with that override. Pass a
       mapping, or a list of mappings for several values of the same key.
-    - `dir`: The folder for the runs. Defaults to a new folder in runs/. Runs in it that are finished are only read.
+    - `dir`: The folder for the runs. Defaults to a new folder in runs/. Completed runs in this folder are not repeated.
 
-    If a run fails, its row contains the reason. If a placement can't run, UsageError is raised before any run starts.
+    If a run fails, its row contains the reason. If a placement isn't possible, UsageError is raised before any run
+    starts.
     """
     strategies = tuple({"name": placement} if isinstance(placement, str) else placement for placement in placements)
     counts = processes_in(",".join(map(str, processes)))
@@ -62,7 +63,7 @@ def compare(
 
 
 def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
-    """Train each placement to its end in subprocesses, and return the results. A finished run is only read.
+    """Train each placement to completion in subprocesses, and return the results. Completed runs are not repeated.
 
     `show` is called with the comparison after each event. If a run fails, its row contains the reason.
     """
@@ -94,20 +95,20 @@ def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
     start, first = time.time(), 0
     reason = "it ended without a result"
     try:
-        # If the user interrupts the comparison, the processes end at once.
+        # If the user interrupts the comparison, `closing` ends the processes immediately.
         with closing(train_in_background(plan.loaded, plan.body)) as events:
             for event in events:
                 if isinstance(event, Started):
                     start, first = time.time(), event.step
                     row = replace(row, step=event.step, steps=event.steps)
                 reason = f"stopped by {event.reason}" if isinstance(event, Stopped) else reason
-                if isinstance(event, Stepped) and event.step > first:  # the remaining time at the speed so far
+                if isinstance(event, Stepped) and event.step > first:  # estimate the remaining time
                     passed = time.time() - start
                     left_s = passed / (event.step - first) * (row.steps - event.step)
                     row = replace(row, step=event.step, left_s=left_s, history=History(seconds=passed))
                 show(row)
     except LockstepError as error:
-        reason = str(error).partition("\n")[0][:_LONGEST_REASON]
+        reason = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
     final_history = _history(plan.row)
     if final_history.weights_sha256:
         return replace(row, state="done", left_s=None, history=final_history)

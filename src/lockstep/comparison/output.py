@@ -1,4 +1,4 @@
-"""Output of a comparison: the display while it runs, and then the table, JSON, the page and PNG files."""
+"""The output of a comparison: a live display, and then the table, the JSON file, the page and the PNG files."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ from lockstep.comparison.result import Comparison, ResultRow, State, conclusion,
 from lockstep.reporting import wording
 from lockstep.reporting.page import page
 from lockstep.reporting.png import write_png
-from lockstep.reporting.terminal import is_moving, live_on, print_unfolded, terminal_on
+from lockstep.reporting.terminal import is_moving, make_console, print_unwrapped, start_live
 
 JSON: Final = "comparison.json"
 PAGE: Final = "comparison.html"
@@ -23,19 +23,19 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.2
 
 @final
 class Display:
-    """Shows a comparison while it runs.
+    """Shows a comparison while it is running.
 
-    On a terminal, this is a live table. Otherwise, it is a line for each run that starts or ends.
+    On a terminal, this is a live table. Otherwise, it prints a line for each run that starts or ends.
     """
 
     def __init__(self, stream: TextIO) -> None:
-        self._console = terminal_on(stream)
+        self._console = make_console(stream)
         self._live: Live | None = None
         self._drawn = -float("inf")
         self._states: list[State] = []
 
     def __enter__(self) -> Self:
-        self._live = live_on(self._console) if is_moving(self._console) else None
+        self._live = start_live(self._console) if is_moving(self._console) else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,8 +64,8 @@ class Display:
 
 def write(comparison: Comparison, folder: Path, stream: TextIO, *, with_page: bool, with_png: bool) -> list[Path]:
     """Print the table, write the files, and return their paths."""
-    console = terminal_on(stream)
-    print_unfolded(console, drawing(comparison, console))
+    console = make_console(stream)
+    print_unwrapped(console, drawing(comparison, console))
     for line in conclusion(comparison):
         console.print(Text(printable(line), style="bold red"), soft_wrap=True)
     paths = [folder / JSON]

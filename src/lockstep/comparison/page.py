@@ -1,4 +1,4 @@
-"""The results of a comparison as tables and charts of a page."""
+"""The tables and charts of a page about a comparison."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,9 +14,9 @@ from lockstep.reporting.page import Section, Table, Words
 from lockstep.reporting.run_log import Figure
 from lockstep.reporting.run_page import chart
 
-_FEWEST: Final = 3  # values of a sweep that have a chart of the results
-_WIDE: Final = 20  # the ratio of the largest to the smallest value from which their axis is logarithmic
-_SPENT: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
+_MIN_CHART_VALUES: Final = 3  # minimum number of values of a sweep for a chart of the results
+_LOG_AXIS_RATIO: Final = 20  # ratio of the largest to the smallest value above which the axis is logarithmic
+_ACTIVITIES: Final = ("setting up", *PARTS, "training", "evaluating", "saving")
 _THROUGHPUT: Final = "Samples per second of training. Setup, evaluations and saves are not counted."
 _SECONDS: Final = (
     "Mean over the ranks in the last start, by the activity of the main thread. Computing: on a core. Data: until the "
@@ -28,22 +28,22 @@ _MEMORY: Final = "On a GPU, the allocated memory. Otherwise, the resident memory
 
 
 def title(comparison: Comparison) -> str:
-    """Return a short title with the number of variants, placements, or both."""
+    """Return a short title with the number of variants, of placements, or of both."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     subject = f"{len(variants)} variants of {comparison.recipe}" if len(variants) > 1 else comparison.recipe
     return f"{subject} under {len(placements)} placements" if len(placements) > 1 else f"{subject}, {placements.pop()}"
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return the sections of the page: the table, the results, and then time and memory.
+    """Return the sections of the page: the table, the results, and the time and memory.
 
-    The results of a sweep are its curves. The results of several placements are the charts over the number of
+    For a sweep, the results are the curves of its runs. For several placements, they are charts over the number of
     processes, followed by the curves.
     """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     cells = columns(comparison)
     if _is_sweep(comparison):
-        del cells["placement"]  # the title has it
+        del cells["placement"]  # the title already contains it
     note = (
         "Speed-up, efficiency and bits are relative to one process with the same recipe."
         if "same bits" in cells
@@ -61,7 +61,7 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _is_sweep(comparison: Comparison) -> bool:
-    """Return whether the rows have the same placement and differ in their recipes."""
+    """Return whether all rows have the same placement but different recipes."""
     placements, variants = {row.placement for row in comparison.rows}, {row.variant for row in comparison.rows}
     return len(placements) == 1 < len(variants)
 
@@ -71,7 +71,7 @@ def _label(comparison: Comparison, row: ResultRow) -> str:
 
 
 def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
-    """Yield charts over the number of processes, if there are several numbers."""
+    """Yield charts over the number of processes, if rows have different numbers."""
     numbers = sorted({row.processes for row in comparison.done})
     if len(numbers) < 2:
         return
@@ -89,7 +89,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """Return a line for each strategy and recipe, starting at their common run on a single process."""
+    """Return a line for each strategy and recipe. All lines of a recipe start at its run on a single process."""
     rows = comparison.done
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -108,7 +108,7 @@ def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) 
 def _inside(comparison: Comparison) -> Iterator[Chart]:
     """Yield charts of the time and memory of each placement."""
     spent = [row for row in comparison.done if row.spent]
-    parts = [part for part in _SPENT if any(part in row.spent for row in spent)]
+    parts = [part for part in _ACTIVITIES if any(part in row.spent for row in spent)]
     if parts:
         means = {part: [fmean(row.spent.get(part) or [0.0]) for row in spent] for part in parts}
         yield bars(
@@ -123,7 +123,7 @@ def _inside(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _curves(comparison: Comparison) -> Iterator[Chart]:
-    """Yield charts of the loss and of the task's figures, with the curves of all placements."""
+    """Yield charts of the loss and of the monitored metrics, with the curves of all placements."""
     histories = {_label(comparison, row): row.history for row in comparison.done}
     for figure in dict.fromkeys(("loss", *(history.monitor for history in histories.values()))):
         if (figure_chart := chart(figure, histories)) is not None:
@@ -131,7 +131,7 @@ def _curves(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _over_values(comparison: Comparison) -> Iterator[Chart]:
-    """Yield a chart of the last evaluation over the value that a sweep changes, if it changes a number."""
+    """Yield a chart of the last evaluation over the value that a sweep changes, if that is a number."""
     rows = comparison.done if _is_sweep(comparison) else []
     points, keys, figures = [], set(), set()
     for row in rows:
@@ -142,7 +142,7 @@ def _over_values(comparison: Comparison) -> Iterator[Chart]:
         keys.add(key)
         figures.add((figure.name, figure.is_fraction))
         points.append((value, figure.value))
-    if len(points) < _FEWEST or len(keys) > 1 or len(figures) > 1:
+    if len(points) < _MIN_CHART_VALUES or len(keys) > 1 or len(figures) > 1:
         return
     [key], [(name, is_fraction)] = keys, figures
     low, high = min(points)[0], max(points)[0]
@@ -153,12 +153,12 @@ def _over_values(comparison: Comparison) -> Iterator[Chart]:
         {name: sorted(points)},
         from_zero=is_fraction,
         percent=is_fraction,
-        log_x=low > 0 and high / low >= _WIDE,
+        log_x=low > 0 and high / low >= _LOG_AXIS_RATIO,
     )
 
 
 def _number(text: str) -> float | None:
-    """Return a finite number from its text, or None."""
+    """Return the finite number in a text, or None."""
     with suppress(ValueError):
         if isfinite(number := float(text)):
             return number
@@ -166,5 +166,5 @@ def _number(text: str) -> float | None:
 
 
 def _last_loss(row: ResultRow) -> Figure | None:
-    value = row.history.of_evaluation("loss")
+    value = row.history.evaluation_metric("loss")
     return None if value is None else Figure("loss", value, is_fraction=False)

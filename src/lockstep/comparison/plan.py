@@ -29,10 +29,11 @@ from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resume import check_recipe
 
 _SINGLE: Final = "single"
-_OURS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")  # keys that a comparison sets
+# Keys that it sets itself.
+_RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
-_LONGEST: Final = 80  # characters of a slug
+_MAX_SLUG_CHARS: Final = 80  # maximum number of characters in a slug
 
 Strategy = Mapping[str, Any]  # `name` and options
 
@@ -41,7 +42,8 @@ Strategy = Mapping[str, Any]  # `name` and options
 class ComparisonRequest:
     """A comparison to run: a recipe with overrides, strategies, numbers of processes, and variants.
 
-    Each of `variants` is an override, such as `recipe.batchnorm=sync`, that defines another recipe to compare.
+    Each item in `variants` is an override, such as `recipe.batchnorm=sync`, that defines an additional recipe to
+    compare.
     """
 
     source: str
@@ -54,7 +56,7 @@ class ComparisonRequest:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A placement that can run: its configuration, its row of the results, and the function that trains it."""
+    """A placement that can run: its configuration, its row in the results, and the function that trains it."""
 
     loaded: Loaded
     row: ResultRow
@@ -86,15 +88,15 @@ def processes_in(text: str) -> tuple[int, ...]:
 
 
 def folder_for(source: str) -> Path:
-    """Return a new folder name for a comparison. The folder doesn't exist yet."""
+    """Return a new folder name for a comparison. The folder isn't created."""
     return fresh_folder(f"compare-{_slug(Path(source).stem)}")
 
 
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
-    """Return the placements to run. For each recipe, a single process comes first, as the reference.
+    """Return the runs of a comparison. For each recipe, a single process runs first, as the reference.
 
-    On a single process all strategies are the same, so it only runs once, with the strategy `single`. If any placement
-    can't run, UsageError is raised with all reasons.
+    On a single process, all strategies are the same, so it only runs once, with the strategy `single`. If any placement
+    isn't possible, UsageError is raised with all reasons.
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
@@ -124,7 +126,7 @@ def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
 
 
 def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tuple[str, Loaded]]:
-    """Return the variants with their configurations, starting with the original recipe. Duplicates are dropped."""
+    """Return the variants and their configurations, starting with the original recipe. Duplicates are removed."""
     variants: list[tuple[str, Loaded]] = []
     for variant in ("", *request.variants):
         loaded = load(request.source, [*_overrides(request, variant), *placement])
@@ -134,9 +136,9 @@ def _variants(request: ComparisonRequest, placement: Sequence[str]) -> list[tupl
 
 
 def _format_value(loaded: Loaded, key: str) -> str:
-    """Return the value of a key in a recipe, in the form of an override.
+    """Return the value of a key in a recipe in the format of an override.
 
-    If a section has a shorthand, its value is that word.
+    If a section has a shorthand, the value is the shorthand.
     """
     path = tuple(key.split("."))
     value = reduce(mapping_at, path[:-1], values(loaded.config)).get(path[-1])
@@ -149,7 +151,7 @@ def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
 
 
 def _open_setup(loaded: Loaded) -> Setup:
-    """Run the checks that all placements of a recipe share, and return the opened recipe."""
+    """Run the checks that don't depend on the placement. Return the opened recipe."""
     with with_places(loaded):
         check_sinks(loaded.config.run)
     return open_unplaced(loaded)
@@ -160,7 +162,7 @@ def _plan(
 ) -> PlannedRun:
     """Return the plan of a placement.
 
-    Raises UsageError if it can't run, or if its folder contains a run of a different recipe.
+    Raises UsageError if the placement isn't possible, or if its folder contains a run of a different recipe.
     """
     folder = request.folder / _slug("-".join([*([variant] if variant else []), name, str(count)]))
     run_overrides = (f"run.dir={flow(str(folder))}", "run.resume=auto")
@@ -188,7 +190,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
     """Raise UsageError for overrides of keys that a comparison sets itself."""
     for word in overrides:
         key = word.partition("=")[0].strip()
-        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _OURS):
+        if any(key == own_key or key.startswith(f"{own_key}.") for own_key in _RESERVED_KEYS):
             raise UsageError(
                 f"{word}: lockstep compare sets {key} for each run; use --placements for strategies, --processes for "
                 f"numbers of processes, and --dir for the folder"
@@ -196,6 +198,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Return text as part of a path. If characters had to be replaced, a hash keeps it unique."""
-    slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_LONGEST]
+    """Return text in a form that is valid in a path. If characters are replaced, a hash keeps it unique."""
+    slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

@@ -16,21 +16,22 @@ from lockstep.reporting.terminal import table
 
 State = Literal["waiting", "running", "done", "failed"]
 
-# The parts of the training time in the table, named as in Done. `training` is their total, if it isn't split.
+# The parts of the training time in the table, with the names that Done uses. `training` is the total, if it isn't split
+# into parts.
 PARTS: Final = ("computing", "data", "waiting", "waiting for a core")
 _TRAINING: Final = (*PARTS, "training")
 MIB: Final = 1 << 20
-_NOTHING: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is dropped
+_UNINFORMATIVE: Final = {"", "done", "1.00", "100%", "0%"}  # a column with only one of these values is omitted
 _STYLES: Final = {"waiting": "dim", "running": "green", "failed": "red"}
 
 
 @dataclass(frozen=True)
 class ResultRow:
-    """One placement of a recipe, with its run in `folder`. `Comparison.rows` contains these rows.
+    """The result of a placement of a recipe, with its run in `folder`. `Comparison.rows` contains these rows.
 
-    `variant` is the override that makes its recipe differ from the original recipe. In rows of the original recipe, it
-    has the original values of the compared keys. `promises` is the promise of the strategy: `bits`, `close` or `none`.
-    If the run failed, `reason` explains why. `step`, `steps` and `left_s` describe a run that is in progress.
+    `variant` is the override that makes its recipe different from the original recipe. In rows of the original recipe,
+    it contains the original values of the compared keys. `promises` is the promise of the strategy: `bits`, `close` or
+    `none`. If the run failed, `reason` is the error. `step`, `steps` and `left_s` describe the progress of a run.
     """
 
     strategy: str
@@ -47,12 +48,12 @@ class ResultRow:
 
     @property
     def placement(self) -> str:
-        """The placement in words."""
+        """The placement as text."""
         return f"{self.strategy} on {self.processes}"
 
     @property
     def label(self) -> str:
-        """The placement in words, followed by the variant."""
+        """The placement as text, followed by the variant."""
         return f"{self.placement}, {self.variant}" if self.variant else self.placement
 
     @property
@@ -65,7 +66,7 @@ class ResultRow:
 
     @property
     def spent(self) -> dict[str, list[float]]:
-        """The seconds that each rank spent on each part of the last start."""
+        """The seconds that each rank spent on each activity in the last start."""
         return by_rank(self.history.last)
 
     @property
@@ -77,7 +78,7 @@ class ResultRow:
     def samples_per_s(self) -> float | None:
         """The training throughput of the last start, in samples per second.
 
-        Setup, evaluations and saves are excluded.
+        The time of setup, evaluations and saves is excluded.
         """
         seconds = sum(self.spent[part][0] for part in _TRAINING if part in self.spent)
         end, begin = count(self.history.last, "samples"), count(self.history.started, "samples")
@@ -86,7 +87,7 @@ class ResultRow:
         return (end - begin) / seconds
 
     def part(self, name: str) -> float | None:
-        """Return the fraction of the training time of all ranks spent on this part, or None if it isn't known."""
+        """Return the fraction of the training time of all ranks that was spent on this part, or None if unknown."""
         total = sum(sum(self.spent.get(part_name, ())) for part_name in PARTS)
         return sum(self.spent.get(name, ())) / total if total else None
 
@@ -95,7 +96,7 @@ class ResultRow:
 class Comparison:
     """The result of `compare`, with a row for each placement in the order in which they ran.
 
-    `machine` describes the machine in words.
+    `machine` is a description of the machine.
     """
 
     recipe: str
@@ -103,9 +104,9 @@ class Comparison:
     machine: str = ""
 
     def reference(self, row: ResultRow) -> ResultRow | None:
-        """Return the row of the same recipe on a single process, with which `row` is compared.
+        """Return the row of the same recipe on a single process, which is the reference for `row`.
 
-        Returns None if that run isn't done.
+        Returns None if that run isn't complete.
         """
         references = [
             candidate for candidate in self.rows if candidate.variant == row.variant and candidate.strategy == "single"
@@ -113,20 +114,20 @@ class Comparison:
         return references[0] if references and references[0].state == "done" else None
 
     def speed_up(self, row: ResultRow) -> float | None:
-        """Return the throughput relative to a single process, or None if either of them isn't known."""
+        """Return the throughput relative to a single process, or None if either throughput is unknown."""
         reference = self.reference(row)
         throughput, reference_throughput = row.samples_per_s, reference.samples_per_s if reference else None
         return throughput / reference_throughput if throughput and reference_throughput else None
 
     def efficiency(self, row: ResultRow) -> float | None:
-        """Return the speed-up divided by the number of processes, or None if it isn't known."""
+        """Return the speed-up divided by the number of processes, or None if it is unknown."""
         speed_up = self.speed_up(row)
         return None if speed_up is None else speed_up / row.processes
 
     def same_bits(self, row: ResultRow) -> bool | None:
-        """Return whether the weights are identical to those of a single process.
+        """Return whether the weights are identical to the weights of a single process.
 
-        Returns None if either of the hashes is missing.
+        Returns None if either hash is missing.
         """
         reference, weights_sha256 = self.reference(row), row.history.weights_sha256
         return weights_sha256 == reference.history.weights_sha256 if reference and weights_sha256 else None
@@ -138,12 +139,12 @@ class Comparison:
 
     @property
     def done(self) -> list[ResultRow]:
-        """The placements that finished training."""
+        """The placements that have completed training."""
         return [row for row in self.rows if row.state == "done"]
 
     @property
     def figure(self) -> str:
-        """The name of the figure by which runs of the recipe are judged."""
+        """The name of the metric that runs of the recipe monitor."""
         return next((row.history.monitor for row in self.rows if row.history.started), "loss")
 
     @property
@@ -155,8 +156,8 @@ class Comparison:
     def left_s(self) -> float | None:
         """The remaining seconds of the comparison, or None if they can't be estimated.
 
-        The estimate is the remaining time of the current run. For each waiting run, it adds the average time of the
-        runs that are finished or in progress.
+        The estimate is the remaining time of the current run, plus the average duration of the completed and current
+        runs for each waiting run.
         """
         durations = [row.seconds for row in self.rows if row.seconds is not None]
         running = [row for row in self.rows if row.state == "running"]
@@ -174,9 +175,9 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a
 
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the cells of all rows by column heading, most important column first.
+    """Return the cells of all rows by column heading. The most important columns come first.
 
-    Columns without information are dropped.
+    Columns without information are omitted.
     """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
     names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
@@ -184,17 +185,17 @@ def columns(comparison: Comparison) -> dict[str, list[str]]:
     all_columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
     cells.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
-    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _NOTHING}
+    return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
 
 
 def drawing(comparison: Comparison, console: Console) -> RenderableType:
-    """Return the table for a terminal."""
+    """Return the results as a table for a terminal."""
     styles = [_STYLES.get(row.state, "") for row in comparison.rows]
     return table(console, columns(comparison), styles, ("placement", "recipe", "state"))
 
 
 def conclusion(comparison: Comparison) -> list[str]:
-    """Return the lines below the table: failures, and broken promises."""
+    """Return the lines below the table: failed runs, and placements that broke their promise."""
     lines = [f"{row.label} failed: {row.reason}" for row in comparison.failed]
     return lines + [
         f"{row.label} has different weights than one process, although strategy {row.strategy} promises the same bits; "
@@ -204,7 +205,7 @@ def conclusion(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return all figures of the rows as JSON. Unknown figures are null."""
+    """Return all values of the rows as JSON. Unknown values are null."""
     rows = [_plain(comparison, row) for row in comparison.rows]
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
@@ -234,7 +235,7 @@ def _plain(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
 
 
 def state(comparison: Comparison, row: ResultRow) -> str:
-    """Return the state or progress of a row in words."""
+    """Return the state or progress of a row as text."""
     if row.state != "running":
         return row.state
     left_text = "" if row.left_s is None else f", {wording.duration(row.left_s)} left"

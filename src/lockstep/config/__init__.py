@@ -1,1 +1,1 @@
-"""The configuration that you write: the sections recipe, placement and run, typed and validated."""
+"""The configuration that the user writes, validated and typed. Its sections are recipe, placement and run."""

@@ -1,4 +1,4 @@
-"""Checks that involve several keys. They run before types are validated, so that all problems are reported together."""
+"""Checks that involve several keys. They run before type validation, so that all problems are reported together."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,27 +13,29 @@ from lockstep.core.work import default_microbatches, too_few
 def problems(values: Any, positions: dict[Path, SourcePosition], shares_steps: bool) -> Iterator[KeyProblem]:
     """Yield a problem for each contradiction between keys. `values` is the configuration before validation.
 
-    `shares_steps`: The processes share the micro-batches of a step, so each process needs at least one.
+    `shares_steps` says whether the processes split the micro-batches of a step. In this case, it is a problem if there
+    are fewer micro-batches than processes.
     """
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
-    process_problems = _processes(placement, recipe) if shares_steps else ()
-    for path, text in [*_recipe(recipe), *strategy_problems(_name(placement)), *process_problems]:
+    process_problems = _process_problems(placement, recipe) if shares_steps else ()
+    for path, text in [*_recipe_problems(recipe), *strategy_problems(_strategy_name(placement)), *process_problems]:
         yield KeyProblem(locate(positions, path), path, text)
 
 
-def _recipe(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+def _recipe_problems(recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     for line in contradictions(recipe) if recipe else []:
         name, colon, text = line.partition(": ")
         yield (("recipe", name), text) if colon else (("recipe",), line)
 
 
-def _name(placement: dict[str, Any]) -> Any:
+def _strategy_name(placement: dict[str, Any]) -> Any:
     strategy = placement.get("strategy", "auto")
     return strategy.get("name", "auto") if isinstance(strategy, dict) else strategy
 
 
-def _processes(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
-    if _name(placement) not in ("auto", FASTEST):  # the check depends on the strategy, which needs torch
+def _process_problems(placement: dict[str, Any], recipe: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    # With other strategies, the check needs the strategy itself, which imports torch. It runs later.
+    if _strategy_name(placement) not in ("auto", FASTEST):
         return
     processes, batch = placement.get("processes"), recipe.get("batch")
     microbatches, microbatch = recipe.get("microbatches"), recipe.get("microbatch")

@@ -1,15 +1,15 @@
-"""Base class and types of all configuration sections: strict types, no unknown keys, immutable after loading."""
+"""The base class and the value types of all configuration sections. Sections are strict and immutable."""
 
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Larger than any realistic count. The sum of two such counts fits into 64 bits, and their product is a finite float.
-_MOST: Final = 10**12
-_LONGEST_NAME: Final = 255  # bytes
+# A limit above all realistic counts. The sum of two such counts fits into 64 bits, and their product is a finite float.
+_MAX_INT: Final = 10**12
+_MAX_NAME_BYTES: Final = 255  # bytes
 
-PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
-NaturalInt = Annotated[int, Field(ge=0, le=_MOST)]
+PositiveInt = Annotated[int, Field(ge=1, le=_MAX_INT)]
+NaturalInt = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Threads = Annotated[int, Field(ge=1, le=1024)]  # more than any machine can use
@@ -18,37 +18,37 @@ NaturalFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-def _path(text: str) -> str:
-    """Reject paths that no file system can store, before a run has begun to write."""
+def _check_path(text: str) -> str:
+    """Raise ValueError for a path that no file system can store, before a run starts to write."""
     longest = max(len(part.encode(errors="surrogateescape")) for part in text.split("/"))
-    if longest > _LONGEST_NAME:
-        raise ValueError(f"has a name of {longest} bytes; use names of at most {_LONGEST_NAME} bytes")
+    if longest > _MAX_NAME_BYTES:
+        raise ValueError(f"has a name of {longest} bytes; use names of at most {_MAX_NAME_BYTES} bytes")
     if "\0" in text:
         raise ValueError("contains a NUL character, which is not allowed in file names; remove it")
     return text
 
 
-Location = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_path)]
+Location = Annotated[str, Field(min_length=1, max_length=4000), AfterValidator(_check_path)]
 
 
 class Section(BaseModel):
-    """Base class of the configuration's mappings."""
+    """The base class of all mappings in a configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, section: Any) -> Any:
-        """Drop known keys that are null. They get their defaults, as if they weren't set."""
+        """Drop known keys with the value null, so that they get their defaults."""
         if not isinstance(section, dict):
             return section
         return {name: value for name, value in section.items() if value is not None or name not in cls.model_fields}
 
 
 def values(section: Section) -> dict[str, Any]:
-    """Return the values of a section as plain mappings and lists, without keys that aren't set (None)."""
+    """Return the values of a section as plain mappings and lists. Keys with the value None are omitted."""
     fields = {name: getattr(section, name) for name in type(section).model_fields}
-    plain = {name: _plain(value) for name, value in fields.items() if value is not None}
+    plain = {name: _to_plain(value) for name, value in fields.items() if value is not None}
     return plain | (section.model_extra or {})
 
 
@@ -64,10 +64,10 @@ def shorthand(key: str, *kinds: type) -> BeforeValidator:
 BY_NAME: Final = shorthand("name", str)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Section):
         return values(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+    return [_to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def as_tuple(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Locates the keys in the file that an error is about, if the error is raised while the model or data is built."""
+"""Adds the file positions of the relevant keys to errors that are raised while a model or dataset is built."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,8 @@ from typing import Final
 from lockstep.config.load import Loaded
 from lockstep.errors import ConfigError, UsageError
 
-# The beginnings of errors about the object that a section names.
-_SUBJECTS: Final = {
+# The prefixes of error messages, mapped to the section that configures the object in the message.
+_SECTIONS_BY_PREFIX: Final = {
     "model ": "recipe.model",
     "dataset ": "recipe.data",
     "optimizer ": "recipe.optimizer",
@@ -19,12 +19,12 @@ _SUBJECTS: Final = {
     "strategy ": "placement.strategy",
 }
 _KEY: Final = re.compile(r"\b(?:recipe|placement|run)(?:\.\w+)+")
-_MOST: Final = 6
+_MAX_LINES: Final = 6
 
 
 @contextmanager
 def with_places(loaded: Loaded) -> Iterator[None]:
-    """Add a line `file:line:column  key` to a UsageError of the block for each key of the file that it is about."""
+    """Append a line `file:line:column  key` to a UsageError of the block, for each key that its message is about."""
     try:
         yield
     except ConfigError:
@@ -37,19 +37,19 @@ def with_places(loaded: Loaded) -> Iterator[None]:
 
 
 def places(text: str, origins: Mapping[str, str]) -> list[str]:
-    """Return a line `file:line:column  key` for each key that `text` is about, at most six.
+    """Return a line `file:line:column  key` for each key that the error message `text` is about, at most six lines.
 
-    If `text` names a section, or begins like an error about it, these are the keys below the section that appear as
-    words in `text`, such as an option that a model doesn't accept. If there are no such keys, the line is for the
-    `root` of the section, if you set it and the error isn't about an unknown dataset, or for its `name`. Defaults and
-    overrides have no position in a file and are omitted.
+    The section is named in `text`, or follows from the prefix of `text`. The relevant keys are the keys of this section
+    that appear as words in `text`, such as an option that a model doesn't accept. If no key appears, the relevant key
+    is `root` if the user set it and the dataset is known, and `name` otherwise. Keys with default values and overrides
+    are omitted, because they have no position in a file.
     """
-    text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # valid alternatives follow
-    sections = [section for start, section in _SUBJECTS.items() if text.startswith(start)]
+    text = re.split(r"\bvalid:", text, maxsplit=1, flags=re.IGNORECASE)[0]  # ignore the list of valid alternatives
+    sections = [section for start, section in _SECTIONS_BY_PREFIX.items() if text.startswith(start)]
     keys: dict[str, None] = {}
     for mentioned in dict.fromkeys([*_KEY.findall(text), *sections]):
         keys_below = {key: re.escape(key.rpartition(".")[2]) for key in origins if key.startswith(f"{mentioned}.")}
-        keys_below.pop(f"{mentioned}.name", None)  # "name" appears in many texts
+        keys_below.pop(f"{mentioned}.name", None)  # the word "name" appears in many messages that aren't about this key
         named_keys = [key for key, word in keys_below.items() if re.search(rf"(?<![\w.]){word}(?![\w.])", text)]
         keys |= dict.fromkeys([mentioned] if mentioned in origins else named_keys)
     if not keys:
@@ -57,4 +57,4 @@ def places(text: str, origins: Mapping[str, str]) -> list[str]:
         root_keys = [key for key in roots if origins.get(key, "default") != "default"]
         keys = dict.fromkeys(root_keys or [f"{section}.name" for section in sections])
     key_origins = [(key, origins.get(key, "default")) for key in keys]
-    return [f"{origin}  {key}" for key, origin in key_origins if origin not in ("default", "override")][:_MOST]
+    return [f"{origin}  {key}" for key, origin in key_origins if origin not in ("default", "override")][:_MAX_LINES]

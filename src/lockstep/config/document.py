@@ -1,8 +1,8 @@
-"""YAML parser that returns plain values and the position of every key.
+"""A YAML parser that returns plain values and the position of every key.
 
-Only the events of PyYAML are used, not its loaders. The loaders read `1e-3` as text and `on` as true (YAML 1.1), let
-the last of duplicate keys win, discard positions, and follow aliases, which expand nine lines to a billion values.
-This parser follows the core schema of YAML 1.2. Aliases, tags and duplicate keys are problems.
+The parser uses the events of PyYAML, but not its loaders. The loaders parse `1e-3` as text and `on` as true (YAML 1.1),
+keep the last of duplicate keys, discard positions, and follow aliases, so nine lines can expand to a billion values.
+This parser follows the core schema of YAML 1.2. It reports aliases, tags and duplicate keys as problems.
 
 ruamel.yaml 0.19.1 was tested as an alternative. Its loaders stop at the first error, and convert dates and `1_000`. Its
 events work with the same code, but take 1.3 to 1.6 times as long.
@@ -20,32 +20,32 @@ Path = tuple[str | int, ...]
 
 
 class Mark(Enum):
-    """Placeholder for a value whose problem is already reported. An enum member stays identical when it is copied."""
+    """A placeholder for a value with a problem that is already reported. Copies of an enum member are identical."""
 
     UNREADABLE = "unreadable"
 
 
 UNREADABLE: Final = Mark.UNREADABLE
 
-DEEPEST: Final = 32
-_MOST: Final = 10_000  # keys and values, which take PyYAML about a second
-_LONGEST: Final = 200  # characters of a key in a message
-# Errors of PyYAML whose position can be after the mistake.
-_LATE: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
-_WORDS: Final = re.compile(r"\s*[^\s#]")
-_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # nothing can be nested below it
+MAX_DEPTH: Final = 32
+_MAX_NODES: Final = 10_000  # the maximum number of keys and values. PyYAML takes about a second to parse them
+_MAX_KEY_LENGTH: Final = 200  # the maximum number of characters of a key in a message
+# Prefixes of PyYAML errors that are often reported after the actual mistake.
+_LATE_ERRORS: Final = ("mapping values are not", "could not find expected ':'", "expected <block end>")
+_NOT_BLANK: Final = re.compile(r"\s*[^\s#]")
+_PLAIN_VALUE: Final = re.compile(r"\s*[\w.]+: +[\w./{[]")  # a key with a value on its line, so nothing is nested below
 _NO_SPACE: Final = re.compile(r"\s*(- +)*[\w.]+:(?=\S)")
 _NULL: Final = frozenset({"", "~", "null", "Null", "NULL"})
 _TRUE: Final = frozenset({"true", "True", "TRUE"})
 _FALSE: Final = frozenset({"false", "False", "FALSE"})
 _INT: Final = re.compile(r"[-+]?[0-9]+")
-_BASED: Final = re.compile(r"0o[0-7]{1,21}|0x[0-9a-fA-F]{1,16}")
+_OCTAL_OR_HEX: Final = re.compile(r"0o[0-7]{1,21}|0x[0-9a-fA-F]{1,16}")
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE: Final = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 
 
 class SourcePosition(NamedTuple):
-    """The source of a value: a line and column of a file, counted from 1. Overrides have no line."""
+    """The position of a value in a file. Lines and columns are counted from 1. Overrides have no line."""
 
     source: str
     line: int = 0
@@ -56,7 +56,7 @@ class SourcePosition(NamedTuple):
 
 
 class KeyProblem(NamedTuple):
-    """A problem with a key. The empty path stands for the whole document."""
+    """A problem with the key at `path`, or with the whole document if the path is empty."""
 
     position: SourcePosition
     path: Path
@@ -64,7 +64,7 @@ class KeyProblem(NamedTuple):
 
     def __str__(self) -> str:
         key = format_key(self.path)
-        key = key if len(key) <= _LONGEST else f"{key[: _LONGEST - 3]}..."
+        key = key if len(key) <= _MAX_KEY_LENGTH else f"{key[: _MAX_KEY_LENGTH - 3]}..."
         position = str(self.position)
         position += "  " if ":" in position else " "  # separates the line number from the problem
         return f"{position}{key}: {self.text}" if key else f"{position}{self.text}"
@@ -72,9 +72,9 @@ class KeyProblem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The values of a YAML text, the position of each key and list item, and the problems.
+    """A parsed YAML text: its values, the positions of its keys and list items by path, and its problems.
 
-    The position of the whole text has the empty path.
+    The empty path has the position of the whole text.
     """
 
     values: Any
@@ -83,34 +83,34 @@ class Document:
 
 
 def format_key(path: Path) -> str:
-    """Format a path as in an override: `recipe.optimizer.lr`."""
+    """Format a path as a dotted key, such as `recipe.optimizer.lr`."""
     return ".".join(map(str, path))
 
 
 def locate(positions: dict[Path, SourcePosition], path: Path) -> SourcePosition:
-    """Return the position of a key, or of the innermost enclosing mapping or list that has one."""
+    """Return the position of a key, or of the innermost enclosing mapping or list that has a position."""
     while path not in positions:
         path = path[:-1]
     return positions[path]
 
 
 def mapping_at(values: Any, name: str) -> dict[str, Any]:
-    """Return the mapping `name` in a document's values, or an empty mapping if there is none."""
+    """Return the mapping `name` in the values of a document, or an empty mapping if it doesn't exist."""
     inner = values.get(name) if isinstance(values, dict) else None
     return inner if isinstance(inner, dict) else {}
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse one YAML document. Problems don't raise; they are listed in `problems` of the result."""
+    """Parse a YAML document. This function never raises for invalid YAML. The result contains a list of problems."""
     reader = _Reader(text, source)
     try:
-        values = reader.document()
+        values = reader.read_document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = reader.position(mark) if mark else SourcePosition(source)
         reason = error.problem or error.context or ""
-        if reason.startswith(_LATE):
-            position, reason = _mislaid(text, position) or (position, reason)
+        if reason.startswith(_LATE_ERRORS):
+            position, reason = _find_likely_mistake(text, position) or (position, reason)
         values, reason = UNREADABLE, "a tab; use spaces" if r"'\t'" in reason else reason
         reader.problems.append(KeyProblem(position, (), f"not valid YAML: {reason}"))
     except yaml.reader.ReaderError as error:
@@ -123,12 +123,12 @@ def parse(text: str, source: str) -> Document:
     return Document(values, reader.positions, reader.problems)
 
 
-def _mislaid(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
-    """Look for a missing space after a colon or a wrong indentation, in the line of an error and in the line above.
+def _find_likely_mistake(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
+    """Look for a missing space after a colon or a wrong indentation, in the line of an error and the line above it.
 
-    Returns the position and a description, or None if neither is found.
+    Returns the position and a description of the mistake, or None if both lines look correct.
     """
-    lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _WORDS.match(line)]
+    lines = [(row, line) for row, line in enumerate(text.splitlines()[: position.line], 1) if _NOT_BLANK.match(line)]
     previous, current = [(0, ":"), (0, ":"), *lines][-2:]
     for row, line in (previous, current):
         if colon := _NO_SPACE.match(line):
@@ -154,7 +154,7 @@ def scalar(text: str) -> Any:
 def _number(text: str) -> Any:
     if _INT.fullmatch(text):
         return int(text)
-    if _BASED.fullmatch(text):
+    if _OCTAL_OR_HEX.fullmatch(text):
         return int(text, 0)
     if _INFINITE.fullmatch(text):
         return float(text.replace(".", "", 1))
@@ -170,81 +170,91 @@ class _Reader:
     def __init__(self, text: str, source: str) -> None:
         self._source = source
         self._events: Iterator[yaml.Event] = yaml.parse(text, Loader=yaml.SafeLoader)
-        self._read = 0
+        self._node_count = 0
         self.positions: dict[Path, SourcePosition] = {(): SourcePosition(source, 1, 1)}
         self.problems: list[KeyProblem] = []
 
     def position(self, mark: Any) -> SourcePosition:
         return SourcePosition(self._source, mark.line + 1, mark.column + 1)
 
-    def document(self) -> Any:
+    def read_document(self) -> Any:
         values = None
         documents = 0
         for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._tell(event, (), "a second document begins here; keep one")
+                    self._add_problem(event, (), "a second document begins here; keep one")
             elif isinstance(event, yaml.NodeEvent):
-                value = self._value(event, ())
+                value = self._read_value(event, ())
                 values = value if documents == 1 else values
         return values
 
-    def _value(self, event: Any, path: Path) -> Any:
+    def _read_value(self, event: Any, path: Path) -> Any:
         self.positions.setdefault(path, self.position(event.start_mark))
-        self._limit(event, len(path))
+        self._check_limits(event, len(path))
         if isinstance(event, yaml.AliasEvent):
-            return self._tell(event, path, f"aliases such as *{event.anchor} are not allowed; write the value out")
+            return self._add_problem(
+                event, path, f"aliases such as *{event.anchor} are not allowed; write the value out"
+            )
         if isinstance(event, yaml.ScalarEvent):
-            value = scalar(event.value) if event.implicit[0] else event.value  # implicit: plain, not quoted
+            value = scalar(event.value) if event.implicit[0] else event.value  # `implicit` means unquoted
         elif isinstance(event, yaml.MappingStartEvent):
-            value = self._mapping(path)
+            value = self._read_mapping(path)
         else:
-            value = self._list(path)
-        return value if event.tag is None else self._tell(event, path, f"the tag {event.tag} is not allowed; remove it")
+            value = self._read_list(path)
+        return (
+            value
+            if event.tag is None
+            else self._add_problem(event, path, f"the tag {event.tag} is not allowed; remove it")
+        )
 
-    def _mapping(self, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, path: Path) -> dict[str, Any]:
         values: dict[str, Any] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent):
-                self._tell(event, path, "a key must be a word")
+                self._add_problem(event, path, "a key must be a word")
                 self._skip(event)
                 self._skip(next(self._events))
                 continue
             inner = (*path, event.value)
             if event.value in values:
                 first = self.positions[inner]
-                self._tell(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
+                self._add_problem(event, inner, f"set twice, first at {first.line}:{first.column}; keep one of the two")
                 self._skip(next(self._events))
                 continue
             self.positions[inner] = self.position(event.start_mark)
-            values[event.value] = self._value(next(self._events), inner)
+            values[event.value] = self._read_value(next(self._events), inner)
         return values
 
-    def _list(self, path: Path) -> list[Any]:
+    def _read_list(self, path: Path) -> list[Any]:
         values: list[Any] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
-            values.append(self._value(event, (*path, len(values))))
+            values.append(self._read_value(event, (*path, len(values))))
         return values
 
     def _skip(self, event: yaml.Event) -> None:
-        """Consume the events of a value without building it."""
+        """Skip the events of a value."""
         depth = 0
         while True:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth == 0:
                 return
-            self._limit(event, depth)
+            self._check_limits(event, depth)
             event = next(self._events)
 
-    def _limit(self, event: Any, depth: int) -> None:
-        # The time of PyYAML grows with the square of the depth, so stop instead of looking for more problems.
-        if depth > DEEPEST:
-            raise yaml.MarkedYAMLError(problem=f"nested more than {DEEPEST} levels deep", problem_mark=event.start_mark)
-        self._read += 1
-        if self._read > _MOST:
-            raise yaml.MarkedYAMLError(problem=f"more than {_MOST:,} keys and values", problem_mark=event.start_mark)
+    def _check_limits(self, event: Any, depth: int) -> None:
+        # PyYAML takes quadratic time in the depth, so stop instead of looking for more problems.
+        if depth > MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"nested more than {MAX_DEPTH} levels deep", problem_mark=event.start_mark
+            )
+        self._node_count += 1
+        if self._node_count > _MAX_NODES:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {_MAX_NODES:,} keys and values", problem_mark=event.start_mark
+            )
 
-    def _tell(self, event: yaml.Event, path: Path, text: str) -> Any:
+    def _add_problem(self, event: yaml.Event, path: Path, text: str) -> Any:
         self.problems.append(KeyProblem(self.position(event.start_mark), path, text))
         return UNREADABLE

@@ -1,4 +1,4 @@
-"""Sets keys in a YAML text and keeps everything else: comments, order and quotes."""
+"""Sets keys in a YAML text without changing its comments, order or quotes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,10 @@ from lockstep.errors import UsageError
 
 
 def with_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
-    """Return the YAML text of a mapping with the values in `given`. Missing keys are added.
+    """Set keys in the YAML text of a mapping, and return the edited text. `values` has the new values by path.
 
-    Raises UsageError if the edited text would not parse to the expected values. `source` is the file name for errors.
+    Missing keys are added. Raises UsageError if the edited text doesn't parse to the expected values. `source` is the
+    file name for errors.
     """
     expected = parse(text, source).values
     for path, value in values.items():
@@ -34,7 +35,7 @@ def _with_value(text: str, path: Path, value: Any) -> str:
     node: Any = yaml.compose(text, yaml.SafeLoader)
     key = None
     for depth, name in enumerate(path):
-        if not isinstance(node, yaml.MappingNode):  # an empty value where a mapping is allowed
+        if not isinstance(node, yaml.MappingNode):  # a key without a value, which becomes a mapping
             break
         pairs = {key.value: (key, inner) for key, inner in node.value}
         if name not in pairs:
@@ -43,7 +44,7 @@ def _with_value(text: str, path: Path, value: Any) -> str:
     else:
         depth = len(path)
     assert key is not None
-    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end(node) :]}"
+    return f"{text[: key.end_mark.index]}: {flow(_nested_value(path[depth:], value))}{text[_end_index(node) :]}"
 
 
 def _nested_value(path: Path, value: Any) -> Any:
@@ -57,14 +58,14 @@ def _with_new_key(text: str, mapping: yaml.MappingNode, line: str) -> str:
     if mapping.flow_style:
         position = start.index + 1
         return f"{text[:position]}{line}{', ' if mapping.value else ''}{text[position:]}"
-    position_end = _end(mapping)
-    position_end += len(text[position_end:].partition("\n")[0])  # after a comment on the last line
+    position_end = _end_index(mapping)
+    position_end += len(text[position_end:].partition("\n")[0])  # skip a comment on the last line
     return f"{text[:position_end]}\n{' ' * start.column}{line}{text[position_end:]}"
 
 
-def _end(node: Any) -> int:
-    """Return the end of a node's text. A block ends after its last value, before any blank lines or comments."""
+def _end_index(node: Any) -> int:
+    """Return the end index of a node in the text. A block ends after its last value, before blank lines or comments."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
-        return _end(last[1] if isinstance(node, yaml.MappingNode) else last)
+        return _end_index(last[1] if isinstance(node, yaml.MappingNode) else last)
     return int(node.end_mark.index)

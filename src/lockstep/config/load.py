@@ -14,23 +14,23 @@ from lockstep.config import across, wording, write
 from lockstep.config.base import values
 from lockstep.config.document import UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
 from lockstep.config.earlier import keep_earlier_defaults
-from lockstep.config.naming import drop_foreign
+from lockstep.config.naming import drop_obsolete_values
 from lockstep.config.overrides import SHORTHAND, apply
-from lockstep.config.recipe import Recipe, idle_keys
+from lockstep.config.recipe import Recipe, keys_without_effect
 from lockstep.config.recorded import without_locations
 from lockstep.config.schema import Config
 from lockstep.config.shipped import list_shipped_recipes
 from lockstep.errors import ConfigError
 
-_LARGEST: Final = 1 << 18  # bytes; a larger file isn't a recipe, and would take long to parse
+_MAX_BYTES: Final = 1 << 18  # in bytes. A larger file isn't a recipe, and would take long to parse
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A valid configuration, the name of its recipe, and the origin of each value by dotted key.
 
-    An origin is `file:line:column`, `override` or `default`. Keys that aren't set have no origin. `notes` are lines for
-    the user: values that an override removed, and values that have no effect.
+    An origin is `file:line:column`, `override` or `default`. Keys with the value None have no origin. `notes` tells the
+    user about values that an override removed, and about values that have no effect.
     """
 
     config: Config
@@ -39,15 +39,16 @@ class Loaded:
     notes: Sequence[str] = ()
 
     def changed(self, section: str, values: Mapping[str, Any]) -> Self:
-        """Return a copy with different values in a section. The values are not validated."""
+        """Return a copy with new `values` in a section. The values aren't validated."""
         update = {section: getattr(self.config, section).model_copy(update=values)}
         return replace(self, config=self.config.model_copy(update=update))
 
 
 def split(words: Sequence[str], default: str = "digits") -> tuple[str, Sequence[str]]:
-    """Split `[RECIPE] [key=value ...]` into the recipe and the overrides.
+    """Split the command line words `[RECIPE] [key=value ...]` into the recipe and the overrides.
 
-    If the first word is an override, the recipe is `default`. A word with `=` is a recipe if a file has this name.
+    If the first word is an override, the recipe is `default`. If a file has the name of the first word, the word is a
+    recipe even if it contains `=`.
     """
     if words and ("=" not in words[0] or _is_file(words[0])):
         return words[0], words[1:]
@@ -64,59 +65,62 @@ def _is_file(word: str) -> bool:
 def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
     """Load a YAML file, or a shipped recipe by name, and apply the overrides `a.b=value` in order.
 
-    Raises ConfigError with all problems, one per line: `place  key: problem; what to do`.
+    Raises ConfigError with a list of all problems, one per line: `location  key: problem; fix`.
     """
     if recipe := list_shipped_recipes().get(source):
         label = recipe.file.name
-        document = recipe.apply_to(_document(_read(recipe.file, label), label))
+        document = recipe.apply_to(_parse_mapping(_read_text(recipe.file, label), label))
         return _load_document(document, source, overrides, shares_steps=True)
     return _load_document(read(source), FilePath(source).stem, overrides, shares_steps=True)
 
 
 def read(source: str) -> Document:
-    """Parse a YAML file of the user. Raises ConfigError if it can't be read."""
-    return _document(_read(_find(source), source), source)
+    """Parse a YAML file that isn't a shipped recipe. Raises ConfigError if the file can't be read."""
+    return _parse_mapping(_read_text(_find_file(source), source), source)
 
 
 def load_text(text: str, label: str, name: str, overrides: Sequence[str] = (), *, shares_steps: bool = True) -> Loaded:
-    """Load a configuration from YAML or JSON text. `label` stands for the file in messages, `name` names the recipe.
+    """Load a configuration from YAML or JSON text.
 
-    If `shares_steps` is False, as in an evaluation, there can be more processes than micro-batches.
+    - `label`: The file name to use in messages.
+    - `name`: The name of the recipe.
+    - `shares_steps`: Whether the processes split the micro-batches of a step. If False, as in an evaluation, there can
+      be more processes than micro-batches.
     """
-    return _load_document(_document(text, label), name, overrides, shares_steps)
+    return _load_document(_parse_mapping(text, label), name, overrides, shares_steps)
 
 
 def _load_document(before: Document, name: str, overrides: Sequence[str], shares_steps: bool) -> Loaded:
     document = apply(before, overrides)
-    drop_notes = drop_foreign(before, document)
+    drop_notes = drop_obsolete_values(before, document)
     keep_earlier_defaults(document)
     config = _validate(document, shares_steps)
-    origins = {format_key(path): _origin(path, document) for path, _ in write.leaves(values(config))}
-    return Loaded(config, name, origins, [*drop_notes, *idle_keys(config.recipe)])
+    origins = {format_key(path): _find_origin(path, document) for path, _ in write.leaves(values(config))}
+    return Loaded(config, name, origins, [*drop_notes, *keys_without_effect(config.recipe)])
 
 
 def read_run_recipe(config: FilePath) -> Recipe:
-    """Return the recipe of a run from the config.yaml in its folder, which may be from an earlier version.
+    """Return the recipe of a run. `config` is the config.yaml in its folder, possibly from an earlier Lockstep version.
 
-    A different user may have written the file. Links are therefore not followed, and a pipe doesn't block. Raises
-    ConfigError if the file can't be read or is invalid.
+    The file may come from a user who isn't trusted. Therefore symbolic links aren't followed, and opening a pipe
+    doesn't block. Raises ConfigError if the file can't be read or is invalid.
     """
     try:
-        text = plainfile.content(config, _LARGEST).decode()
+        text = plainfile.content(config, _MAX_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             [f"{config}: cannot be read: {error.strerror if isinstance(error, OSError) else 'not UTF-8'}"]
         ) from error
-    return _validate(_document(text, str(config)), shares_steps=True).recipe
+    return _validate(_parse_mapping(text, str(config)), shares_steps=True).recipe
 
 
 def to_yaml(loaded: Loaded) -> str:
-    """Return the whole configuration as YAML that `load` can read, with the origin of each value as a comment."""
+    """Return the full configuration as YAML that `load` can read, with the origin of each value in a comment."""
     return "\n".join(write.block(values(loaded.config), loaded.origins)) + "\n"
 
 
 def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key whose value differs between two recipes: `seed: 0 in the run, 1 now`."""
+    """Return a line for each key that differs between two recipes, such as `seed: 0 in the run, 1 now`."""
     before, after = ({path: write.flow(value) for path, value in write.leaves(recipe)} for recipe in (run, current))
     return [
         f"{format_key(path)}: {before.get(path, 'not set')} in the run, {after.get(path, 'not set')} now"
@@ -126,15 +130,16 @@ def differences(run: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]
 
 
 def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe without the locations of data and initial weights, which can move.
+    """Return the values of a recipe that two runs must have in common.
 
-    `microbatch` is omitted too, because `microbatches` determines the size of a micro-batch.
+    The locations of data and initial weights are omitted, because files can be moved. `microbatch` is omitted too,
+    because `microbatches` determines the size of a micro-batch.
     """
     return {key: value for key, value in without_locations(recipe).items() if key != "microbatch"}
 
 
-def _find(source: str) -> FilePath:
-    """Return the file of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
+def _find_file(source: str) -> FilePath:
+    """Return the path of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
     file = FilePath(source)
     try:
         file.stat()
@@ -152,14 +157,16 @@ def _find(source: str) -> FilePath:
     raise ConfigError([f"{source}: no such file or shipped recipe{choices(source, list_shipped_recipes())}"])
 
 
-def _read(file: FilePath, label: str) -> str:
+def _read_text(file: FilePath, label: str) -> str:
     try:
         with plainfile.reader(file, links=True) as stream:
-            content = stream.read(_LARGEST + 1)
+            content = stream.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError([f"{label}: cannot be read: {error.strerror}"]) from error
-    if len(content) > _LARGEST:
-        raise ConfigError([f"{label}: larger than {_LARGEST} bytes, the maximum size of a recipe; pass a YAML recipe"])
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(
+            [f"{label}: larger than {_MAX_BYTES} bytes, the maximum size of a recipe; pass a YAML recipe"]
+        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -171,10 +178,10 @@ def _read(file: FilePath, label: str) -> str:
         ) from error
 
 
-def _document(text: str, label: str) -> Document:
-    """Parse a text whose top level must be a mapping.
+def _parse_mapping(text: str, label: str) -> Document:
+    """Parse a text, and check that its top level is a mapping.
 
-    If it isn't, the document has a problem and placeholder values, so that overrides are still checked.
+    If it isn't, the document gets a problem and placeholder values, so that overrides are still checked.
     """
     document = parse(text, label)
     if isinstance(document.values, dict):
@@ -202,8 +209,11 @@ def _validate(document: Document, shares_steps: bool) -> Config:
     return config
 
 
-def _origin(path: Path, document: Document) -> str:
-    """Return the position of a key, or of the bare value that stands for its mapping, or `default`."""
+def _find_origin(path: Path, document: Document) -> str:
+    """Return the origin of the value at `path`: a position in the file, `override` or `default`.
+
+    If a bare value is a shorthand for the enclosing mapping, this is the position of the bare value.
+    """
     value: Any = document.values
     for depth, name in enumerate(path):
         if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Removes values of the file that an override makes obsolete.
+"""Removes values of a configuration file that an override makes obsolete.
 
-If an override names a different model, dataset or optimizer, the options for the previous name are removed. If it sets
-one of two alternative keys, such as `epochs` and `steps`, the other key is removed.
+If an override selects a different model, dataset or optimizer, the options of the previous one are removed. If it sets
+one of two alternative keys, such as `epochs` and `steps`, the alternative key is removed.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from lockstep.config.overrides import OVERRIDE, forget_positions
 from lockstep.config.wording import field_at
 from lockstep.config.write import flow, leaves
 
-# Sections that name an object, and their keys that don't depend on this name.
-_KEPT: Final[dict[Path, tuple[Path, ...]]] = {
+# The sections with a `name`, and the keys of each section that are kept if an override changes the name.
+_KEPT_KEYS: Final[dict[Path, tuple[Path, ...]]] = {
     ("recipe", "task"): (),
     ("recipe", "model"): (),
     ("recipe", "data"): (("download",), ("augment", "crop_padding"), ("augment", "flip")),
@@ -26,7 +26,7 @@ _KEPT: Final[dict[Path, tuple[Path, ...]]] = {
     ("placement", "strategy"): (),
 }
 # Pairs of alternative keys.
-_EITHER: Final[tuple[tuple[Path, Path], ...]] = (
+_ALTERNATIVES: Final[tuple[tuple[Path, Path], ...]] = (
     (("recipe", "epochs"), ("recipe", "steps")),
     (("recipe", "microbatch"), ("recipe", "microbatches")),
     (("recipe", "schedule", "warmup_epochs"), ("recipe", "schedule", "warmup_steps")),
@@ -35,14 +35,15 @@ _EITHER: Final[tuple[tuple[Path, Path], ...]] = (
 )
 
 
-def drop_foreign(before: Document, after: Document) -> list[str]:
+def drop_obsolete_values(before: Document, after: Document) -> list[str]:
     """Remove values from `after` that overrides made obsolete, and return a note for the user about each removal.
 
-    `after` is `before` with overrides. Values set by overrides are kept, regardless of the order of the overrides.
+    `before` and `after` are the document without and with overrides. Values that overrides set are kept, regardless of
+    the order of the overrides.
     """
     notes = []
-    for section, kept_keys in _KEPT.items():
-        old_name, new_name = _name(before, section), _name(after, section)
+    for section, kept_keys in _KEPT_KEYS.items():
+        old_name, new_name = _section_name(before, section), _section_name(after, section)
         if not isinstance(old_name, str) or new_name is UNREADABLE:
             continue
         if new_name == old_name and not _changes_source(before, after, section):
@@ -61,13 +62,13 @@ def drop_foreign(before: Document, after: Document) -> list[str]:
             )
             notes.append(f"{format_key(section)} is {names}; dropped the previous settings: {', '.join(dropped)}")
         for path, _ in name_dependent:
-            _remove(after, path)
+            _remove_value(after, path)
     return [*notes, *_drop_alternatives(after)]
 
 
 def _drop_alternatives(document: Document) -> Iterator[str]:
-    """Remove keys of the file if an override sets the alternative key. Yields a note for each removal."""
-    for pair in _EITHER:
+    """Remove a key of the file if an override sets its alternative. Yields a note for each removal."""
+    for pair in _ALTERNATIVES:
         for key, alternative in (pair, pair[::-1]):
             override_value, value = _value_at(document, key), _value_at(document, alternative)
             if None in (override_value, value) or document.positions.get(key) != OVERRIDE:
@@ -77,15 +78,15 @@ def _drop_alternatives(document: Document) -> Iterator[str]:
                 yield f"{format_key(key)} replaces {format_key(alternative)}={flow(value)[:60]} ({position})"
 
 
-def _name(document: Document, section: Path) -> Any:
-    """Return the name in a section: its `name`, a bare value, or the default."""
+def _section_name(document: Document, section: Path) -> Any:
+    """Return the name of a section, from its key `name` or its bare value. Defaults to the default name."""
     value = _value_at(document, section)
     name = value.get("name") if isinstance(value, dict) else value
     return _default((*section, "name")) if name is None else name
 
 
 def _changes_source(before: Document, after: Document, section: Path) -> bool:
-    """Return whether an override changes the `source` of a section, so that the same name means a different object."""
+    """Return whether an override changes the `source` of a section, so that the name refers to a different object."""
     old_source, new_source = _value_at(before, (*section, "source")), _value_at(after, (*section, "source"))
     return old_source != new_source and new_source is not None
 
@@ -99,7 +100,7 @@ def _default(path: Path) -> Any:
 def _name_dependent_values(
     document: Document, section: Path, kept_keys: tuple[Path, ...]
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield each value of a section that comes from the file and depends on the name."""
+    """Yield the path and value of each key in a section that comes from the file and isn't in `kept_keys`."""
     value = _value_at(document, section)
     for inner, leaf in leaves(value) if isinstance(value, dict) else ():
         is_kept = inner == ("name",) or any(inner[: len(prefix)] == prefix for prefix in kept_keys)
@@ -107,8 +108,8 @@ def _name_dependent_values(
             yield (*section, *inner), leaf
 
 
-def _remove(document: Document, path: Path) -> None:
-    """Remove a value, and each enclosing mapping that becomes empty."""
+def _remove_value(document: Document, path: Path) -> None:
+    """Remove a value, and all enclosing mappings that become empty."""
     while len(path) > 2:
         parent = _value_at(document, path[:-1])
         del parent[path[-1]]

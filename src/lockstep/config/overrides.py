@@ -1,17 +1,26 @@
-"""Applies overrides from the command line, `a.b.c=value`, to a document."""
+"""Applies command line overrides such as `a.b.c=value` to a document."""
 
 import copy
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lockstep.config.document import DEEPEST, UNREADABLE, Document, KeyProblem, Path, SourcePosition, format_key, parse
-from lockstep.config.wording import unknown
+from lockstep.config.document import (
+    MAX_DEPTH,
+    UNREADABLE,
+    Document,
+    KeyProblem,
+    Path,
+    SourcePosition,
+    format_key,
+    parse,
+)
+from lockstep.config.wording import find_unknown_key
 from lockstep.config.write import format_value
 
 OVERRIDE: Final = SourcePosition("override")
 
-# Sections that can be written as a bare value, and the key that the value stands for. Overriding a different key of
-# such a section must keep the bare value.
+# The sections that can be written as a bare value, and the key that this value sets. If an override sets a different
+# key of such a section, the bare value must be kept.
 SHORTHAND: Final[dict[Path, str]] = {
     ("recipe", "model"): "name",
     ("recipe", "model", "weights"): "path",
@@ -26,11 +35,11 @@ SHORTHAND: Final[dict[Path, str]] = {
 
 
 def apply(document: Document, overrides: Sequence[str]) -> Document:
-    """Return a copy of the document with the overrides applied in order. The last override of a key wins.
+    """Return a copy of the document with the overrides applied in order. The last override of a key takes precedence.
 
-    An empty value resets a key to its default. A bare name sets the `name` of its section and keeps the other keys.
-    config/naming.py then removes the keys that belonged to the previous name. Invalid overrides are added to the
-    problems of the document.
+    An empty value resets a key to its default. A bare name sets the `name` of its section and keeps its other keys.
+    Afterwards, config/naming.py removes the keys that only applied to the previous name. Invalid overrides are added to
+    the problems of the document.
     """
     updated = Document(copy.deepcopy(document.values), dict(document.positions), list(document.problems))
     for override in overrides:
@@ -39,32 +48,32 @@ def apply(document: Document, overrides: Sequence[str]) -> Document:
         if not equals or not all(path):
             text = f"{format_value(override)} is not a key=value pair; write it like recipe.batch=64"
             updated.problems.append(KeyProblem(OVERRIDE, (), text))
-        elif len(path) > DEEPEST:
-            updated.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {DEEPEST} levels deep"))
+        elif len(path) > MAX_DEPTH:
+            updated.problems.append(KeyProblem(OVERRIDE, path, f"nested more than {MAX_DEPTH} levels deep"))
         elif text.strip():
-            _set(updated, path, text)
+            _set_key(updated, path, text)
         else:
-            _unset(updated, path)
+            _unset_key(updated, path)
     return updated
 
 
-def _set(document: Document, path: Path, text: str) -> None:
+def _set_key(document: Document, path: Path, text: str) -> None:
     value = parse(text, "override")
     document.problems.extend(KeyProblem(OVERRIDE, (*path, *problem.path), problem.text) for problem in value.problems)
-    section = _enter(document, path[:-1])
+    section = _open_section(document, path[:-1])
     if section is None:
         return
     current = section.get(str(path[-1]))
     if isinstance(value.values, str) and isinstance(current, dict) and SHORTHAND.get(path) == "name":
-        section, path = current, (*path, "name")  # the other keys of the section may still apply
+        section, path = current, (*path, "name")  # keep the other keys of the section
     forget_positions(document, path)
     section[str(path[-1])] = value.values
     document.positions.update(dict.fromkeys([(*path, *inner) for inner in value.positions], OVERRIDE))
 
 
-def _unset(document: Document, path: Path) -> None:
-    """Remove a key. Missing sections on its path are not created, since for example `ema: {}` would enable EMA."""
-    if problem := unknown(path):
+def _unset_key(document: Document, path: Path) -> None:
+    """Remove a key. Missing sections on its path aren't created, because an empty section such as `ema` enables EMA."""
+    if problem := find_unknown_key(path):
         document.problems.append(KeyProblem(OVERRIDE, *problem))
     section = document.values
     for depth, name in enumerate(path[:-1], start=1):
@@ -72,7 +81,7 @@ def _unset(document: Document, path: Path) -> None:
         if not isinstance(inner, dict):
             if inner is None or SHORTHAND.get(path[:depth]) != path[depth]:
                 return
-            path = path[:depth]  # the bare value stands for this key
+            path = path[:depth]  # the section is a bare value, which sets this key
             break
         section = inner
     forget_positions(document, path)
@@ -81,13 +90,16 @@ def _unset(document: Document, path: Path) -> None:
 
 
 def forget_positions(document: Document, path: Path) -> None:
-    """Forget the positions of a key and of all keys below it."""
+    """Remove the positions of a key and of all keys below it."""
     for outdated in [outdated for outdated in document.positions if outdated[: len(path)] == path]:
         del document.positions[outdated]
 
 
-def _enter(document: Document, path: Path) -> dict[str, Any] | None:
-    """Return the mapping at `path`, and create it if needed. Returns None if a different value is in the way."""
+def _open_section(document: Document, path: Path) -> dict[str, Any] | None:
+    """Return the mapping at `path`, and create it if it doesn't exist.
+
+    If there is a value that isn't a mapping on the path, adds a problem and returns None.
+    """
     section: dict[str, Any] = document.values
     for depth, name in enumerate(path, start=1):
         prefix = path[:depth]

@@ -1,4 +1,4 @@
-"""The placement section: machines, processes and strategy. It affects time and memory, but not the trained weights."""
+"""The section `placement`: devices, processes and strategy. It affects time and memory, but not the trained weights."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
@@ -9,11 +9,11 @@ from lockstep.common.rank import RENDEZVOUS_ADDRESS, RENDEZVOUS_ADDRESSES
 from lockstep.config.base import BY_NAME, Name, PositiveFloat, PositiveInt, Section
 
 ALIASES: Final = {"fsdp": "zero3"}  # alternative names of strategies
-FASTEST: Final = "fastest"  # measures strategies and uses the fastest one: planning/fastest.py
-FOREIGN: Final = ("deepspeed",)  # strategies whose engine is a different framework with its own configuration files
+FASTEST: Final = "fastest"  # measures all strategies and selects the fastest, see planning/fastest.py
+FOREIGN: Final = ("deepspeed",)  # strategies that use the engine and configuration files of a different framework
 
 
-def _processes(value: Any) -> int | Literal["auto"]:
+def _validate_processes(value: Any) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
@@ -22,7 +22,7 @@ def _processes(value: Any) -> int | Literal["auto"]:
 
 
 class StrategyConfig(Section):
-    """A strategy by name. Its options are keys of the same mapping."""
+    """A strategy, selected by name. Its options are additional keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -32,30 +32,30 @@ class StrategyConfig(Section):
 
 
 class Placement(Section):
-    """Where and how a recipe runs. You can change all of it between two starts of a run."""
+    """Where and how a recipe runs. You can change all of these keys when you resume a run."""
 
     strategy: Annotated[StrategyConfig, BY_NAME, Field(description="a name, or a name and its options")] = (
         StrategyConfig()
     )
-    processes: Annotated[int | Literal["auto"], PlainValidator(_processes)] = "auto"
+    processes: Annotated[int | Literal["auto"], PlainValidator(_validate_processes)] = "auto"
     recompute: Annotated[
         str, Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ...")
-    ] = "none"  # blocks that repeat their forward in the backward instead of keeping activations
-    offload_activations: bool = False  # to CPU memory
+    ] = "none"  # which blocks recompute their activations in backward, instead of storing them
+    offload_activations: bool = False  # store activations in CPU memory between forward and backward
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    affinity: Literal["auto", "off"] = "auto"  # auto: a rank on a GPU runs on cores near the GPU
-    backend: Literal["auto", "nccl", "gloo"] = "auto"  # communication library between ranks
+    affinity: Literal["auto", "off"] = "auto"  # auto: bind a rank on a GPU to the CPU cores near this GPU
+    backend: Literal["auto", "nccl", "gloo"] = "auto"  # the communication library
     workers: Annotated[int, Field(ge=0, le=1024)] = 0  # loader processes per training process
-    audit_every: PositiveInt | None = None  # steps; a different rank repeats a micro-batch and compares the bits
-    on_corruption: Literal["end", "go_on"] = "end"  # with audit_every; go_on: without the wrong ranks
+    audit_every: PositiveInt | None = None  # in steps. A different rank repeats a micro-batch and compares the results
+    on_corruption: Literal["end", "go_on"] = "end"  # if an audit fails. go_on: restart without the faulty ranks
     rendezvous: Annotated[str, Field(pattern=RENDEZVOUS_ADDRESS, description=RENDEZVOUS_ADDRESSES)] = "env://"
     timeout_s: PositiveFloat = 600.0  # how long a collective waits for the other ranks
     stall_timeout_s: PositiveFloat = 120.0  # how long a rank waits before it asks which rank is late
-    lost_after_s: PositiveFloat = 60.0  # other launchers: a rank without a heartbeat for this long is lost
+    lost_after_s: PositiveFloat = 60.0  # not for local processes: a rank without a heartbeat for this long is lost
     on_stall: Literal["report", "end"] = "report"
 
 
 def rendezvous_in(words: Sequence[str]) -> str:
-    """Return the rendezvous address from the words of a command, even if the rest of the configuration is invalid."""
+    """Return the rendezvous address in the words of a command line. Other words may be invalid."""
     addresses = [word.partition("=")[2] for word in words if word.startswith("placement.rendezvous=")]
     return addresses[-1] if addresses else "env://"

@@ -1,4 +1,4 @@
-"""Steps and learning rate of a run, from the recipe and the number of training samples."""
+"""Computes the steps and the learning rates of a run from the recipe and the number of training samples."""
 
 import math
 from typing import cast
@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 def steps(recipe: Recipe, samples: int) -> Steps:
     """Return the steps of a run over `samples` training samples.
 
-    Raises UsageError if `last_batch` is `drop` and the samples don't fill a batch.
+    Raises UsageError if `last_batch` is `drop` and there are fewer samples than the batch size.
     """
     drop = recipe.last_batch == "drop"
     if drop and samples < recipe.batch:
@@ -25,20 +25,20 @@ def steps(recipe: Recipe, samples: int) -> Steps:
 
 
 def base_rate(recipe: Recipe) -> float:
-    """Return the base learning rate: after warm-up, and before the schedule decays it."""
+    """Return the base learning rate, which applies after the warm-up and before the schedule decays it."""
     lr = recipe.optimizer.lr
     return scale_rate(lr.value, lr.per_samples, recipe.batch)
 
 
 def rule(recipe: Recipe) -> str:
-    """Return the formula of the base learning rate: `0.2 = 0.1 x 256 / 128`."""
+    """Return the formula of the base learning rate as text, such as `0.2 = 0.1 x 256 / 128`."""
     lr = recipe.optimizer.lr
     base = f"{base_rate(recipe):g}"
     return base if lr.per_samples is None else f"{base} = {lr.value:g} x {recipe.batch} / {lr.per_samples}"
 
 
 def warm_up_steps(recipe: Recipe, run: Steps) -> int:
-    """Return the number of steps before the first step at the full learning rate."""
+    """Return the number of warm-up steps."""
     if recipe.schedule.warmup_steps is not None:
         return recipe.schedule.warmup_steps
     warmup = recipe.schedule.warmup_epochs
@@ -47,7 +47,7 @@ def warm_up_steps(recipe: Recipe, run: Steps) -> int:
 
 
 def rate(recipe: Recipe, run: Steps, shape: Shape | None = None) -> Rate:
-    """Return the learning rate as a function of samples seen. `shape` is the function of a custom schedule."""
+    """Return the learning rate as a function of the samples seen. `shape` is the function of a custom schedule."""
     schedule, warmup_epochs = recipe.schedule, recipe.schedule.warmup_epochs
     if schedule.warmup_steps is not None:
         warmup_epochs = schedule.warmup_steps * recipe.batch / run.samples_per_epoch

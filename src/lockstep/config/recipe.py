@@ -1,4 +1,4 @@
-"""The recipe section: model, data and training settings. The numbers depend only on it, not on the placement."""
+"""The section `recipe`: the model, the data, and all other settings that the trained weights depend on."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self, get_args
@@ -34,20 +34,20 @@ Pixels = Annotated[int, Field(ge=1, le=1 << 14)]
 
 
 class WeightsConfig(Section):
-    """Initial weights from a file, a folder saved by transformers, or a run of Lockstep, instead of the seed.
+    """Initial weights from a file, a transformers folder or a Lockstep run, instead of a random initialization.
 
-    The values of the weights affect the numbers, but their path doesn't. Comparisons of recipes ignore the path.
+    Comparisons of recipes ignore the path, because the result only depends on the values of the weights.
     """
 
     path: Location | None = None
-    sha256: Sha256 | None = None  # of the tensors; a run records it, and checks it if you set it
-    fresh: Patterns = ()  # parameters that keep their initialization, such as a new head
-    prefix: Name | None = None  # of the names in the file to load; removed from the names
-    ema: bool = False  # load the averaged weights of a run of Lockstep
+    sha256: Sha256 | None = None  # the hash of the tensors. A run records it, and checks it if you set it
+    fresh: Patterns = ()  # parameters that keep their initial values, such as a new head
+    prefix: Name | None = None  # load only the tensors whose names have this prefix, and remove it
+    ema: bool = False  # load the averaged weights of a Lockstep run
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA) from peft. Only the adapters are trained, and parameters of the model in `train`."""
+    """Low-rank adapters (LoRA) from peft. Only the adapters and the parameters in `train` are trained."""
 
     target_modules: Annotated[
         Patterns, Field(min_length=1, description="the end of a module name, or a list of such ends")
@@ -56,7 +56,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 16.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rslora: bool = False
-    train: Patterns = ()  # parameters that are trained too, such as a new head
+    train: Patterns = ()  # additional parameters to train, such as a new head
 
 
 Plan = Annotated[
@@ -65,7 +65,7 @@ Plan = Annotated[
 
 
 class ModelConfig(Section):
-    """A model from Lockstep, timm, torchvision or transformers by name, or `package.module:function`."""
+    """A model from Lockstep, timm, torchvision or transformers, or a function at `package.module:function`."""
 
     name: Name
     source: Literal["auto", "lockstep", "timm", "torchvision", "transformers"] = "auto"
@@ -74,10 +74,10 @@ class ModelConfig(Section):
         WeightsConfig | None, shorthand("path", str), Field(description="a path, or a mapping of keys")
     ] = None
     lora: LoraConfig | None = None
-    freeze: Patterns = ()  # names of parameters that are not trained
-    chunks: PositiveInt = 1  # chunks of heads and features, sharded by the strategy `tensor`
+    freeze: Patterns = ()  # the names of parameters to freeze
+    chunks: PositiveInt = 1  # the number of chunks of heads and features, which the strategy `tensor` shards
     plan: Plan = Field(default_factory=dict)
-    sequence_chunks: PositiveInt = 1  # chunks of a sequence, sharded by the strategy `context`
+    sequence_chunks: PositiveInt = 1  # the number of chunks of a sequence, which the strategy `context` shards
     options: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -90,35 +90,35 @@ class ModelConfig(Section):
 
 
 class AugmentConfig(Section):
-    """Augmentation of training images. The random numbers of a sample depend on seed, epoch and sample index."""
+    """Augmentation of training images. The random numbers of a sample depend on the seed, the epoch and its index."""
 
-    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zero padding per side, before a crop
-    flip: bool = False  # horizontally, with probability 1/2
-    resized_crop: bool = False  # image files: area in resized_crop_scale, aspect ratio in [3/4, 4/3]
+    crop_padding: Annotated[int, Field(ge=0, le=1 << 14)] = 0  # pixels of zero padding per side, before a random crop
+    flip: bool = False  # flip horizontally with probability 1/2
+    resized_crop: bool = False  # for image files: area in resized_crop_scale, aspect ratio in [3/4, 4/3]
     resized_crop_scale: Annotated[Floats, Field(min_length=2, max_length=2)] = (0.08, 1.0)
 
 
 class DataConfig(Section):
-    """A dataset by name, or `package.module:function`."""
+    """A dataset, selected by name, or a function at `package.module:function`."""
 
     name: Name
     root: Location = "data"
     download: bool = True
-    image_size: Pixels | None = None  # image files and `synthetic`: height and width of the model's inputs
-    resize_size: Pixels | None = None  # image files: the short side before the center crop of validation
+    image_size: Pixels | None = None  # for image files and `synthetic`: height and width of the model's inputs
+    resize_size: Pixels | None = None  # for image files: the short side before the center crop in validation
     augment: AugmentConfig = AugmentConfig()
-    mean: Floats | None = None  # per channel, of values in [0, 1]; defaults to the mean of the dataset
+    mean: Floats | None = None  # per channel, for values in [0, 1]. Defaults to the mean of the dataset
     std: PositiveFloats | None = None
-    exif: bool = True  # image files: apply the EXIF orientation
+    exif: bool = True  # for image files: apply the EXIF orientation
     on_error: Literal["raise", "skip"] = "raise"
-    collate: Name | None = None  # `package.module:function` from a list of samples to a batch of tensors
+    collate: Name | None = None  # `package.module:function`, which turns a list of samples into a batch of tensors
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class LearningRateConfig(Section):
     """A learning rate.
 
-    If `per_samples` is set, the linear scaling rule applies: `value` per `per_samples` samples of the global batch.
+    If `per_samples` is set, the linear scaling rule applies: `value` is the rate for a global batch of `per_samples`.
     """
 
     value: PositiveFloat
@@ -130,7 +130,7 @@ _RATE: Final = "a number, or value and per_samples"
 
 
 class ParameterGroupConfig(Section):
-    """Optimizer settings for parameters whose names match. A parameter belongs to the first group that matches it."""
+    """Optimizer settings for the parameters with matching names. The first group that matches a parameter applies."""
 
     match: Annotated[Patterns, Field(min_length=1)]
     lr: Annotated[LearningRateConfig | None, _BY_VALUE, Field(description=_RATE)] = None
@@ -153,13 +153,13 @@ class OptimizerConfig(Section):
     momentum: Fraction | None = None
     nesterov: bool | None = None
     weight_decay: NaturalFloat | None = None
-    decay_bias_and_norm: bool = True  # false: no weight decay for biases and parameters with one dim
+    decay_bias_and_norm: bool = True  # false: no weight decay for biases and 1-dim parameters
     groups: Annotated[
         tuple[ParameterGroupConfig, ...],
         BeforeValidator(as_tuple),
         Field(description="a list of mappings of match, lr or lr_factor, weight_decay, options"),
     ] = ()
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # rate of a layer relative to the next layer
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None  # learning rate relative to the next layer
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -207,9 +207,9 @@ class ScheduleConfig(Section):
 
 
 class TaskConfig(Section):
-    """A shipped task, `package.module:Class`, or `auto`, which infers the task from the data.
+    """A shipped task, a class at `package.module:Class`, or `auto`, which infers the task from the data.
 
-    The options of the task are keys of the same mapping.
+    The options of the task are additional keys of the same mapping.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -218,7 +218,10 @@ class TaskConfig(Section):
 
 
 class LossConfig(Section):
-    """`cross_entropy`, or `package.module:function` of (outputs, targets) that returns a sum or a value per sample."""
+    """`cross_entropy`, or a function of (outputs, targets) at `package.module:function`.
+
+    The function must return a sum or one value per sample.
+    """
 
     name: Name = "cross_entropy"
     label_smoothing: Fraction = 0.0
@@ -227,7 +230,7 @@ class LossConfig(Section):
 class MixConfig(Section):
     """Mixup and CutMix within each micro-batch.
 
-    `mixup` and `cutmix` are the parameters of their beta distributions. 0 disables the method.
+    `mixup` and `cutmix` are the parameters of the beta distributions. 0 disables a method.
     """
 
     mixup: NaturalFloat = 0.0
@@ -236,13 +239,13 @@ class MixConfig(Section):
 
 
 class EmaConfig(Section):
-    """An exponential moving average (EMA) of the weights. It is updated in every step and used in evaluations."""
+    """An exponential moving average (EMA) of the weights. It is updated in each step, and evaluations use it."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.9999
 
 
 class LossScaleConfig(Section):
-    """The loss scale in fp16: dynamic, or `static`."""
+    """The loss scale for fp16. It is dynamic, unless `static` is set."""
 
     initial: PositiveFloat = 65536.0
     growth_interval: PositiveInt = 2000
@@ -261,11 +264,11 @@ def default_loss_scale(precision: object) -> LossScaleConfig:
 
 
 class StartingPoint(Section):
-    """The state of another run that `run.start_from` loaded. Lockstep records it, and you don't set it."""
+    """The state that `run.start_from` loaded from a different run. Lockstep records it. You don't set it yourself."""
 
     weights_sha256: Sha256
     optimizer_sha256: Sha256 | None = None
-    updates: NaturalInt | None = None  # number of updates that the optimizer had done
+    updates: NaturalInt | None = None  # the number of completed optimizer updates
 
 
 class Recipe(Section):
@@ -275,11 +278,11 @@ class Recipe(Section):
     model: Annotated[ModelConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     data: Annotated[DataConfig, BY_NAME, Field(description="a name, or a mapping of keys")]
     batch: PositiveInt
-    microbatch: PositiveInt | None = None  # its maximum number of samples; 32 unless you set microbatches
+    microbatch: PositiveInt | None = None  # the maximum number of samples. Defaults to 32 if microbatches isn't set
     microbatches: Annotated[int, Field(ge=1, le=1 << 20)] = Field(
         default_factory=lambda validated: default_microbatches(validated["batch"], validated.get("microbatch"))
     )
-    evaluation_batch: PositiveInt | None = None  # samples evaluated at a time; default: the largest micro-batch
+    evaluation_batch: PositiveInt | None = None  # samples per evaluation batch. Defaults to the largest micro-batch
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     last_batch: Literal["keep", "drop"] = "keep"
@@ -299,12 +302,12 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
-    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics per micro-batch, per step, or running
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics: of the micro-batch, of the step, or running
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: StartingPoint | None = None
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)] = 0
-    threads: Threads = 1  # per process; on CPU, their number changes the bits
+    threads: Threads = 1  # per process. On the CPU, the number of threads changes the resulting weights
 
     @model_validator(mode="after")
     def _check_consistent(self) -> Self:
@@ -313,18 +316,18 @@ class Recipe(Section):
         return self
 
 
-# Prefixes of keys that an evaluation doesn't use.
+# The prefixes of the recipe keys that an evaluation doesn't use.
 TRAINING_KEYS: Final = (
     *("seed", "epochs", "steps", "last_batch", "optimizer", "schedule", "mix", "clip_norm", "loss_scale", "nonfinite"),
     *("start", "data.augment"),
 )
-_OF_A_CURVE: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
+_CURVE_OPTIONS: Final = {"milestones": "steps", "gamma": "steps", "power": "polynomial"}
 
 
-def idle_keys(recipe: Recipe) -> Iterator[str]:
-    """Yield a note for each key that is set but has no effect. This is allowed, but rarely intended."""
+def keys_without_effect(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each key that is set but has no effect. Such keys are allowed, but are rarely intended."""
     schedule = recipe.schedule
-    for key, curve in _OF_A_CURVE.items():
+    for key, curve in _CURVE_OPTIONS.items():
         if schedule.name != curve and getattr(schedule, key) != ScheduleConfig.model_fields[key].default:
             yield f"recipe.schedule.{key} has no effect: only the schedule {curve} uses it, not {schedule.name}"
     if schedule.name == "steps" and not schedule.milestones:
@@ -334,7 +337,7 @@ def idle_keys(recipe: Recipe) -> Iterator[str]:
 
 
 def contradictions(keys: Mapping[str, object]) -> list[str]:
-    """Return the contradictions between keys of a recipe. The values may not be validated yet."""
+    """Return a message for each contradiction between keys of a recipe. The values may not be validated yet."""
     problems = []
     if (keys.get("epochs") is None) == (keys.get("steps") is None):
         if keys.get("steps") is None:

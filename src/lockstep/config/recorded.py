@@ -1,6 +1,6 @@
-"""Recipe and placement in the config.yaml of a run folder, as text.
+"""Reads the recipe and the placement from the config.yaml of a run folder, as text.
 
-The values are not validated, because a different version of Lockstep may have written the file. This module doesn't
+The values aren't validated, because a different version of Lockstep may have written the file. This module doesn't
 import pydantic, so that listing many runs is fast.
 """
 
@@ -14,21 +14,21 @@ from lockstep.config.document import format_key, mapping_at, parse
 from lockstep.config.write import flow, leaves
 
 CONFIG: Final = "config.yaml"  # in the run folder
-_LARGEST: Final = 1 << 18  # bytes
-_MIXTURE: Final = "mixture"  # a dataset whose options name its source datasets
+_MAX_BYTES: Final = 1 << 18  # bytes
+_MIXTURE: Final = "mixture"  # the dataset that combines several source datasets
 
 
 class RecordedConfig(NamedTuple):
-    """Recipe and placement of the last start: printable values by dotted key."""
+    """The recipe and placement of the last start of a run, as printable values by dotted key."""
 
     recipe: dict[str, str]
     placement: dict[str, str]
 
 
 def read_recorded_config(file: Path) -> RecordedConfig:
-    """Read a config.yaml. Both parts are empty if it can't be read."""
+    """Read a config.yaml. If it can't be read, the recipe and the placement are empty."""
     try:
-        values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
+        values = parse(plainfile.content(file, _MAX_BYTES).decode(), str(file)).values
     except (OSError, UnicodeDecodeError):
         values = None
     recipe, placement = mapping_at(values, "recipe"), mapping_at(values, "placement")
@@ -36,9 +36,9 @@ def read_recorded_config(file: Path) -> RecordedConfig:
 
 
 def without_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe without the locations of data and initial weights, which can move.
+    """Return the values of a recipe without the locations of data and initial weights, because files can be moved.
 
-    The data includes the sources of a mixture.
+    This also removes the locations of the source datasets of a mixture.
     """
     kept = dict(recipe)
     if data := mapping_at(recipe, "data"):
@@ -58,7 +58,10 @@ def locations(recipe: Mapping[str, Any]) -> set[str]:
 
 
 def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the source datasets of a mixture by name. Empty for any other dataset; malformed sources are skipped."""
+    """Return the source datasets of a mixture by name, or an empty mapping for any other dataset.
+
+    Invalid sources are skipped.
+    """
     sources = options.get("of") if name == _MIXTURE else None
     items = sources.items() if isinstance(sources, Mapping) else ()
     return {

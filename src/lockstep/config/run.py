@@ -1,4 +1,4 @@
-"""The run section: the outputs of a run and where they are saved."""
+"""The section `run`: the outputs of a run, and where they are saved."""
 
 import re
 from typing import Annotated, Final, Literal, Self
@@ -18,7 +18,7 @@ from lockstep.config.base import (
     shorthand,
 )
 
-SINKS: Final = ("csv", "mlflow", "wandb")  # available by name; events.jsonl is always written
+SINKS: Final = ("csv", "mlflow", "wandb")  # the sinks available by name, in addition to events.jsonl
 
 
 class IntervalConfig(Section):
@@ -36,14 +36,17 @@ class IntervalConfig(Section):
 
 
 class StartFromConfig(Section):
-    """A checkpoint, or a run whose newest checkpoint is used. With `optimizer`, loads the optimizer state too."""
+    """The weights to start from: a checkpoint, or the newest checkpoint of a run.
+
+    If `optimizer` is true, the optimizer state is loaded too.
+    """
 
     run: Location
     optimizer: bool = False
 
 
 class PredictedConfig(Section):
-    """Time and memory of a step, as measured for a placement before the run: the maximum of all ranks."""
+    """The step time and peak memory that were measured for a placement before the run, as the maximum over ranks."""
 
     strategy: Name
     processes: PositiveInt
@@ -58,7 +61,7 @@ def _check_sink_name(name: str) -> str:
 
 
 class SinkConfig(Section):
-    """A sink for events, in addition to the files of the run folder. Its options are keys of the same mapping."""
+    """A sink for events, in addition to the run folder. Its options are additional keys of the same mapping."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
@@ -92,11 +95,11 @@ class RunConfig(Section):
     ] = None
     save_every: IntervalConfig = IntervalConfig(epochs=1)
     evaluate_every: IntervalConfig = IntervalConfig(epochs=1)
-    key_file: str | None = None  # signs checkpoints; checkpoints without its signature are rejected
-    keep: NaturalInt = 3  # number of newest checkpoints; latest and best are always kept
-    save_async: bool = False  # write checkpoints during the next steps; needs memory for a copy of the state
-    log_every: PositiveInt = 10  # steps between two `step` events
-    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # steps; auto: takes at most 0.5 % of the time
+    key_file: str | None = None  # a key to sign checkpoints. Checkpoints without its signature are rejected
+    keep: NaturalInt = 3  # the number of newest checkpoints to keep. The latest and the best are always kept
+    save_async: bool = False  # write checkpoints during the next steps. Needs memory for a copy of the state
+    log_every: PositiveInt = 10  # the number of steps between two `step` events
+    digest_every: PositiveInt | Literal["auto", "off"] = "auto"  # in steps. auto: takes at most 0.5 % of the time
     tensorboard: bool = True
     sinks: Annotated[
         tuple[Annotated[SinkConfig, BY_NAME], ...],
@@ -104,5 +107,5 @@ class RunConfig(Section):
         AfterValidator(_check_unique),
         Field(description="a list of `csv`, `wandb`, `mlflow` or import paths, each a name or a mapping of keys"),
     ] = ()
-    probe: Literal["auto", "off"] = "auto"  # auto: test code that isn't known to be clean, and warn
-    predicted: PredictedConfig | None = None  # by a plan; a run on that placement reports the actual values
+    probe: Literal["auto", "off"] = "auto"  # auto: test custom code for hidden state and randomness, and warn
+    predicted: PredictedConfig | None = None  # set by a plan. A run on this placement reports the actual values, too

@@ -1,4 +1,4 @@
-"""The whole configuration: the sections recipe, placement and run."""
+"""The full configuration, with the sections recipe, placement and run."""
 
 from lockstep.config.base import Section
 from lockstep.config.placement import Placement
@@ -7,7 +7,7 @@ from lockstep.config.run import RunConfig
 
 
 class Config(Section):
-    """A configuration. It runs a recipe on a placement."""
+    """A configuration, which runs a recipe on a placement."""
 
     recipe: Recipe
     placement: Placement = Placement()

@@ -1,4 +1,4 @@
-"""The recipes shipped with Lockstep. Each has its own file, except that all models on ImageNet share a file."""
+"""The recipes shipped with Lockstep. Each recipe has its own file, except that all ImageNet models share one file."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from lockstep.config.document import Document, Path, SourcePosition
 _RECIPES: Final = FilePath(__file__).parent.parent / "recipes"
 _FAMILY: Final = "imagenet"
 
-# The models of recipes/imagenet.yaml, each with its source and description.
+# The models of recipes/imagenet.yaml, with the source and the description of each model.
 _MODELS: Final = {
     "botnet50": ("lockstep", "BoTNet-50 (attention in ResNet-50's last stage) on ImageNet."),
     "densenet121": ("torchvision", "DenseNet-121 on ImageNet."),
@@ -21,12 +21,14 @@ _MODELS: Final = {
     "resnet18": ("torchvision", "ResNet-18 on ImageNet."),
     "resnet50": ("torchvision", "ResNet-50 on ImageNet."),
 }
-_OTHERWISE: Final[dict[str, dict[Path, Any]]] = {"efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5}}
+_MODEL_OVERRIDES: Final[dict[str, dict[Path, Any]]] = {
+    "efficientnet_b0": {("recipe", "optimizer", "weight_decay"): 1.0e-5}
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ShippedRecipe:
-    """A shipped recipe: its file, its description, and the values that replace those of the file."""
+    """A shipped recipe: its file, its description, and the values that replace values in the file."""
 
     name: str
     file: FilePath
@@ -34,7 +36,10 @@ class ShippedRecipe:
     values: Mapping[Path, Any] = field(default_factory=dict)
 
     def apply_to(self, document: Document) -> Document:
-        """Set the values of this recipe in the document of its file and return it. Their source is this name."""
+        """Set the values of this recipe in the document of its file, and return the document.
+
+        The name of the recipe is the source of these values in errors.
+        """
         for path, value in self.values.items():
             section = document.values
             for name in path[:-1]:
@@ -51,7 +56,7 @@ def list_shipped_recipes() -> dict[str, ShippedRecipe]:
     for model, (source, description) in _MODELS.items():
         values = {("recipe", "model", "name"): model, ("recipe", "model", "source"): source}
         name, file = f"{_FAMILY}-{model}", _RECIPES / f"{_FAMILY}.yaml"
-        recipes.append(ShippedRecipe(name, file, description, values | _OTHERWISE.get(model, {})))
+        recipes.append(ShippedRecipe(name, file, description, values | _MODEL_OVERRIDES.get(model, {})))
     return {recipe.name: recipe for recipe in sorted(recipes, key=lambda recipe: recipe.name)}
 
 

@@ -9,8 +9,8 @@ from lockstep.config.placement import ALIASES, FASTEST
 from lockstep.config.write import format_value
 from lockstep.strategies import names
 
-# Strategies of other frameworks that Lockstep doesn't offer.
-_NOT_OFFERED: Final = {
+# Strategies of other frameworks that Lockstep doesn't have, with the advice for each.
+_UNAVAILABLE: Final = {
     "data_parallel": (
         ": nn.DataParallel splits each micro-batch over the GPUs of one process, which has no effect on a CPU or on "
         "one GPU; use ddp with one process per GPU, or single"
@@ -19,8 +19,8 @@ _NOT_OFFERED: Final = {
 
 
 def strategy_problems(name: Any) -> Iterator[tuple[Path, str]]:
-    """Yield the key and the problem if there is no strategy of this name."""
+    """Yield the path of the key and the problem if there is no strategy named `name`."""
     valid = ["auto", FASTEST, *names(), *ALIASES]
-    if isinstance(name, str) and ":" not in name and name not in valid:  # an import path is checked later
-        text = f"no strategy {format_value(name)}{_NOT_OFFERED.get(name) or choices(name, valid)}"
+    if isinstance(name, str) and ":" not in name and name not in valid:  # import paths are checked later
+        text = f"no strategy {format_value(name)}{_UNAVAILABLE.get(name) or choices(name, valid)}"
         yield ("placement", "strategy", "name"), text

@@ -1,4 +1,4 @@
-"""Rewords the validation errors of pydantic: the expected value, the value found, and what to do."""
+"""Rewords validation errors of pydantic. Each message has the expected value, the actual value, and a fix."""
 
 import re
 from collections.abc import Iterator
@@ -35,25 +35,25 @@ _EXPECTED: Final = {
     "too_short": "at least {min_length} items",
     "too_long": "at most {max_length} items",
 }
-_SURE: Final = 0.8  # similarity above which a key is a typo, not a custom option
-_COMMA: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
-# Quoted texts that would have the expected type without quotes.
+_TYPO_SIMILARITY: Final = 0.8  # an unknown key with more similarity to a valid key is a typo, and not a custom option
+_COMMA_ADVICE: Final = "write numbers with a decimal point, as in 0.1, not with a comma"
+# Patterns for quoted values that would have the expected type without the quotes.
 _PLAIN: Final = {"int": r"[-+]?\d+", "float": r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", "bool": "true|false"}
 
 
 def problems(error: ValidationError, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """Yield a problem for each error of pydantic, except for values that already have a problem from parsing."""
+    """Yield a problem for each error of pydantic, except for values with a problem that the parser has reported."""
     for details in error.errors(include_url=False):
         if details["input"] is UNREADABLE or details["type"] == "default_factory_not_called":
-            continue  # the value it depends on has its own problem
+            continue  # the parser has reported the value, or the default depends on an invalid value with its own error
         if details["type"] == "value_error":
             yield from _validator_problems(details, positions)
         else:
             yield KeyProblem(locate(positions, details["loc"]), details["loc"], _describe_error(details))
 
 
-def unknown(path: Path) -> tuple[Path, str] | None:
-    """Return the first part of `path` that isn't a valid key, and the problem. Returns None if `path` can be valid."""
+def find_unknown_key(path: Path) -> tuple[Path, str] | None:
+    """Return the shortest prefix of `path` that isn't a valid key, and the problem, or None if `path` may be valid."""
     for depth, name in enumerate(path):
         section = section_at(path[:depth])
         if section is None:
@@ -66,13 +66,13 @@ def unknown(path: Path) -> tuple[Path, str] | None:
             return (
                 None
                 if section.model_config.get("extra") == "allow"
-                else (path[: depth + 1], _unknown(path[: depth + 1]))
+                else (path[: depth + 1], _describe_unknown_key(path[: depth + 1]))
             )
     return None
 
 
 def section_at(path: Path) -> type[Section] | None:
-    """Return the section at `path`, or the section of the list items there. Returns None if there is no section."""
+    """Return the section class at `path`, or the class of the list items at `path`. None if it isn't a section."""
     section: type[Section] | None = Config
     for name in (part for part in path if isinstance(part, str)):
         field = section.model_fields.get(str(name)) if section else None
@@ -82,13 +82,16 @@ def section_at(path: Path) -> type[Section] | None:
 
 
 def field_at(path: Path) -> FieldInfo | None:
-    """Return the field at `path`, or None if its section doesn't exist or has no such field."""
+    """Return the field at `path`, or None if there is no such field."""
     section = section_at(path[:-1])
     return section.model_fields.get(str(path[-1])) if section else None
 
 
 def _validator_problems(details: ErrorDetails, positions: dict[Path, SourcePosition]) -> Iterator[KeyProblem]:
-    """Yield a problem for each line of a ValueError of our validators. A line can begin with a key of the section."""
+    """Yield a problem for each line of a ValueError that a validator of Lockstep raised.
+
+    If a line begins with the name of a key and a colon, the problem is about this key of the section.
+    """
     path, value = details["loc"], details["input"]
     got = "" if isinstance(value, dict) else f"; got {format_value(value)}"
     section = section_at(path)
@@ -103,20 +106,20 @@ def _describe_error(details: ErrorDetails) -> str:
         case "missing":
             return "missing; it has no default"
         case "extra_forbidden":
-            return _unknown(details["loc"])
+            return _describe_unknown_key(details["loc"])
         case "literal_error":
             names = re.findall(r"'([^']*)'", details["ctx"]["expected"])
             suggested = suggestion(details["input"], names) if isinstance(details["input"], str) else ""
             return f"expected one of {', '.join(names)}; got {format_value(details['input'])}{suggested}"
         case known if known in _EXPECTED:
-            field = field_at(details["loc"])  # a description replaces the wording of the type
+            field = field_at(details["loc"])  # the description of a field takes precedence over the type
             expected = (field and field.description) or _EXPECTED[known].format(**_limits(details))
-            return f"expected {expected}; got {format_value(details['input'])}{_hint(details)}"
+            return f"expected {expected}; got {format_value(details['input'])}{_suggest_fix(details)}"
     return f"{details['msg']}; got {format_value(details['input'])}"
 
 
-def _hint(details: ErrorDetails) -> str:
-    """Suggest a fix for quoted numbers, decimal commas, and a number given as an interval. Otherwise returns ""."""
+def _suggest_fix(details: ErrorDetails) -> str:
+    """Suggest a fix for a quoted number, a decimal comma, or a number instead of an interval. Otherwise, return ""."""
     if type(details["input"]) is int and section_at(details["loc"]) is IntervalConfig:
         keys = [f"{format_key((*details['loc'], name))}={details['input']}" for name in IntervalConfig.model_fields]
         return f"; set {' or '.join(keys)}"
@@ -124,31 +127,32 @@ def _hint(details: ErrorDetails) -> str:
     if not isinstance(text, str) or kind not in _PLAIN:
         return ""
     if kind == "float" and re.fullmatch(r"[-+]?\d+,\d+", text):
-        return f"; {_COMMA}"
+        return f"; {_COMMA_ADVICE}"
     return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
 
 
 def key_named(name: str) -> str:
-    """Return the shallowest dotted key whose last part is `name`, or "" if there is none."""
+    """Return the least nested key that ends with `name` as a dotted key, or "" if there is no such key."""
     keys = [key for key in _keys() if key[-1] == name]
     return format_key(min(keys, key=len)) if keys else ""
 
 
 def _limits(details: ErrorDetails) -> dict[str, Any]:
-    """Return the limits of a constraint. Floats are shortened, and integers keep all digits."""
+    """Return the limits of a constraint for a message. Floats are rounded, and integers keep all digits."""
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()}
 
 
-def _unknown(path: Path) -> str:
+def _describe_unknown_key(path: Path) -> str:
     section = section_at(path[:-1])
     name, valid_names = str(path[-1]), list(section.model_fields) if section else []
-    if name.isdecimal():  # {lr: 0,1}
-        return f"unknown key; {_COMMA}"
-    # In a section with options, such as a model with dropout, ignore keys of nested sections that have this name.
+    if name.isdecimal():  # for example, {lr: 0,1} has the key 1
+        return f"unknown key; {_COMMA_ADVICE}"
+    # If the section has options, the name is more likely an option than the key of a nested section, so ignore these.
+    # For example, `dropout` in `recipe.model` is an option of the model, and not `recipe.model.lora.dropout`.
     own_path = path[:-1] if "options" in valid_names else ()
     if same_name := [key for key in _keys() if key[-1] == name and not (own_path and key[: len(own_path)] == own_path)]:
         return f"unknown key; did you mean '{format_key(min(same_name, key=len))}'?{list_names(valid_names)}"
-    if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_SURE):
+    if "options" in valid_names and not get_close_matches(name, valid_names, cutoff=_TYPO_SIMILARITY):
         suggested = "' or '".join([*nearest(name, valid_names, 1), f"{format_key(path[:-1])}.options.{name}"])
         return f"unknown key; did you mean '{suggested}'?{list_names(valid_names)}"
     return f"unknown key{choices(name, valid_names)}"

@@ -1,4 +1,4 @@
-"""Writes a configuration as YAML that parses to the same values, with the origin of each value as a comment."""
+"""Writes a configuration as YAML that parses to the same values, with the origin of each value in a comment."""
 
 import math
 import re
@@ -22,7 +22,7 @@ def leaves(tree: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, Any
 
 
 def block(tree: Mapping[str, Any], origins: Mapping[str, str], path: Path = ()) -> Iterator[str]:
-    """Yield the lines of a YAML block mapping. `origins` contains the comment of each line by dotted key."""
+    """Yield the lines of a YAML block mapping. `origins` has the comment for each line, by dotted key."""
     for name, value in tree.items():
         key_path = (*path, name)
         line = f"{'  ' * len(path)}{flow(name)}:"
@@ -52,7 +52,7 @@ def flow(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for an error message: text in quotes, anything else as YAML, at most 60 characters."""
+    """Format a value for an error message, in at most 60 characters. Strings are quoted, other values are YAML."""
     if isinstance(value, dict):
         return "a mapping" if value else "an empty mapping"
     text = repr(value) if isinstance(value, str) else flow(value)
@@ -72,6 +72,6 @@ def _float(value: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace characters that a comment can't contain by `?`."""
-    # A file name can contain a line break, but a comment can't.
+    """Replace unprintable characters with `?`."""
+    # For example, a file name can contain a line break, which would end the comment.
     return "".join(character if character.isprintable() else "?" for character in text)

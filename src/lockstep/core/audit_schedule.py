@@ -1,6 +1,6 @@
-"""The micro-batches that are computed twice for an audit, and the ranks that repeat them.
+"""The schedule of a recomputation audit: which micro-batches are computed twice, and which ranks recompute them.
 
-Both depend only on the step number.
+The schedule depends only on the step number.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from lockstep.core.order import Step
 
 @dataclass(frozen=True)
 class AuditSchedule:
-    """Every `every` steps, each rank repeats one micro-batch of a different rank. A single rank repeats its own.
+    """The micro-batches that each rank recomputes in an audit.
 
-    The pairs of ranks and the repeated micro-batches rotate from audit to audit.
+    Every `every` steps, each rank recomputes one micro-batch of a different rank. In a run with a single rank, the rank
+    recomputes one of its own. The pairs of ranks and the micro-batches rotate from audit to audit.
     """
 
     every: int
@@ -21,27 +22,27 @@ class AuditSchedule:
     microbatches: int
 
     def due(self, step: Step) -> bool:
-        """Whether micro-batches of `step` are repeated."""
+        """Whether `step` is audited."""
         return is_due(step.number, self.every)
 
     def target(self, rank: int, step: Step) -> int:
-        """Return the micro-batch of `rank` that is repeated. If the rank has none, it is the last one of the step."""
+        """Return the audited micro-batch of `rank`, or the last micro-batch of the step if the rank has none."""
         leaves = min(self.microbatches, step.samples)
         own_indices = self.mesh.data_rank(rank).indices(leaves) or [(leaves - 1, True)]
-        return own_indices[self._audit_index(step) // self._other_ranks % len(own_indices)][0]
+        return own_indices[self._audit_index(step) // self._peer_count % len(own_indices)][0]
 
     def assignment(self, rank: int, step: Step) -> int | None:
-        """Return the micro-batch that `rank` repeats in `step`, or None if the step isn't audited."""
+        """Return the micro-batch that `rank` recomputes in `step`, or None if the step isn't audited."""
         if not self.due(step):
             return None
-        distance = 1 + self._audit_index(step) % self._other_ranks
+        distance = 1 + self._audit_index(step) % self._peer_count
         return self.target((rank + distance) % self.mesh.size, step)
 
     def _audit_index(self, step: Step) -> int:
         return step.number // self.every
 
     @property
-    def _other_ranks(self) -> int:
+    def _peer_count(self) -> int:
         return max(1, self.mesh.size - 1)
 
 

@@ -1,4 +1,4 @@
-"""The device of each process, and the backend that carries tensors between processes."""
+"""Selects the device of each process, and the backend that transfers tensors between processes."""
 
 from typing import Final, Literal
 
@@ -31,7 +31,7 @@ def resolve_backend(backend: Backend, on_gpu: bool) -> Literal["nccl", "gloo"]:
 
 
 def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
-    """Describe the backend between several processes, as far as it is known without querying the devices."""
+    """Return a description of the communication backend. Doesn't query the devices."""
     if device == "cpu":
         return "with gloo"
     if backend == "gloo":
@@ -41,12 +41,12 @@ def in_words(backend: Backend, device: Literal["auto", "cpu", "cuda"]) -> str:
 
 
 def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, sharing: bool = False) -> int:
-    """Return the index of this process's device among its `visible` devices, of which there must be at least one.
+    """Return the index of this process's device among its `visible` devices. `visible` must be at least 1.
 
-    Usually all processes of a host see the same devices, and each process uses a separate device. With `sharing`, a
-    device can be used by several processes, which are assigned in turn. If a process sees a single device and the other
-    devices are `hidden`, the launcher has assigned a device to each process, and the process uses that device. Raises
-    UsageError on all ranks if there are too few devices.
+    Usually all processes on a host see the same devices, and each process uses a separate device. If `sharing` is set,
+    devices are assigned round-robin, so several processes can use the same device. If a process sees only one device
+    because the launcher hid the other devices (`hidden`), the process uses this device. Raises UsageError on
+    all ranks if there are too few devices.
     """
     if visible >= local_size or sharing:
         return local_rank % visible
@@ -61,7 +61,7 @@ def device_number(visible: int, local_rank: int, local_size: int, hidden: bool, 
 
 
 def find_shared_devices(owners: dict[int, str]) -> list[list[int]]:
-    """Return the groups of ranks that share a device. `owners` maps each rank to the name of its device."""
+    """Return each group of ranks that share a device. `owners` maps each rank to the name of its device."""
     by_device: dict[str, list[int]] = {}
     for rank, device in sorted(owners.items()):
         by_device.setdefault(device, []).append(rank)

@@ -2,10 +2,10 @@
 
 The digest is a multilinear hash (Lemire and Kaser 2014, "Strongly universal string hashing is fast"). Each word is
 multiplied by an odd key for its position, and the products are added modulo 2^64, which is exact in any order.
-Therefore the digests of the shards of a tensor add up to the digest of the whole tensor, regardless of how the tensor
-is sharded, if each shard's offset is known. A single flipped bit always changes the digest. Two different tensors have
-the same digest with a probability of about 2^-32, wherever their bits differ. The keys are public, so the digest
-detects faults but does not protect against forgery.
+Therefore the digests of the shards of a tensor add up to the digest of the full tensor, however the tensor is sharded,
+as long as the offset of each shard is known. A single flipped bit always changes the digest. Two different tensors have
+the same digest with a probability of about 2^-32. The keys are public, so the digest detects faults but does not
+protect against forgery.
 """
 
 import math
@@ -21,29 +21,32 @@ from lockstep.core import random
 from lockstep.core.shard import NamedTensors, Shard
 
 _BLOCK: Final = 1 << 15  # words that share a block key; fits into a CPU cache
-_AT_ONCE: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
-_AT_ONCE_ELSEWHERE: Final = 128
-_SMALL: Final = _BLOCK  # elements; the keys of tensors up to this size are cached, for one multiplication
-_WORDS: Final = {1: torch.uint8, 2: torch.int16}  # by element size; larger elements are words of 4 bytes
+_BLOCKS_PER_PRODUCT: Final = {"cpu": 1}  # blocks per multiplication; a GPU needs large kernels
+_BLOCKS_PER_PRODUCT_ON_GPU: Final = 128
+_MAX_SMALL_ELEMENTS: Final = _BLOCK  # elements; tensors up to this size are digested together, with cached keys
+_WORD_DTYPES: Final = {
+    1: torch.uint8,
+    2: torch.int16,
+}  # by element size in bytes; larger elements are split into int32 words
 
 
 class _Piece(NamedTuple):
-    """Consecutive elements of the tensor `name`, starting at its element `first`."""
+    """Consecutive elements of the tensor `name`, starting at element `first`."""
 
     name: str
     first: int
     tensor: Tensor
 
 
-class Noted(NamedTuple):
-    """The digest of a tensor, with the dtype and shape that are needed to locate a bit that differs."""
+class TensorDigest(NamedTuple):
+    """The digest of a tensor, with its dtype and shape, which are needed to locate a flipped bit."""
 
     digest: Tensor
     dtype: torch.dtype
     shape: torch.Size
 
     def text(self) -> str:
-        """Return the text that ranks send to each other. Synchronizes with the device."""
+        """Return the digest, dtype and shape as text, to be sent to other ranks. Synchronizes with the device."""
         return f"{int(self.digest):x} {str(self.dtype).removeprefix('torch.')} {'x'.join(map(str, self.shape))}"
 
 
@@ -52,23 +55,23 @@ class Digests:
     """Computes digests of tensors and caches the keys."""
 
     def __init__(self) -> None:
-        self._of_blocks: dict[torch.device, Tensor] = {}
-        self._small: dict[Any, Tensor] = {}  # concatenated word keys of many small tensors
+        self._block_keys: dict[torch.device, Tensor] = {}
+        self._small_keys: dict[Any, Tensor] = {}  # concatenated word keys of each group of small tensors
 
     def digest(self, tensor: Tensor, first: int = 0) -> Tensor:
-        """Return the digest of the bits of a tensor: a 0-dim int64 tensor on the same device.
+        """Return the digest of a tensor as a 0-dim int64 tensor on the same device.
 
-        The memory format doesn't matter. If the tensor is a part of a larger tensor, pass the offset of its first
-        element in row-major order as `first`.
+        The digest doesn't depend on the memory format. If the tensor is a part of a larger tensor, pass the offset of
+        its first element in row-major order as `first`.
         """
         words, first = _words(tensor, first)
         if not len(words):
             return torch.zeros((), dtype=torch.int64, device=tensor.device)
         head = min(-first % _BLOCK, len(words))
         full = (len(words) - head) // _BLOCK * _BLOCK
-        word_keys = _keys_within(words.device)
+        word_keys = _keys_within_block(words.device)
         sums = [(words[:head] * word_keys[first % _BLOCK :][:head]).sum().reshape(1)] if head else []
-        at_once = _AT_ONCE.get(words.device.type, _AT_ONCE_ELSEWHERE)
+        at_once = _BLOCKS_PER_PRODUCT.get(words.device.type, _BLOCKS_PER_PRODUCT_ON_GPU)
         blocks = words[head : head + full].view(-1, _BLOCK)
         sums += [(group * word_keys).sum(1) for group in torch.split(blocks, at_once)]
         if remainder := len(words) - head - full:
@@ -77,68 +80,69 @@ class Digests:
         begin, end = first // _BLOCK, first // _BLOCK + len(sums_of_blocks)
         return (sums_of_blocks * self._keys_of_blocks(words.device, end)[begin:end]).sum()
 
-    def noted(self, tensor: Tensor) -> Noted:
+    def noted(self, tensor: Tensor) -> TensorDigest:
         """Return the digest of a tensor, with its dtype and shape."""
-        return Noted(self.digest(tensor), tensor.dtype, tensor.shape)
+        return TensorDigest(self.digest(tensor), tensor.dtype, tensor.shape)
 
     def of_model(self, tensors: NamedTensors, owned: Container[str]) -> Tensor:
-        """Return this rank's part of the digest of named tensors. The sum over all ranks is the digest.
+        """Return this rank's part of the digest of named tensors. The digest is the sum over all ranks.
 
-        The result is on the device of the tensors, or on one of their devices if some are offloaded. A whole tensor
-        counts on the rank whose `owned` contains its name, which must be a single rank. A shard counts on the primary
-        rank among the ranks that hold it.
+        The result is on the device of the tensors. If some tensors are offloaded, it is on one of their devices. An
+        unsharded tensor is counted on the rank whose `owned` contains its name, which must be exactly one rank. A shard
+        is counted on the primary rank among the ranks that hold it.
         """
         parts = []
         small: dict[tuple[torch.dtype, torch.device], list[_Piece]] = {}
         for piece in _pieces(tensors, owned):
-            if piece.tensor.numel() <= _SMALL:
+            if piece.tensor.numel() <= _MAX_SMALL_ELEMENTS:
                 small.setdefault((piece.tensor.dtype, piece.tensor.device), []).append(piece)
             else:
-                parts.append(self.digest(piece.tensor, piece.first) * _key_of(piece.name))
+                parts.append(self.digest(piece.tensor, piece.first) * _key_of_name(piece.name))
         parts += [self.digest_small(pieces) for pieces in small.values()]
         if not parts:
             return torch.zeros((), dtype=torch.int64)
         return torch.stack([part.to(parts[0].device) for part in parts]).sum()
 
     def digest_small(self, pieces: Sequence[_Piece]) -> Tensor:
-        """Return the sum of the digests of pieces with the same dtype and device, in a single multiplication."""
+        """Return the sum of the digests of pieces with the same dtype and device, with a single multiplication."""
         words, _ = _words(torch.cat([piece.tensor.reshape(-1) for piece in pieces]))
         layout = (words.dtype, words.device, *((piece.name, piece.first, piece.tensor.numel()) for piece in pieces))
-        if layout not in self._small:
-            self._small[layout] = torch.cat([self._keys_of(piece) for piece in pieces])
-        return (words * self._small[layout]).sum()
+        if layout not in self._small_keys:
+            self._small_keys[layout] = torch.cat([self._keys_of_piece(piece) for piece in pieces])
+        return (words * self._small_keys[layout]).sum()
 
-    def _keys_of(self, piece: _Piece) -> Tensor:
+    def _keys_of_piece(self, piece: _Piece) -> Tensor:
         """Return the key of each word in a piece."""
         words, first = _words(piece.tensor, piece.first)
         word_indices = torch.arange(first, first + len(words), device=words.device)
         of_blocks = self._keys_of_blocks(words.device, (first + len(words)) // _BLOCK + 1)[word_indices // _BLOCK]
-        return _keys_within(words.device)[word_indices % _BLOCK] * of_blocks * _key_of(piece.name)
+        return _keys_within_block(words.device)[word_indices % _BLOCK] * of_blocks * _key_of_name(piece.name)
 
     def _keys_of_blocks(self, device: torch.device, count: int) -> Tensor:
         """Return the keys of at least `count` blocks."""
-        if device not in self._of_blocks or len(self._of_blocks[device]) < count:
-            self._of_blocks[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
-        return self._of_blocks[device]
+        if device not in self._block_keys or len(self._block_keys[device]) < count:
+            self._block_keys[device] = _keys(1, 1 << (count - 1).bit_length()).to(device)
+        return self._block_keys[device]
 
 
 def differing_bit(first_text: str, second_text: str) -> str:
-    """Describe the bit that differs between two digest texts of a tensor, or return "" if it isn't a single bit.
+    """Return a description of the flipped bit between two digest texts of a tensor, or "" if it isn't a single bit.
 
-    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so the power is the largest
-    power of two that divides the difference, and few words, if any, have the key that is left. The probability that a
-    different change looks like a single flip is the probability that two digests agree.
+    A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so this power is the largest
+    power of two that divides the difference, and the quotient is the key of very few words, usually of a single one. A
+    different change looks like a single flipped bit with the same probability with which two digests collide.
     """
-    (first, *tensor), (second, *as_well) = first_text.split(" "), second_text.split(" ")
+    (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")
     change = int(second, 16) - int(first, 16)
-    if not change or tensor != as_well or len(tensor) != 2:
+    if not change or tensor != second_tensor or len(tensor) != 2:
         return ""
     dtype, shape = getattr(torch, tensor[0]), tuple(map(int, filter(None, tensor[1].split("x"))))
-    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1  # words per element; bit in a word
+    # Number of words per element, and index of the bit within its word.
+    words, bit = max(1, dtype.itemsize // 4), (change & -change).bit_length() - 1
     if bit >= 8 * min(dtype.itemsize, 4):
         return ""
     count, signed = math.prod(shape) * words, (change + (1 << 63)) % (1 << 64) - (1 << 63)
-    word_keys = _keys_within(torch.device("cpu"))
+    word_keys = _keys_within_block(torch.device("cpu"))
     for block, key in enumerate(_keys(1, -(-count // _BLOCK))):
         key_products = (word_keys[: count - block * _BLOCK] * key) << bit
         for position in torch.nonzero((key_products == signed) | (key_products == -signed)):
@@ -149,25 +153,25 @@ def differing_bit(first_text: str, second_text: str) -> str:
 
 
 @cache
-def _keys_within(device: torch.device) -> Tensor:
+def _keys_within_block(device: torch.device) -> Tensor:
     """Return the keys of the words within a block."""
     return _keys(0, _BLOCK).to(device)
 
 
 @cache
-def _key_of(name: str) -> int:
+def _key_of_name(name: str) -> int:
     """Return the odd key of a tensor name, reinterpreted as int64."""
     return int(np.uint64(random.key(random.DIGEST, 2, *name.encode(errors="surrogateescape")) | 1).astype(np.int64))
 
 
 def _keys(stream: int, count: int) -> Tensor:
-    """Return `count` odd keys."""
+    """Return `count` odd keys from random stream `stream`."""
     counters = np.arange(count, dtype=np.uint64)
     return torch.from_numpy((random.bits(random.key(random.DIGEST, stream), counters) | np.uint64(1)).view(np.int64))
 
 
 def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
-    """Yield the pieces that count on this rank."""
+    """Yield the pieces that are counted on this rank."""
     for name, value in tensors.items():
         if not isinstance(value, Shard):
             if name in owned:
@@ -178,7 +182,7 @@ def _pieces(tensors: NamedTensors, owned: Container[str]) -> Iterator[_Piece]:
 
 
 def _words(tensor: Tensor, first: int = 0) -> tuple[Tensor, int]:
-    """Return the words of a tensor, and the index of the first word of element `first`."""
+    """Return the tensor as words, and the word offset that corresponds to the element offset `first`."""
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
-    return flat.view(_WORDS.get(size, torch.int32)), first * max(1, size // 4)
+    return flat.view(_WORD_DTYPES.get(size, torch.int32)), first * max(1, size // 4)

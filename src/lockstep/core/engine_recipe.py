@@ -1,6 +1,6 @@
-"""The keys of a recipe that an engine reads. Any object with these attributes works, not only a recipe.
+"""The keys of a recipe that an engine reads, as a protocol. An engine accepts any object with these attributes.
 
-The keys have the same names and meanings as in config/recipe.py. `PlainRecipe` is for engines without a configuration.
+The keys have the same names and meanings as in config/recipe.py. Use `PlainRecipe` for engines without a configuration.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Ema(Protocol):
 
 
 class SequenceChunks(Protocol):
-    """The key of the section `model` that engines read as well."""
+    """The key of the section `model` that engines read."""
 
     @property
     def sequence_chunks(self) -> int: ...
@@ -112,7 +112,7 @@ class PlainRecipe:
 
 
 def against_nonfinite(recipe: EngineRecipe | None) -> str:
-    """Return the advice for a loss that isn't finite. Without a recipe, the advice is for your own training loop."""
+    """Return the advice for a loss that isn't finite. If `recipe` is None, the advice is for a custom training loop."""
     if recipe is None:
         return "lower the learning rate, or clip with step.update(clip=...)"
     clip = "" if recipe.clip_norm else "set recipe.clip_norm, "

@@ -1,8 +1,8 @@
-"""Numbers of epochs in words."""
+"""Formats numbers of epochs as text."""
 
 
 def in_words(epochs: float) -> str:
-    """Return a text such as `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
+    """Return the number of epochs as text, such as `1 epoch`, `25 epochs`, `2.5 epochs` or `22 % of an epoch`."""
     if epochs < 1:
         return f"{100 * epochs:.2g} % of an epoch"
     if epochs == 1:

@@ -1,15 +1,15 @@
-"""Finds the faulty ranks by majority when results that should be identical differ."""
+"""Identifies faulty ranks by majority vote when results that should be identical differ."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable
 
 
 def odd_ones(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
-    """Return the ranks that differed at least once from the most frequent result, or [] if all ranks agree.
+    """Return the ranks with at least one result that differs from the most frequent result, or [] if all ranks agree.
 
-    `opinions` are pairs of a rank and its result. A rank can have several results. Returns None if two results tie for
-    the most frequent, or if more than half of the ranks differed, because these ranks can't be blamed then. The most
-    frequent result doesn't need half of the opinions, because two faulty ranks don't agree to the bit by chance.
+    `opinions` are pairs of a rank and its result. A rank can have several results. Returns None if the vote is
+    inconclusive: if two results tie for the most frequent, or if more than half of the ranks differ from it. The most
+    frequent result doesn't need an absolute majority, because two faulty ranks almost never agree bit for bit.
     """
     results_by_rank = list(opinions)
     results = Counter(result for _, result in results_by_rank).most_common(2)

@@ -1,6 +1,6 @@
-"""The device mesh: the number of ranks along each axis, and the micro-batches of a step that each rank computes.
+"""The device mesh: the number of ranks along each axis, and the micro-batches that each rank computes in a step.
 
-The axes correspond to the usual dims of a torch DeviceMesh: replicas, pipeline stages, shards and slices of tensors.
+The axes correspond to the usual dimensions of a torch DeviceMesh: data, pipeline, shard and tensor parallelism.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Mesh(NamedTuple):
     """The number of ranks along each axis. Consecutive ranks are neighbors along the last axis.
 
     - `replicate`: replicas of the model. Each replica has a contiguous part of the micro-batches of a step.
-    - `pipe`: ranks with different stages of the model, which send the activations of the same micro-batches along.
+    - `pipe`: pipeline stages. Each rank sends the activations of its micro-batches to the next stage.
     - `shard`: the members of a replica. They gather the parameters from each other. Therefore they process the
       micro-batches of the replica together, in rounds of one micro-batch per member.
-    - `expert`: ranks with different experts of a mixture, which send each other the rows for their experts. Like a
-      replica, each rank has a contiguous part of the micro-batches. The ranks process their parts in step, in rounds of
-      one micro-batch per rank.
+    - `expert`: ranks with different experts of a mixture, which exchange the rows that are routed to their experts.
+      Like a replica, each rank has a contiguous part of the micro-batches. The ranks process their parts in lockstep,
+      in rounds of one micro-batch per rank.
     - `context`: ranks with different chunks of the same sequences, which exchange the tensors that attention needs.
-    - `tensor`: ranks that each compute a part of every product, for the same micro-batches and chunks of sequences.
+    - `tensor`: ranks that each compute a part of every matrix product, for the same micro-batches and sequence chunks.
     """
 
     replicate: int = 1
@@ -49,40 +49,40 @@ class Mesh(NamedTuple):
         return Mesh(*reversed(coordinates))
 
     def rank(self, coordinates: Mesh) -> int:
-        """Return the rank at these coordinates. The inverse of `coordinate`."""
+        """Return the rank at these coordinates. This is the inverse of `coordinate`."""
         index = 0
         for length, coordinate in zip(self, coordinates, strict=True):
             index = index * length + coordinate
         return index
 
     def groups(self, *axes: Axis) -> list[list[int]]:
-        """Return groups of ranks that differ only along these axes. Each rank is in exactly one group."""
+        """Return the groups of ranks that differ only along these axes. Each rank is in exactly one group."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             group_key = self.coordinate(rank)._replace(**dict.fromkeys(axes, 0))
             groups.setdefault(group_key, []).append(rank)
         return list(groups.values())
 
-    def added_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
-        """Return the data ranks of a group that differs only along these axes, ordered by leaves, and this order."""
+    def data_ranks_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
+        """Return the data ranks of a group along these axes, sorted by leaves, and their indices within the group."""
         lengths = {axis: getattr(self, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # its ranks take turns in the leaves; along other axes, parts are contiguous
+        shard = lengths.pop("shard", 1)  # its ranks alternate between leaves; other axes have contiguous parts
         context = lengths.pop("context", 1)
         group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
         order = sorted(range(group_mesh.size), key=lambda index: data_ranks[index].seat)
-        if axes == ("replicate",) and self.expert > 1:  # a rank here adds the sums of all ranks in step with it
+        if axes == ("replicate",) and self.expert > 1:  # a rank already has the sum of all ranks of its expert group
             count, step = group_mesh.size * self.expert, self.expert
             data_ranks = [DataRank(first, count, spans=step) for first in range(0, count, step)]
         return [data_ranks[index] for index in order], order
 
     @property
     def spread(self) -> Mesh:
-        """The mesh outside of the products, if the ranks that share products share the sequences there."""
+        """The mesh for layers outside the split matrix products, in which tensor-parallel ranks split the sequences."""
         return self._replace(context=self.context * self.tensor, tensor=1)
 
     def data_rank(self, rank: int) -> DataRank:
-        """Return the data rank of a rank."""
+        """Return the data rank of `rank`."""
         coordinates = self.coordinate(rank)
         replica, replicas = coordinates.replicate * self.expert + coordinates.expert, self.replicate * self.expert
         first = not (coordinates.pipe or coordinates.tensor)
@@ -94,16 +94,16 @@ class Mesh(NamedTuple):
 class DataRank(NamedTuple):
     """The position of a rank in the distribution of the data: member `member` of replica `replica`.
 
-    Each replica has a contiguous part of the micro-batches of a step, so that it can add its own part first. The
-    members of a replica take turns in its part: in round k they have micro-batches k * members, k * members + 1, ...,
-    which they add across members before the next round.
+    Each replica has a contiguous part of the micro-batches of a step, so that it can add up its own part first. The
+    members of a replica process this part in rounds. In round k, they have micro-batches k * members, k * members + 1,
+    ..., and they add the gradients across members before the next round.
 
     - `first`: whether this rank reports the results, if several ranks have the same results.
-    - `in_step`: the number of replicas that run in step. They all have as many rounds as the replica among them with
-      the most micro-batches.
-    - `seat`, `seats`: `seats` ranks have the same data. Each of them computes its part of the chunks of the sequences,
-      in the order of their `seat`, and evaluates separate batches.
-    - `spans`: the number of replicas whose sums this rank has: its own replica and the replicas that follow.
+    - `in_step`: the number of replicas that run in lockstep. All of them run as many rounds as the replica with the
+      most micro-batches.
+    - `seat`, `seats`: `seats` ranks have the same data. Each of them computes a part of the sequence chunks, in the
+      order of their `seat`, and evaluates separate batches.
+    - `spans`: the number of replicas whose sums this rank holds, starting with its own replica.
     """
 
     replica: int = 0
@@ -119,7 +119,7 @@ class DataRank(NamedTuple):
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
         """Return this rank's micro-batch in each round of a step with `leaves` micro-batches, and whether it's a dummy.
 
-        Members go through a round together. A member that has no micro-batch in a round computes the last micro-batch
+        All members take part in every round. A member without a micro-batch in a round computes the last micro-batch
         of the step as a dummy.
         """
         return [
@@ -128,20 +128,21 @@ class DataRank(NamedTuple):
         ]
 
     def rounds(self, leaves: int) -> list[tuple[int, int]]:
-        """Return the first micro-batch of each round of the replica, and the number of members that have one."""
+        """Return the first micro-batch of each round of the replica, and the number of members with a micro-batch."""
         ours = part(leaves, self.replicas, self.replica)
-        longest = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)  # the earlier have one more
-        alone = self.members == self.in_step == 1  # else ranks without work still join one round
+        # The first of the replicas in lockstep has the most micro-batches.
+        longest = part(leaves, self.replicas, self.replica // self.in_step * self.in_step)
+        alone = self.members == self.in_step == 1  # otherwise, a rank without micro-batches must still join one round
         rounds = max(-(-len(longest) // self.members), 0 if alone else 1)
         firsts = (min(ours.start + number * self.members, ours.stop) for number in range(rounds))
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
     def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
-        """Return the blocks of the tree (core/tree.py) that this rank has after it has added its own leaves.
+        """Return the blocks of the reduction tree (core/tree.py) that this rank holds after adding its own leaves.
 
         If sequences are split into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all
-        micro-batches, and so on. Therefore a rank that computes one chunk can add up its gradients as it goes, and
-        doesn't need to keep the gradients of each micro-batch.
+        micro-batches, and so on. Therefore a rank that computes one chunk can accumulate its gradients, and doesn't
+        need to keep the gradients of each micro-batch.
         """
         microbatches = leaves // chunks
         ours = part(microbatches, self.replicas, self.replica)
@@ -161,7 +162,7 @@ class DataRank(NamedTuple):
         return self.first and self.seat == 0
 
     def turns(self, batches: int) -> list[int | None]:
-        """Return the indices of the batches that this rank evaluates, and None for turns without a batch."""
+        """Return the indices of the batches that this rank evaluates, padded with None to the number of rounds."""
         rank = (self.replica * self.members + self.member) * self.seats + self.seat
         ranks = self.replicas * self.members * self.seats
         own_batches: list[int | None] = list(range(rank, batches, ranks))

@@ -1,13 +1,13 @@
-"""The gradient norm, in an order of addition that doesn't depend on sharding.
+"""The gradient norm, computed in an order of addition that doesn't depend on sharding.
 
 First, the norm of each row of dim 0 is computed. Then the row norms of all parameters, in the order of the model, form
-one vector, and its norm is computed in float64. A row is never split, so the same numbers are added in the same order,
+one vector, and its norm is computed in float64. A row is never split, so the same numbers are added in the same order
 regardless of which ranks hold the rows.
 
 On CUDA, the order in which the norm kernel adds a row depends on the number of rows and on the memory address of the
 first row. Therefore the right half of each row is added to the left half, element by element, until one element is
 left. This order depends only on the number of columns. Rows of the same width are folded together, so that the norm of
-a whole model takes few kernels.
+a full model takes few kernels.
 """
 
 import math
@@ -18,48 +18,52 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_FOLDED: Final = 64 << 20  # elements per copy, unless a single tensor has more
+_MAX_FOLDED_ELEMENTS: Final = 64 << 20  # elements per copy, unless a single tensor has more
 
 
 def row_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the L2 norm of each row of each tensor [R, ...]: float64 of shape [R]. A 0-dim tensor is one row.
 
-    Rows are added in float32 or wider, because 16 bits would lose most of a sum. All tensors must be on one device.
+    Rows are accumulated in float32 or wider, because a 16-bit sum would lose most terms. All tensors must be on one
+    device.
     """
-    # Compute the widths: a rank may hold no rows, and -1 is ambiguous in this case.
+    # Compute the widths explicitly: a rank may hold no rows, and reshape(0, -1) is ambiguous.
     matrices = [
         tensor.reshape(len(tensor), math.prod(tensor.shape[1:])) if tensor.ndim else tensor.reshape(1, 1)
         for tensor in tensors
     ]
     if tensors and _is_folded(tensors[0]):
         return folded_norms(matrices)
-    return [torch.linalg.vector_norm(rows, dim=1, dtype=_wide(rows)).double() for rows in matrices]
+    return [torch.linalg.vector_norm(rows, dim=1, dtype=_sum_dtype(rows)).double() for rows in matrices]
 
 
 def folded_norms(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the row norms of each tensor of shape [R, n], added by halves: float64 of shape [R]."""
+    """Return the row norms of each tensor of shape [R, n], added by repeated halving: float64 of shape [R]."""
     norms: dict[int, Tensor] = {}
     for group in _groups(matrices):
-        squares = torch.cat([matrices[index].to(_wide(matrices[index])) for index in group]).square_()
+        squares = torch.cat([matrices[index].to(_sum_dtype(matrices[index])) for index in group]).square_()
         width = squares.shape[1]
         while width > 1:
             half = -(-width // 2)
             squares[:, : width - half].add_(squares[:, half:width])
             width = half
-        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # of one column, or no column
+        row_norm_values = squares[:, :1].sum(1).sqrt_().double()  # there is one column left, or none
         norms |= zip(group, torch.split(row_norm_values, [len(matrices[index]) for index in group]), strict=True)
     return [norms[index] for index in range(len(matrices))]
 
 
 def norm_of_rows(norms: Tensor) -> Tensor:
-    """Return the norm of all rows from the norms of the rows: float64, 0-dim."""
+    """Return the total norm from the norms of all rows: float64, 0-dim."""
     # Clone, because the order in which CUDA adds a vector depends on its offset in memory.
     norm: Tensor = torch.linalg.vector_norm(norms.clone() if norms.is_cuda else norms)
     return norm
 
 
 def clip_(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale the tensors in place so that their total norm, `norm`, is at most `max_norm`. A smaller norm is kept."""
+    """Scale the tensors in place so that their total norm, which is `norm`, is at most `max_norm`.
+
+    If `norm` is smaller, the tensors don't change.
+    """
     factor = (max_norm / norm).clamp(max=1.0).float()
     torch._foreach_mul_(list(tensors), factor.to(tensors[0].device) if tensors else factor)
 
@@ -68,20 +72,20 @@ def _is_folded(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield indices of tensors with the same row width and sum dtype, in groups of at most `_FOLDED` elements.
+    """Yield groups of indices of tensors with the same row width and sum dtype, up to _MAX_FOLDED_ELEMENTS elements.
 
-    A single tensor with more elements is a separate group.
+    A tensor with more elements forms a group by itself.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()
     for index, rows in enumerate(matrices):
-        key = rows.shape[1], _wide(rows)
-        if elements[key] and elements[key] + rows.numel() > _FOLDED:
+        key = rows.shape[1], _sum_dtype(rows)
+        if elements[key] and elements[key] + rows.numel() > _MAX_FOLDED_ELEMENTS:
             yield groups.pop(key)
             elements[key] = 0
         groups.setdefault(key, []).append(index)

@@ -1,7 +1,7 @@
 """The samples of each step, and how they are split into micro-batches.
 
-Everything here depends only on the step number and on the settings of the run. There is no random stream with a
-position, so a run can resume at any step, on any number of processes, without sampler state.
+Everything here depends only on the step number and on the settings of the run. There is no random generator state, so
+a run can resume at any step, on any number of processes, without a sampler state.
 """
 
 from collections.abc import Mapping
@@ -19,34 +19,34 @@ def cut(length: int, parts: int) -> list[range]:
 
 
 def part(length: int, parts: int, index: int) -> range:
-    """Return range `number` of `cut(length, parts)`."""
+    """Return range `index` of `cut(length, parts)`."""
     size, longer = divmod(length, parts)
     first = index * size + min(index, longer)
     return range(first, first + size + (index < longer))
 
 
 class Step(NamedTuple):
-    """One update: its position in the order of the epoch, and the number of samples before it."""
+    """One optimizer update: its position in the sample order of the epoch, and the number of samples before it."""
 
-    number: int  # of the run, from 0
+    number: int  # step number in the run, from 0
     epoch: int  # from 0
-    first: int  # position in the epoch's order
+    first: int  # position in the sample order of the epoch
     samples: int
     samples_seen: int  # before this step, in the whole run
     last_of_epoch: bool
-    counted: int | None = None  # total weight of its samples, if it isn't their number
-    weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if it has several losses
+    counted: int | None = None  # total sample weight, if it differs from the number of samples
+    weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if there are several losses
 
     @property
     def weight(self) -> int:
-        """The divisor for the sum of the losses. With several losses, it is only 0 if none of them has a weight."""
+        """The divisor of the summed loss. With several losses, it is only 0 if all of their weights are 0."""
         return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:
-        """Split the step into micro-batches, as positions in the order of the epoch. No micro-batch is empty.
+        """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.
 
-        A step with fewer samples than `count` has one micro-batch per sample. More micro-batches would be empty and
-        add nothing, and the sum is the same tree without these leaves.
+        No micro-batch is empty: a step with fewer samples than `count` has one micro-batch per sample. Empty
+        micro-batches would add nothing, so the sum has the same bits without these leaves.
         """
         parts = cut(self.samples, min(count, self.samples))
         return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """All steps of a run. Access to a step by its number takes constant time.
+    """All steps of a run. You can access a step by its number in constant time.
 
     `length` is the number of training samples, and `batch` is the global batch size. The run ends after `steps`
     updates, or after `epochs` epochs if `steps` is None.
@@ -85,11 +85,11 @@ class Steps:
 
     @property
     def total_samples(self) -> int:
-        """The number of samples seen by the run."""
+        """The number of samples that the run processes in total."""
         return self[self.total].samples_seen
 
     def __getitem__(self, number: int) -> Step:
-        """Return step `number`. The step after the last step marks the end of the run."""
+        """Return step `number`. `self[self.total]` marks the end of the run."""
         epoch, step_of_epoch = divmod(number, self.per_epoch)
         first = step_of_epoch * self.batch
         last = step_of_epoch == self.per_epoch - 1

@@ -1,21 +1,21 @@
-"""The precisions of a recipe. See docs/precision.md for the dtypes in which each keeps, computes, sends and adds."""
+"""The precisions of a recipe. docs/precision.md lists their dtypes for storage, computation, communication and sums."""
 
 from collections.abc import Mapping
 from typing import Final, Literal
 
 Precision = Literal["fp32", "tf32", "bf16", "bf16-compute", "fp16", "fp16-compute", "fp16-true"]
 
-# Precisions with loss scaling, because gradients are in fp16 at some point.
+# Precisions with loss scaling: part of the computation or the gradients are in fp16.
 SCALED: Final[frozenset[Precision]] = frozenset({"fp16", "fp16-compute", "fp16-true"})
 
-# The optimization levels of NVIDIA apex, which many recipes use.
+# The optimization levels of NVIDIA apex. Many existing recipes use these names.
 APEX: Final[Mapping[str, Precision]] = {"O0": "fp32", "O1": "fp16", "O2": "fp16-compute", "O3": "fp16-true"}
 
-# Names in other frameworks, with the names that Lockstep uses for these precisions.
-_ELSEWHERE: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
+# Names of precisions in other frameworks, and the corresponding names in Lockstep.
+_FOREIGN_NAMES: Final = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16", "16-true": "fp16-true"}
 
 
-_REFUSED: Final = {
+_UNSUPPORTED: Final = {
     "fp8": (
         "its products require a GPU with compute capability 8.9 or higher, and have not been shown to give the same "
         "bits on every placement; use bf16-compute, or bf16"
@@ -28,21 +28,21 @@ _REFUSED: Final = {
 
 
 def translate_precision(name: object) -> object:
-    """Return the precision that a recipe names. An optimization level of apex is translated to its precision.
+    """Return the Lockstep name of the precision `name`. Optimization levels of apex are translated.
 
-    Raises ValueError for a name of a different framework and for a precision that isn't supported.
+    Raises ValueError for the name of a precision in a different framework, and for an unsupported precision.
     """
     text = str(name)
     if text in APEX:
         return APEX[text]
-    for refused, reason in _REFUSED.items():
+    for refused, reason in _UNSUPPORTED.items():
         if text.startswith(refused):
             raise ValueError(f"{text} is not supported: {reason}")
-    if text in _ELSEWHERE:
-        raise ValueError(f"{text} is named {_ELSEWHERE[text]} in Lockstep; use {_ELSEWHERE[text]}")
+    if text in _FOREIGN_NAMES:
+        raise ValueError(f"{text} is named {_FOREIGN_NAMES[text]} in Lockstep; use {_FOREIGN_NAMES[text]}")
     return name
 
 
 def default_static_scale(precision: object) -> float | None:
-    """Return the default static loss scale of a precision, or None if loss scaling is dynamic by default."""
+    """Return the default static loss scale of a precision, or None if its default is dynamic loss scaling."""
     return 1.0 if precision == "fp16-true" else None

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on their use, never on the process that draws them.
+"""Random numbers that depend only on their purpose, never on the process that draws them.
 
 Each number is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any loader
 worker and after any resume. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 UInt64 = NDArray[np.uint64]
 
-# One stream number per use, so that no two uses share a stream.
+# One stream number per purpose, so that no two purposes share a stream.
 ORDER: Final = 1
 AUGMENT: Final = 2
 FORWARD: Final = 3
@@ -37,7 +37,7 @@ def key(*words: int) -> int:
 
 
 def extend_key(key: int, *words: int) -> int:
-    """Fold more integers into a key: extend_key(key(a), b) equals key(a, b)."""
+    """Fold more integers into a key. `extend_key(key(a), b)` equals `key(a, b)`."""
     for word in words:
         key = _mix((key + _WEYL + word) & _MASK)
     return key
@@ -60,8 +60,8 @@ def uniform(key: int, indices: NDArray[np.int64], draws: int) -> NDArray[np.floa
 def below(key: int, counters: UInt64, bound: int) -> UInt64:
     """Draw a number from 0 to `bound` - 1 for each counter: uint64 of the same shape. `bound` must be at most 2**32.
 
-    No number is more likely than a different number by more than `bound` / 2**32. This function applies the hash once,
-    while `bits` applies it twice, so it is for callers that chain several draws.
+    The probabilities of two numbers differ by at most `bound` / 2**32. This function applies the hash only once, while
+    `bits` applies it twice, so use it if you chain several draws.
     """
     words = _mix_array(counters * np.uint64(_WEYL) + np.uint64(key))
     words >>= np.uint64(32)

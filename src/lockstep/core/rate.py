@@ -1,8 +1,8 @@
-"""The learning rate as a function of the samples seen, not of the number of calls to step().
+"""The learning rate as a function of the number of samples seen, not of the number of optimizer steps.
 
-The rate follows one of five curves over the run, or a custom function. During warm-up it is multiplied by a factor that
-rises linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is measured in epochs, e = samples seen
-/ samples per epoch. If the recipe asks for one rate per epoch, the time is rounded down.
+The learning rate follows one of five curves or a custom function. During warm-up, it is multiplied by a factor that
+rises linearly from `warmup_factor` to 1 (Goyal et al. 2017, section 2.2). Time is measured in epochs: samples seen
+divided by samples per epoch. If the recipe sets one learning rate per epoch, the time is rounded down.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Curve = Literal["cosine", "linear", "polynomial", "steps", "constant"]
-Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> factor of the base rate, at least 0
+Shape = Callable[[float, float], float]  # (epoch, number of epochs) -> nonnegative factor of the base rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,8 @@ class Rate:
     """A learning rate schedule. `at(samples_seen)` returns the learning rate.
 
     - `epochs`: the length of the run in epochs, which can be a fraction.
-    - `minimum`: the final rate of the falling curves, and the rate of a Shape at a factor of 0. It has the same unit as
-      `base`.
-    - `milestones`: the epochs from which the curve `steps` multiplies the rate by `gamma` again.
+    - `minimum`: the final learning rate of a decreasing curve, or the learning rate of a `Shape` when its factor is 0.
+    - `milestones`: the curve `steps` multiplies the learning rate by `gamma` at each of these epochs.
     """
 
     base: float
@@ -41,9 +40,9 @@ class Rate:
         epoch = samples_seen / self.samples_per_epoch
         if self.each == "epoch":
             epoch = math.floor(epoch)
-        return self._falling(epoch) * self._warmup(epoch)
+        return self._decayed(epoch) * self._warmup(epoch)
 
-    def _falling(self, epoch: float) -> float:
+    def _decayed(self, epoch: float) -> float:
         progress = min(epoch / self.epochs, 1.0)
         match self.curve:
             case "constant":
@@ -68,5 +67,5 @@ class Rate:
 
 
 def scale_rate(value: float, per_samples: int | None, batch: int) -> float:
-    """Return the base learning rate: `value`, or with linear scaling `value` per `per_samples` samples of the batch."""
+    """Return the base learning rate: `value`, scaled linearly by `batch / per_samples` if `per_samples` is set."""
     return value if per_samples is None else value * batch / per_samples

@@ -1,15 +1,15 @@
-"""The communication schedule with which ranks add by the canonical tree.
+"""The communication schedule for adding tensors over ranks in the order of the canonical tree.
 
-If one rank holds all leaves of a block (core/tree.py), the sum of the block is a vector on this rank. If several ranks
-hold its leaves, the sum is sharded: each of these ranks has an equal *share* of it. To add two blocks, both are
-resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the vector is
-sharded further at each level of the tree. Each rank sends about as much as in a reduce-scatter, to a number of ranks
-that only grows with the number of levels. If the number of ranks is a power of two, and all ranks hold one block of the
-same size, the schedule is recursive halving.
+If a single rank holds all leaves of a block (core/tree.py), this rank holds the sum of the block as a full vector. If
+several ranks hold its leaves, the sum is sharded: each of these ranks has an equal *share*. To add two blocks, both are
+resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the shares
+get smaller at each level of the tree. Each rank sends about the same amount of data as in a reduce-scatter, and the
+number of ranks that it sends to only grows with the number of levels. If the number of ranks is a power of two and all
+ranks hold one block of the same size, the schedule is recursive halving.
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", describe recursive
-halving for sums with arbitrary brackets. If the number of ranks is not a power of two, in their algorithm some ranks
-first send their whole vector to a different rank. Here, all ranks take part in the same way.
+halving for reductions with arbitrary operators. If the number of ranks is not a power of two, some ranks in their
+algorithm first send their full vector to a different rank. Here, all ranks take part in the same way.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final, NamedTuple, final
 
 from lockstep.core.tree import LeafBlock
 
-# If a block of one rank meets a block of very many ranks, it first moves to this many ranks, which then forward it.
+# A block on a single rank is not sent to more ranks than this at once. It moves in several hops instead.
 FAN_OUT: Final = 16
 
 
 class Part(NamedTuple):
-    """A part of a vector, and the rank that holds or receives it."""
+    """A part of a vector, and the rank that holds it or receives it."""
 
     rank: int
     part: range
@@ -40,36 +40,38 @@ class Shares:
     ranks: tuple[int, ...]
 
     def part_of(self, rank: int, length: int) -> range:
-        """Return the part of a vector of this length that a rank has. The range is empty if it has no part."""
-        position = self.places.get(rank)
+        """Return the part of a vector of this length that `rank` holds. The range is empty if it holds no part."""
+        position = self.positions.get(rank)
         return range(0) if position is None else self._parts(position, 1, length)
 
-    def gathering(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
-        """Yield the parts that a rank sends and receives in each round of an all-gather.
+    def gather_rounds(self, rank: int, length: int) -> Iterator[tuple[list[Part], list[Part]]]:
+        """Yield the parts that `rank` sends and receives in each round of an all-gather.
 
         Bruck et al. 1997, "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems"
-        (IEEE TPDS 8 (11)): a rank has consecutive parts from its own place on, and twice as many after each round.
+        (IEEE TPDS 8 (11)): each rank holds consecutive parts, starting with its own. Their number doubles per round.
         """
-        position, size, held_parts = self.places[rank], len(self.ranks), 1
+        position, size, held_parts = self.positions[rank], len(self.ranks), 1
         while held_parts < size:
             count = min(held_parts, size - held_parts)
             before, behind = (self.ranks[(position + distance) % size] for distance in (-held_parts, held_parts))
-            sent, received = (self._wrapped(first % size, count, length) for first in (position, position + held_parts))
+            sent, received = (
+                self._wrapped_parts(first % size, count, length) for first in (position, position + held_parts)
+            )
             yield [Part(before, part) for part in sent], [Part(behind, part) for part in received]
             held_parts += count
 
-    def _wrapped(self, position: int, count: int, length: int) -> list[range]:
-        """Return the parts of `count` ranks from this place on, as two ranges. The first rank follows the last rank."""
+    def _wrapped_parts(self, position: int, count: int, length: int) -> list[range]:
+        """Return the parts of `count` ranks from `position` on, as two ranges, because they can wrap around."""
         parts = self._parts(position, count, length)
         return [range(parts.start, min(parts.stop, length)), range(max(parts.stop - length, 0))]
 
-    # Not the parts of order.part, because `over` finds the part of an element in this form in constant time.
+    # Not the same parts as in order.part: with this formula, `parts_over` finds an element's part in constant time.
     def _parts(self, position: int, count: int, length: int) -> range:
         size = len(self.ranks)
         return range(length * position // size, length * (position + count) // size)
 
-    def over(self, part: range, length: int) -> Iterator[Part]:
-        """Yield the ranks that have elements of a part of a vector of this length, with these elements."""
+    def parts_over(self, part: range, length: int) -> Iterator[Part]:
+        """Yield the ranks that hold elements of `part`, a part of a vector of this length, with these elements."""
         size = len(self.ranks)
         if part:
             first, last = (((element + 1) * size - 1) // length for element in (part.start, part.stop - 1))
@@ -78,15 +80,15 @@ class Shares:
                 if overlap := range(max(part.start, own_part.start), min(part.stop, own_part.stop)):
                     yield Part(self.ranks[position], overlap)
 
-    def joined(self, other: Shares) -> Shares:
-        """Return the ranks of both, in an order in which each rank keeps most of its share."""
+    def union(self, other: Shares) -> Shares:
+        """Return the union of the ranks of both, in an order in which each rank keeps most of its share."""
         smaller, larger = sorted((self, other), key=lambda shares: len(shares.ranks))
         centers = smaller.centers | larger.centers
         if len(centers) == len(larger.ranks):
             return larger
         return Shares(tuple(sorted(centers, key=lambda rank: (centers[rank], rank))))
 
-    def thinned(self, limit: int) -> Shares:
+    def evenly_spaced(self, limit: int) -> Shares:
         """Return at most `limit` of the ranks, evenly spaced."""
         size = len(self.ranks)
         return (
@@ -99,13 +101,13 @@ class Shares:
         return {rank: (2 * position + 1) / (2 * len(self.ranks)) for position, rank in enumerate(self.ranks)}
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """The place of each rank in the order."""
+    def positions(self) -> dict[int, int]:
+        """The position of each rank in the order."""
         return {rank: position for position, rank in enumerate(self.ranks)}
 
 
 class Sum(NamedTuple):
-    """An addition of two sibling blocks, named by their first leaves. Each rank adds its shares into the left one."""
+    """An addition of two sibling blocks, identified by their first leaves. Each rank adds in place into `left`."""
 
     left: int
     right: int
@@ -113,40 +115,40 @@ class Sum(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A block, named by its first leaf, that is resharded."""
+    """The resharding of a block, which is identified by its first leaf."""
 
     block: int
     source: Shares
     target: Shares
 
     def sent(self, rank: int, length: int) -> list[Part]:
-        """Return the parts of a vector of this length that this rank sends, with their receivers."""
-        return [part for part in self.target.over(self.source.part_of(rank, length), length) if part.rank != rank]
+        """Return the parts of a vector of this length that `rank` sends, with their receivers."""
+        return [part for part in self.target.parts_over(self.source.part_of(rank, length), length) if part.rank != rank]
 
     def received(self, rank: int, length: int) -> list[Part]:
-        """Return the parts that this rank has afterwards, each with its sender, which can be this rank."""
-        return [*self.source.over(self.target.part_of(rank, length), length)]
+        """Return the parts that `rank` holds after the move, each with its sender. The sender can be `rank` itself."""
+        return [*self.source.parts_over(self.target.part_of(rank, length), length)]
 
 
 class Round(NamedTuple):
-    """The sums of a round, and the moves that follow them. The moves of a round don't depend on each other."""
+    """The sums of a round, and then its moves. The moves of a round are independent of each other."""
 
     sums: list[Sum]
     moves: list[Move]
 
 
 class Reduction(NamedTuple):
-    """The rounds of a sum over ranks, and the shares of the result after the last round. All ranks have a share."""
+    """The rounds of a sum over ranks, and the shares of the result. All ranks hold a share of the result."""
 
     rounds: list[Round]
     shares: Shares
 
-    def of_rank(self, rank: int) -> Reduction:
-        """Return only the sums and moves in which a rank takes part."""
+    def for_rank(self, rank: int) -> Reduction:
+        """Return the schedule with only the sums and moves in which `rank` takes part."""
         rounds = [
             Round(
-                [entry for entry in sums if rank in entry.shares.places],
-                [entry for entry in moves if rank in entry.source.places or rank in entry.target.places],
+                [entry for entry in sums if rank in entry.shares.positions],
+                [entry for entry in moves if rank in entry.source.positions or rank in entry.target.positions],
             )
             for sums, moves in self.rounds
         ]
@@ -154,39 +156,39 @@ class Reduction(NamedTuple):
 
 
 def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
-    """Return the schedule with which ranks add all `leaves` leaves, given the blocks that each rank holds.
+    """Return the schedule for adding all `leaves` leaves over the ranks, given the blocks that each rank holds.
 
-    A block moves as soon as its sum is complete, even if its sibling isn't: the initial blocks all move in round 0.
-    Raises KeyError if a leaf is missing.
+    A block moves as soon as its sum is complete, even if the sum of its sibling isn't. Therefore all initial blocks
+    move in round 0. Raises KeyError if a leaf is missing.
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
     ready = dict.fromkeys(shares, 0)  # first round in which a block can move or be added
     rounds: list[Round] = []
 
-    def round_of(block: int) -> Round:
+    def round_for(block: int) -> Round:
         while len(rounds) <= ready[block]:
             rounds.append(Round([], []))
         return rounds[ready[block]]
 
-    def deal(block: int, target: Shares) -> None:
+    def reshard(block: int, target: Shares) -> None:
         while (source := shares[block]) != target:
-            shares[block] = target.thinned(FAN_OUT * len(source.ranks))
-            round_of(block).moves.append(Move(block, source, shares[block]))
+            shares[block] = target.evenly_spaced(FAN_OUT * len(source.ranks))
+            round_for(block).moves.append(Move(block, source, shares[block]))
             ready[block] += 1
 
     half = 1
     while half < leaves:
         for left in [first for first in shares if first % (2 * half) == 0 and first + half in shares]:
             right = left + half
-            target = shares[left].joined(shares[right])
-            deal(left, target)
-            deal(right, target)
+            target = shares[left].union(shares[right])
+            reshard(left, target)
+            reshard(right, target)
             ready[left] = max(ready[left], ready.pop(right))
-            round_of(left).sums.append(Sum(left, right, target))
+            round_for(left).sums.append(Sum(left, right, target))
             del shares[right]
         half *= 2
     if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != leaves:
         raise KeyError(f"the blocks of all ranks are not {leaves} leaves")
     idle = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
-    deal(0, shares[0].joined(Shares(idle)))
+    reshard(0, shares[0].union(Shares(idle)))
     return Reduction(rounds, shares[0])

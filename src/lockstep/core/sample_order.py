@@ -1,8 +1,8 @@
 """The order in which each epoch visits the samples: shuffled, sequential, or a function of the epoch.
 
-With a function, the order is a part of the recipe. The function returns the sample indices of an epoch, and must return
-the same number of indices for each epoch. It can repeat samples and leave samples out. The function must only depend on
-the epoch, so that every rank and every resumed run gets the same order.
+A custom order is a function that is part of the recipe. The function returns the sample indices of an epoch, and must
+return the same number of indices for each epoch. It can repeat or omit samples. The result must depend only on the
+epoch, so that every rank and every resumed run gets the same order.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ SEQUENTIAL: Final = "sequential"
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """The order of a dataset with `samples` samples. `asked` is the setting, and `label` is the prefix of errors."""
+    """The order of a dataset with `samples` samples. `order` is the setting. Error messages start with `label`."""
 
     order: str | NumbersOf
     seed: int
@@ -44,12 +44,12 @@ class SampleOrder:
 
     @property
     def is_function(self) -> bool:
-        """Whether user code returns the order, so that ranks must compare it."""
+        """Whether the order comes from a user function, so that ranks must compare it."""
         return not isinstance(self.order, str)
 
     @cached_property
     def length(self) -> int:
-        """The number of samples that an epoch visits."""
+        """The number of samples visited in an epoch."""
         return len(self._indices(0)) if self.is_function else self.samples
 
     @cached_property
@@ -58,7 +58,7 @@ class SampleOrder:
         return f"a function, {self.digest(0)} in epoch 0" if self.is_function else str(self.order)
 
     def for_epoch(self, epoch: int) -> Order:
-        """Return a function from positions in an epoch to sample indices."""
+        """Return a function that maps positions in an epoch to sample indices."""
         if self.order == SHUFFLED:
             return shuffle(self.seed, epoch, self.samples)
         if self.order == SEQUENTIAL:
@@ -72,15 +72,15 @@ class SampleOrder:
         return indices.__getitem__
 
     def digest(self, epoch: int) -> str:
-        """Return a digest of the sample indices that the user's function returns for an epoch."""
+        """Return a digest of the sample indices of a custom order for an epoch."""
         return hashlib.sha256(self._indices(epoch).tobytes()).hexdigest()[:16]
 
     def _indices(self, epoch: int) -> NDArray[np.int64]:
-        return self._cached(epoch)
+        return self._cached_indices(epoch)
 
     @cached_property
-    def _cached(self) -> Callable[[int], NDArray[np.int64]]:
-        return lru_cache(2)(self._compute)  # a loader may be an epoch ahead
+    def _cached_indices(self) -> Callable[[int], NDArray[np.int64]]:
+        return lru_cache(2)(self._compute)  # the data loader can be an epoch ahead
 
     def _compute(self, epoch: int) -> NDArray[np.int64]:
         assert not isinstance(self.order, str)

@@ -1,4 +1,4 @@
-"""Sharded tensors. Each rank holds some rows of the tensor, or of a rearranged version of the tensor."""
+"""Sharded tensors. Each rank holds some rows of a tensor, or of a rearranged tensor."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Elements that are consecutive in the shard and in the whole tensor, both in row-major order."""
+    """Elements that are consecutive both in the shard and in the full tensor, in row-major order."""
 
-    at: int  # offset in the whole tensor
+    at: int  # offset in the full tensor
     own: int  # offset in the shard
     length: int
 
@@ -21,8 +21,8 @@ class Segment(NamedTuple):
 class Chunked(NamedTuple):
     """The rearrangement of a tensor of shape `shape` that makes its chunks (parallel/tensor/) consecutive rows.
 
-    The tensor is viewed in shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
-    into rows. A tensor with one dim keeps one dim, and each of its elements is a row.
+    The tensor is viewed with shape `view`, dim `dim` is moved to the front, and all dims except the last are flattened
+    into rows. A 1-dim tensor stays 1-dim, and each of its elements is a row.
     """
 
     shape: tuple[int, ...]
@@ -40,13 +40,13 @@ class Chunked(NamedTuple):
         return rearranged.reshape(-1) if self.flat else rearranged.reshape(-1, self.view[-1])
 
     def from_rows(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its original shape. The inverse of `to_rows`."""
+        """Return the tensor with its original shape. This is the inverse of `to_rows`."""
         first = self.view[self.dim]
         other_lengths = [length for dim, length in enumerate(self.view) if dim != self.dim]
         return tensor.reshape(first, *other_lengths).movedim(0, self.dim).reshape(self.shape)
 
     def starts(self, rows: slice) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the offset of each of these rows in the tensor."""
+        """Return the offset of each of these rows in the original tensor."""
         width = 1 if self.flat else self.view[-1]
         view = self.view if self.flat else self.view[:-1]
         offsets = np.arange(np.prod(view, dtype=np.int64), dtype=np.int64).reshape(view)
@@ -57,8 +57,8 @@ class Chunked(NamedTuple):
 class Shard:
     """Consecutive rows of a tensor of shape `shape`, starting at row `first`. A shard can be empty.
 
-    Rows are along dim 0 of the tensor, or of the rearranged tensor if `chunked` is set. A 0-dim tensor is one row. If
-    several ranks hold the same rows, one of the ranks is `primary` and reports on behalf of all of them.
+    Rows run along dim 0 of the tensor, or of the rearranged tensor if `chunked` is set. A 0-dim tensor is one row. If
+    several ranks hold the same rows, the `primary` rank among them reports on behalf of all of them.
     """
 
     tensor: Tensor
@@ -68,11 +68,11 @@ class Shard:
     chunked: Chunked | None = None
 
     def runs(self) -> Iterator[Segment]:
-        """Yield the contiguous segments of the rows in their order."""
+        """Yield the contiguous segments of the shard in order."""
         elements = self.tensor.numel()
         if not elements:
             return
-        if self.chunked is None or self.chunked.dim == 0:  # the rows are in the order of the whole tensor
+        if self.chunked is None or self.chunked.dim == 0:  # the rows are contiguous in the full tensor
             width = self.shape[1:].numel() if self.chunked is None else elements // len(self.tensor)
             yield Segment(self.first * width, 0, elements)
             return
@@ -83,12 +83,12 @@ class Shard:
             yield Segment(int(starts[begin]), begin * width, (end - begin) * width)
 
 
-MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is whole, on every rank
+MaybeSharded: TypeAlias = Tensor | Shard  # a Tensor is unsharded: all ranks hold the full tensor
 NamedTensors: TypeAlias = Mapping[str, MaybeSharded]
 
 
 def piece(flat: Tensor, first: int, shape: torch.Size) -> Shard:
-    """Return the elements `flat` of a tensor of shape `shape`, from its element `first` on, as a shard.
+    """Return a shard with the elements `flat` of a tensor of shape `shape`, starting at element `first`.
 
     The tensor must have at least one dim.
     """
@@ -103,7 +103,7 @@ def local_tensor(value: MaybeSharded) -> Tensor:
 
 
 def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
-    """Return the rows of `whole` that `like` holds. The result is a view unless the rows are rearranged."""
+    """Return the rows of `whole` that `like` holds. The result is a view unless `like` has rearranged rows."""
     if not isinstance(like, Shard) or not like.shape:
         return whole
     rows = whole if like.chunked is None else like.chunked.to_rows(whole)
@@ -111,7 +111,7 @@ def slice_of(whole: Tensor, like: MaybeSharded) -> Tensor:
 
 
 def shard_like(tensor: Tensor, template: MaybeSharded) -> MaybeSharded:
-    """Return `tensor`, which must have the shape of the local tensor of `held`, as the same rows of a whole tensor."""
+    """Return `tensor` as a shard with the same rows as `template`. Both must have the same local shape."""
     return replace(template, tensor=tensor) if isinstance(template, Shard) else tensor
 
 

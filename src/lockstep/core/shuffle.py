@@ -1,8 +1,8 @@
 """Shuffled sample orders with random access, in memory that doesn't grow with the number of samples.
 
-The numbers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
-domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each number goes
-through a Feistel network on the smallest rectangle that holds all numbers. If the result is beyond the last number, it
+Integers below an arbitrary length are permuted as in ciphers (Black and Rogaway 2002, "Ciphers with arbitrary finite
+domains"). Small datasets are sorted by a hash, so all orders are equally likely. For large datasets, each integer goes
+through a Feistel network on the smallest rectangle that holds all integers. If the result is outside of the range, it
 goes through the network again.
 """
 
@@ -20,21 +20,24 @@ from lockstep.core.random import UInt64
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # positions in an epoch -> sample indices of the same shape
 
-FEW: Final = 4096  # samples; a network on a small rectangle is no fair shuffle, and an array of 32 KiB is small
-# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6, not from 1,000 samples on.
+MAX_SORTED_SAMPLES: Final = (
+    4096  # samples; a network on a small rectangle shuffles poorly, and a permutation array takes just 32 KiB
+)
+# With 4 rounds, neighbors in the order are measurably closer than by chance. With 6 rounds, this is only measurable
+# below 1,000 samples.
 _ROUNDS: Final = 8
 
 
 def shuffle(seed: int, epoch: int, length: int) -> Order:
-    """Return the order in which `epoch` visits `length` samples."""
-    if length <= FEW:
+    """Return the shuffled order of `length` samples in `epoch`."""
+    if length <= MAX_SORTED_SAMPLES:
         return permutation(seed, epoch, length).__getitem__
     keys = [random.key(random.ORDER, seed, epoch, number) for number in range(_ROUNDS)]
     return Network(length, tuple(zip(keys[::2], keys[1::2], strict=True)))
 
 
 def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
-    """Return the numbers below `length` sorted by their hashes: int64 of shape [length]."""
+    """Return the integers below `length` sorted by their hashes: int64 of shape [length]."""
     keys = random.bits(random.key(random.ORDER, seed, epoch), np.arange(length, dtype=np.uint64))
     return np.argsort(keys)
 
@@ -42,19 +45,19 @@ def permutation(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
 @final
 @dataclass(frozen=True)
 class Network:
-    """A permutation of the numbers below `length`, with a pair of keys for every two rounds.
+    """A permutation of the integers below `length`, with a pair of keys for every two rounds.
 
     Each number is a cell of a rectangle. One round rotates each row by a hash of the row number, and the next round
     rotates each column by a hash of the column number. Rotations are invertible, so the network is a permutation. The
-    rectangle has less than one row more cells than `length`. Its rows have an even length, so that the rotation of a
-    row is an odd permutation as often as an even permutation.
+    rectangle exceeds `length` by less than one row. Its rows have an even length, so that the rotation of a row is an
+    odd permutation as often as an even permutation.
     """
 
     length: int  # below 2**63
     keys: tuple[tuple[int, int], ...]
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the numbers at these positions from 0 to `length` - 1: int64 of the same shape."""
+        """Return the sample indices at these positions: int64 of the same shape, from 0 to `length` - 1."""
         numbers = self._permute(positions.astype(np.uint64))
         while len(outside := np.flatnonzero(numbers >= self.length)):
             numbers.flat[outside] = self._permute(numbers.flat[outside])
@@ -63,8 +66,8 @@ class Network:
     def _permute(self, numbers: UInt64) -> UInt64:
         rows, columns = np.divmod(numbers, np.uint64(self._columns))
         for across, down in self.keys:
-            columns = _around(columns, random.below(across, rows, self._columns), self._columns)
-            rows = _around(rows, random.below(down, columns, self._rows), self._rows)
+            columns = _rotate(columns, random.below(across, rows, self._columns), self._columns)
+            rows = _rotate(rows, random.below(down, columns, self._rows), self._rows)
         return np.asarray(rows * np.uint64(self._columns) + columns)
 
     @cached_property
@@ -76,7 +79,7 @@ class Network:
         return -(-self.length // self._columns)
 
 
-def _around(numbers: UInt64, by: UInt64, end: int) -> UInt64:
-    """Add `by` to `numbers` modulo `end`, where both are below `end`. Overwrites `by`."""
+def _rotate(numbers: UInt64, by: UInt64, end: int) -> UInt64:
+    """Return `(numbers + by) % end` if both are below `end`. Overwrites `by`."""
     by += numbers
-    return np.asarray(np.minimum(by, by - np.uint64(end)))  # below `end` the difference wraps to a larger number
+    return np.asarray(np.minimum(by, by - np.uint64(end)))  # if `by` is below `end`, the difference wraps around

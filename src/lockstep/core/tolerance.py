@@ -1,4 +1,4 @@
-"""Tolerances for strategies with close results: the maximum difference of two correct computations of the same sums.
+"""Tolerances for strategies with close results: how much two correct computations of the same sums can differ.
 
 If each addition has a relative rounding error of at most the unit roundoff u, the error of a sum of n terms is at most
 gamma_n = n u / (1 - n u) times the sum of the magnitudes of the terms, for any order of addition (Higham 2002, ISBN
@@ -10,7 +10,7 @@ Analysis, SIAM J. Sci. Comput. 41(5), theorem 2.4).
 import math
 from typing import Final
 
-# By the precision of a recipe, for its narrowest dtype, with the hidden bit.
+# The significand bits of the narrowest dtype of each precision, including the hidden bit.
 SIGNIFICAND_BITS: Final = {
     "fp64": 53,
     "fp32": 24,
@@ -22,18 +22,18 @@ SIGNIFICAND_BITS: Final = {
     "bf16-compute": 8,
 }
 
-# The bound for a sum of n terms fails with a probability of at most 2 n exp(-LAMBDA**2 / 2), which is 3e-5 for 10**9
-# terms.
+# The bound for a sum of n terms fails with a probability of at most 2 n exp(-LAMBDA**2 / 2). For 10**9 terms, this is
+# 3e-5.
 LAMBDA: Final = 8.0
 
 
 def unit_roundoff(precision: str) -> float:
-    """Return the largest relative error of rounding to the nearest number of `precision`."""
+    """Return the unit roundoff of `precision`: the largest relative error of rounding to the nearest number."""
     return 2.0 ** -SIGNIFICAND_BITS[precision]
 
 
 def worst_case(roundoff: float, length: int) -> float:
-    """Return gamma_n for sums of `length` terms. Returns infinity if n u is at least 1, because no bound holds then."""
+    """Return gamma_n for sums of `length` terms. The result is infinity if n u >= 1, because no bound holds then."""
     product = length * roundoff
     return product / (1 - product) if product < 1 else math.inf
 
@@ -47,9 +47,9 @@ def likely(roundoff: float, length: int) -> float:
 def comm_tolerance(roundoff: float, ranks: int, steps: int) -> float:
     """Return the additional tolerance between two runs if ranks send gradients in a different precision.
 
-    Each rank rounds the gradients that it sends, and `ranks` gradients are added, so the error of the gradient of a
-    step is gamma_n with n = `ranks`. The effect on the next gradient is less than twice this error as long as the
-    learning rate times the curvature is below 2. Training isn't stable beyond this. Hence the factor 2 x steps.
+    Each rank rounds the gradients that it sends, and `ranks` gradients are added. Therefore the error of the gradient
+    of a step is gamma_n with n = `ranks`. As long as the learning rate times the curvature is below 2, which stable
+    training requires, the effect on the next gradient is less than twice this error. Hence the factor 2 x steps.
     """
     return 2 * steps * worst_case(roundoff, ranks)
 
@@ -58,11 +58,12 @@ def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
     """Return the tolerance between two runs, relative to the largest magnitude of the compared values.
 
     - `length`: the number of terms of the longest sum.
-    - `depth`: the number of such sums that follow each other in a forward or backward pass.
+    - `depth`: the number of consecutive sums of this length in a forward or backward pass.
     - `steps`: the number of updates.
 
     To first order in u, the errors of consecutive sums add up (Higham 2002, section 3.5), and both runs have errors.
-    Hence the factor 2 x depth x steps. The smaller of the two bounds on a sum is used. The tolerance doesn't account
-    for models that amplify a small difference from step to step, so use it for a few steps only.
+    Hence the factor 2 x depth x steps. The bound of each sum is the smaller of the worst-case and the probabilistic
+    bound. The tolerance doesn't account for models that amplify small differences from step to step, so use it only for
+    a few steps.
     """
     return 2 * depth * steps * min(worst_case(roundoff, length), likely(roundoff, length))

@@ -1,12 +1,13 @@
-"""The canonical sum: a binary tree over micro-batch numbers that doesn't depend on which process holds them.
+"""The canonical sum: a binary tree over micro-batch numbers, independent of which process holds which micro-batch.
 
-Floating-point addition isn't associative, so the sum of M gradients depends on the brackets. Here the brackets only
-depend on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block [k * 2^j, (k + 1) * 2^j) of
-leaves, truncated at M. If the right half of a block is beyond M, the block equals its left half.
+Floating-point addition isn't associative, so the sum of M gradients depends on the order of the additions. Here this
+order depends only on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block
+[k * 2^j, (k + 1) * 2^j) of leaves, truncated at M. If the right half of a block is beyond M, the block equals its left
+half.
 
-A process that holds a contiguous range of leaves can add the leaves that fill whole blocks. The remaining blocks, at
-most two per level, are the *pieces* that it must send to other processes. A block is only ever added to its sibling.
-Therefore every distribution of the leaves has the same brackets, and the sum has the same bits.
+A process that holds a contiguous range of leaves first adds the leaves that form complete blocks. The resulting blocks,
+at most two per level, are the *pieces* that it sends to other processes. A block is only ever added to its sibling.
+Therefore the order of the additions is the same for every distribution of the leaves, and the sum has the same bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,12 +29,12 @@ class LeafBlock(NamedTuple):
 
     @property
     def sibling(self) -> "LeafBlock":
-        """The other child of the parent of this block."""
+        """The other child of this block's parent."""
         return LeafBlock(self.first ^ self.size, self.size)
 
 
 def blocks(leaves: range) -> list[LeafBlock]:
-    """Split a contiguous range of leaves into the fewest aligned blocks, from left to right."""
+    """Split a contiguous range of leaves into the smallest number of aligned blocks, from left to right."""
     aligned = []
     first = leaves.start
     while first < leaves.stop:
@@ -46,54 +47,53 @@ def blocks(leaves: range) -> list[LeafBlock]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves as they arrive, and keeps only the blocks that can't be merged yet.
+    """Adds leaves as they arrive, and keeps only the partial sums that can't be merged yet.
 
     This is a binary counter. If n leaves arrive from left to right, it holds at most log2(n) + 1 partial sums.
-    `add(left, right)` may reuse the memory of `left`.
+    `add(left, right)` may modify `left` in place.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._held: dict[LeafBlock, T] = {}
+        self._partial_sums: dict[LeafBlock, T] = {}
 
     def push(self, leaf: int, value: T) -> None:
-        """Add a leaf and merge every pair of sibling blocks that it completes."""
-        self.take(LeafBlock(leaf, 1), value)
+        """Add a leaf, and merge all pairs of sibling blocks that become complete."""
+        self.add_block(LeafBlock(leaf, 1), value)
 
-    def take(self, block: LeafBlock, value: T) -> None:
-        """Add a block of leaves and merge every pair of sibling blocks that it completes."""
-        while (sibling := block.sibling) in self._held:
-            sibling_value = self._held.pop(sibling)
+    def add_block(self, block: LeafBlock, value: T) -> None:
+        """Add a block of leaves, and merge all pairs of sibling blocks that become complete."""
+        while (sibling := block.sibling) in self._partial_sums:
+            sibling_value = self._partial_sums.pop(sibling)
             value = self._add(sibling_value, value) if block.is_right else self._add(value, sibling_value)
             block = LeafBlock(min(block.first, sibling.first), 2 * block.size)
-        self._held[block] = value
+        self._partial_sums[block] = value
 
     def pieces(self) -> dict[LeafBlock, T]:
-        """Return the blocks from left to right, and clear the counter."""
-        blocks_by_position = {block: self._held[block] for block in sorted(self._held)}
-        self._held.clear()
+        """Return the remaining blocks with their sums, from left to right, and clear the counter."""
+        blocks_by_position = {block: self._partial_sums[block] for block in sorted(self._partial_sums)}
+        self._partial_sums.clear()
         return blocks_by_position
 
 
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     """Add the pieces of all `leaves` leaves in the order of the tree.
 
-    The pieces must cover the leaves exactly once, as the `blocks` of any split of the leaves do. Raises KeyError if a
-    leaf is missing.
-    `add(left, right)` may reuse the memory of `left`.
+    The pieces must cover each leaf exactly once, like the `blocks` of any partition of the leaves. Raises KeyError if a
+    leaf is missing. `add(left, right)` may modify `left` in place.
     """
 
-    return _value(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
+    return _block_sum(LeafBlock(0, 1 << (leaves - 1).bit_length()), pieces, leaves, add)
 
 
 # Not a closure: a recursive closure is a reference cycle and would keep the pieces alive until garbage collection.
-def _value(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
+def _block_sum(block: LeafBlock, pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
     if block in pieces:
         return pieces[block]
     if block.size == 1:
         raise KeyError(f"no piece covers leaf {block.first}")
     half = block.size // 2
-    left = _value(LeafBlock(block.first, half), pieces, leaves, add)
+    left = _block_sum(LeafBlock(block.first, half), pieces, leaves, add)
     if block.first + half >= leaves:
         return left
-    return add(left, _value(LeafBlock(block.first + half, half), pieces, leaves, add))
+    return add(left, _block_sum(LeafBlock(block.first + half, half), pieces, leaves, add))

@@ -1,4 +1,4 @@
-"""The number of micro-batches of a step, and checks that each process has a micro-batch and processes to share with.
+"""The number of micro-batches of a step, and checks that the number of processes fits it.
 
 This module has no heavy imports, because recipes are checked before torch is imported.
 """
@@ -7,15 +7,15 @@ from typing import Final
 
 from lockstep.errors import UsageError
 
-# The default micro-batch size. A batch of 32 is one micro-batch and trains like a plain loop, and a batch of 256 has
-# eight micro-batches, which eight processes can share. The default is the same on every machine, so that the numbers
+# The default micro-batch size. A batch of 32 is one micro-batch and trains as in a plain loop. A batch of 256 has eight
+# micro-batches, which up to eight processes can share. The default is the same on every machine, so that the results
 # don't depend on the machine.
 MICROBATCH: Final = 32
-_EARLIER: Final = 8  # micro-batches of a recipe that set neither their number nor their size, before this default
+_EARLIER_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
 
 
 def check_work(processes: int, microbatches: int) -> None:
-    """Raise UsageError if some process would never have a micro-batch."""
+    """Raise UsageError if there are fewer micro-batches than processes."""
     if processes > microbatches:
         raise UsageError(f"placement.processes: {too_few(processes, microbatches)}")
 
@@ -33,7 +33,7 @@ def divisors(number: int) -> list[int]:
 
 
 def check_several(processes: int, strategy: str) -> None:
-    """Raise UsageError for a single process with a strategy that shards the model."""
+    """Raise UsageError if a strategy that shards the model would run with a single process."""
     if processes == 1:
         raise UsageError(
             f"strategy {strategy}: requires at least 2 processes, got 1; use 2 or more, or strategy single"
@@ -41,9 +41,9 @@ def check_several(processes: int, strategy: str) -> None:
 
 
 def too_few(processes: int, microbatches: int, microbatch: int | None = None) -> str:
-    """Describe a step with fewer micro-batches than processes, and the key to set.
+    """Return the error text for a step with fewer micro-batches than processes, including the key to change.
 
-    If the recipe gives the size of a micro-batch, a larger batch has more of them.
+    If the recipe sets `microbatch`, the text suggests a larger batch.
     """
     unit, limit_unit = ("micro-batch", "process") if microbatches == 1 else ("micro-batches", "processes")
     text = f"{processes} processes but only {microbatches} {unit}; use at most {microbatches} {limit_unit}, or set"
@@ -61,5 +61,5 @@ def default_microbatches(batch: int, microbatch: int | None = None) -> int:
 
 
 def earlier_microbatches(batch: int) -> int:
-    """Return the default number of micro-batches of earlier versions, for runs that started with this default."""
-    return min(_EARLIER, batch)
+    """Return the default number of micro-batches in earlier versions, to resume runs that started with this default."""
+    return min(_EARLIER_MICROBATCHES, batch)

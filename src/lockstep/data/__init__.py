@@ -1,1 +1,1 @@
-"""Sources of samples, with one function per source."""
+"""Datasets, which fetch samples by index, and the loader that turns them into micro-batches."""

@@ -14,7 +14,8 @@ from lockstep.core.batch import Batch
 class Split(Protocol):
     """The training or the validation part of a dataset.
 
-    `in_memory`: Whether fetching takes no decoding. If True, the loader starts no loader processes.
+    `in_memory` says whether samples can be fetched without reading or decoding files. If it is True, the loader doesn't
+    start any loader processes.
     """
 
     in_memory: bool
@@ -25,26 +26,25 @@ class Split(Protocol):
         """Return the samples at `indices` as one batch on the CPU: any tensors, with the samples along dim 0.
 
         If `draw` is set, all randomness must be a function of (draw, index). If it is None, samples must not be
-        augmented. If a sample can't be read, raises TrainingError with the name of its file. With `on_error: skip` in
-        the recipe, the sample is returned as zeros instead, which don't count (see `DataSet.skipped`).
+        augmented. If a sample can't be read, raise TrainingError with the name of its file. With `on_error: skip` in
+        the recipe, return the sample as zeros instead, and report it in `DataSet.skipped`.
         """
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Both splits of a dataset, and the facts about it that tasks and models need.
+    """The training and validation split of a dataset, and the facts about it that tasks and models need.
 
-    - `validation`: If None, nothing is evaluated.
-    - `facts`: Must be serializable as JSON. Contains for example `shape`, the shape of a sample as the model sees it,
-      and the facts that a task needs (tasks/find.py). Saved in checkpoints.
-    - `files`: Functions that return the file of a training sample and of a validation sample by index, for datasets
-      whose samples can be skipped.
-    - `skipped`: Returns which samples of a batch were skipped, as bool of shape [n].
-    - `name`: Returns a description by which a user recognizes a training sample that has no file, such as its row or
-      the beginning of its text.
+    - `validation`: The validation split. If it is None, evaluations are skipped.
+    - `facts`: JSON-serializable properties of the data, which checkpoints save. For example, `shape` is the shape of a
+      sample as the model sees it. Each task needs different facts (tasks/find.py).
+    - `files`: Two functions that return the file name of a training sample and of a validation sample by index. Set
+      this for datasets whose samples can be skipped.
+    - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.
+    - `name`: Returns a description of a training sample that has no file, such as its row or the start of its text.
     - `warnings`: One line for each setting that is valid but probably not intended.
-    - `question`: If the data can be interpreted in two ways, an error message that tells the user which option to set.
-      Only new runs fail with it. A saved run resumes with its interpretation.
+    - `question`: An error message if the data can be interpreted in two ways. It tells the user which option to set.
+      Only new runs raise this error. A saved run resumes with its interpretation.
     """
 
     train: Split
@@ -63,20 +63,20 @@ class DataSet:
 
 
 class Request(NamedTuple):
-    """A request for samples. `draw` is the key of their random numbers, or None for no randomness."""
+    """A request for the samples at `indices`. `draw` is the key of their random numbers, or None to disable them."""
 
     indices: NDArray[np.int64]
     draw: int | None
 
 
 class DeviceTransforms(Protocol):
-    """Transforms of a fetched batch, which run on its device before the model sees the batch."""
+    """Transforms that run on the device, before the model gets a fetched batch."""
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
-        """Return the tensors to copy to the device for a fetched training batch."""
+        """Return the tensors to copy to the device for a fetched training batch. Runs on the CPU."""
 
     def for_training(self, batch: Batch, step: int, index: int) -> Batch:
-        """Transform micro-batch `index` of update `step`, once the prepared tensors are on the device."""
+        """Transform micro-batch `index` of step `step`. `batch` contains the prepared tensors on the device."""
 
     def for_evaluation(self, batch: Batch) -> Batch:
         """Transform an evaluation batch. `batch` is the fetched batch on the device."""
@@ -84,7 +84,7 @@ class DeviceTransforms(Protocol):
 
 @final
 class NoTransforms:
-    """A no-op."""
+    """Transforms that leave batches unchanged."""
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
         """See DeviceTransforms."""

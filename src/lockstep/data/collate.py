@@ -1,4 +1,4 @@
-"""Collates samples of any structure into a batch of tensors, with a custom collate function or leaf by leaf."""
+"""Collates samples of any structure into a batch of tensors, and checks the results of custom collate functions."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +14,14 @@ from lockstep.errors import UsageError
 
 
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
-    """Return samples of the same structure as a batch of that structure, with each leaf stacked along a new dim 0.
+    """Stack samples of the same structure into a batch of this structure. Each leaf is stacked along a new dim 0.
 
     A leaf is a value that data/images/leaves.py accepts, or a list of numbers. `numbers` are the indices of the samples
-    in the dataset `label`. Raises UsageError with the indices of the samples that differ.
+    in the dataset `label`. If the samples differ in structure, shape or dtype, raises UsageError with their indices.
     """
-    trees = [_tensors(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)]
+    trees = [
+        _convert_leaves(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)
+    ]
     leaves = [dict(with_paths(tree)) for tree in trees]
     if not leaves[0]:
         description = type_name(samples[0])
@@ -32,18 +34,18 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
                 f"to a function"
             )
     batch = [
-        _stack(label, _name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
+        _stack(label, _leaf_name(path, trees[0]), [sample_leaves[path] for sample_leaves in leaves], numbers)
         for path in leaves[0]
     ]
     return like(trees[0], batch)
 
 
 def check_batch(label: str, result: Any, samples: int) -> Batch:
-    """Return the batch that user code made of `samples` samples. Converts other mappings to dicts.
+    """Check the batch `result` that user code returned for `samples` samples, and convert its mappings to dicts.
 
-    Raises UsageError if a leaf is not a tensor or doesn't have the samples along dim 0.
+    Raises UsageError if a leaf isn't a tensor or its dim 0 doesn't have the length `samples`.
     """
-    batch = _plain(result)
+    batch = _to_plain(result)
     if not tensors_of(batch):
         raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {type_name(result)}")
     for path, leaf in with_paths(batch):
@@ -58,14 +60,14 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
     return map_tensors(check_tensor, batch)
 
 
-def _tensors(label: str, sample: Any) -> Batch:
-    """Return a sample with its leaves converted to tensors."""
+def _convert_leaves(label: str, sample: Any) -> Batch:
+    """Convert the leaves of a sample to tensors."""
 
     def leaf(path: str, value: Any) -> Tensor:
         try:
             leaf_tensor = tensor(value)
         except TypeError as error:
-            leaf_name = _name(path, sample)
+            leaf_name = _leaf_name(path, sample)
             advice = "convert it, or set recipe.data.collate to a function"
             raise UsageError(f"{label}: {leaf_name}: {error}; {advice}") from error
         is_scalar_count = (
@@ -73,7 +75,7 @@ def _tensors(label: str, sample: Any) -> Batch:
         )
         return leaf_tensor.long() if is_scalar_count else leaf_tensor  # a scalar target may have any integer dtype
 
-    return map_with_paths(leaf, _plain(sample))
+    return map_with_paths(leaf, _to_plain(sample))
 
 
 def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[int]) -> Tensor:
@@ -89,29 +91,29 @@ def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[
     return torch.stack(tensors)
 
 
-def _plain(value: Any, is_nested: bool = False) -> Any:
-    """Return the value as dicts, lists and tuples.
+def _to_plain(value: Any, is_nested: bool = False) -> Any:
+    """Convert a sample to plain dicts, lists and tuples.
 
-    Lists of numbers inside the structure become arrays, which are leaves.
+    Nested lists of numbers are converted to arrays, so that they count as leaves.
     """
     if isinstance(value, Mapping):
-        return {key: _plain(item, True) for key, item in value.items()}
+        return {key: _to_plain(item, True) for key, item in value.items()}
     if isinstance(value, list) and is_nested and _is_array(value):
         return np.array(value)
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, True) for item in value)
+        return type(value)(_to_plain(item, True) for item in value)
     return value
 
 
 def _is_array(values: list[Any]) -> bool:
-    """Return whether a list contains only numbers, or only lists of numbers of the same length."""
+    """Return whether a list contains only numbers, or only such lists with the same length."""
     if all(isinstance(item, list) for item in values):
         return len({len(item) for item in values}) == 1 and all(map(_is_array, values))
     return all(isinstance(item, int | float) for item in values)
 
 
-def _name(path: str, sample: Any) -> str:
-    """Return the display name of a leaf: input or target for the two leaves of a pair, otherwise its path."""
+def _leaf_name(path: str, sample: Any) -> str:
+    """Return the display name of a leaf: `input` or `target` if the sample is a pair, and the path otherwise."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 

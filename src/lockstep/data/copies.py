@@ -1,8 +1,8 @@
-"""Copies samples to the device from pinned memory, on a side stream, while the device computes.
+"""Copies batches from pinned memory to the device on a side stream, while the device computes.
 
-In torch's caching allocator, the copied tensors belong to the side stream. `record_stream` prevents their memory from
-being reused before the computing stream is done with it. The pinned memory doesn't need this: torch's allocator for
-pinned memory records each copy that reads a block, and only reuses the block after these copies have completed.
+In torch's caching allocator, the copied tensors belong to the side stream. `record_stream` prevents the allocator from
+reusing their memory before the compute stream is done with them. The pinned memory doesn't need this, because torch's
+allocator for pinned memory tracks the copies from a block and only reuses the block after the copies have completed.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,16 +13,15 @@ import torch
 from lockstep.core.batch import Batch, like, tensors_of
 
 T = TypeVar("T")
-Arrival = Callable[[], Batch]  # returns the copied batch, for use on the caller's current stream
+FinishCopy = Callable[[], Batch]  # returns the copied batch, and makes the caller's current stream wait for the copy
 
 
 @final
-class Copies:
-    """Copies CPU tensors to the device. The computing stream waits for a copy, but this process doesn't.
+class DeviceCopier:
+    """Copies CPU tensors to the device asynchronously. On the CPU, it returns the tensors themselves.
 
-    `steps_ahead` is the number of steps by which a copy starts before its batch is used. Without it, a process that
-    waits for the device in every step, as with fp16, would begin each step with a copy. On the CPU, tensors are used in
-    place.
+    `steps_ahead` is the number of steps between the start of a copy and the use of its batch. If it were 0, a process
+    that synchronizes with the device in every step, as with fp16, would wait for a copy at the start of each step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,10 +30,10 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.steps_ahead = int(on_gpu)
 
-    def start(self, batch: Batch) -> Arrival:
-        """Start copying, and return a function that returns the copies.
+    def start(self, batch: Batch) -> FinishCopy:
+        """Start to copy a batch, and return a function that returns the copy.
 
-        Call it once, when you need them. It never blocks.
+        Call this function once, when you need the copy. It never blocks the process.
         """
         if self._stream is None:
             return lambda: batch
@@ -55,9 +54,9 @@ class Copies:
 
 
 def prefetch(items: Iterator[T], count: int) -> Iterator[T]:
-    """Yield `items`, each after the next `count` items have been made.
+    """Yield `items`, but fetch `count` items ahead from the iterator.
 
-    If making an item fails, the items before it are yielded first.
+    If the iterator raises an exception, the items before it are yielded first.
     """
     buffer: list[T] = []
     try:

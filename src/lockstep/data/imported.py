@@ -1,4 +1,4 @@
-"""Datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
+"""Imports datasets from a user-defined function, which returns map-style datasets or a complete DataSet."""
 
 import inspect
 import json
@@ -21,34 +21,35 @@ from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, target
 
 
 def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = None) -> DataSet:
-    """Call `package.module:function` with `options` and return its result as a DataSet.
+    """Call the function at the import path `path` with `options`, and return its result as a DataSet.
 
     The function must return a DataSet, or a pair (train, validation) of map-style datasets. `validation` may be None.
-    Samples can be any structure of values that data/images/leaves.py accepts. With a `collate` (an import path, or an
-    attribute of the training set), they can be anything. The option NAMES of tasks/facts.py is reserved by Lockstep,
-    and is only passed to the function if the function accepts it. Raises UsageError if the result is invalid or the
-    options don't fit.
+    Samples can be any structure of values that the module `leaves` of this package accepts. With a `collate` function
+    (an import path, or an attribute of the training set), samples can be any objects. Lockstep reserves the option
+    NAMES of tasks/facts.py, and only passes it to the function if the function accepts it. Raises UsageError if the
+    result is invalid, or if the options don't match the parameters of the function.
     """
     label = f"dataset {path}"
-    result = _call(label, import_object(path, "dataset"), options)
-    function = collate_of(collate)
+    result = _call_function(label, import_object(path, "dataset"), options)
+    function = import_collate(collate)
     with OwnCode(label):
         if isinstance(result, DataSet):
             return _wrap_splits(label, result)
-        train, validation = _pair(label, result)
+        train, validation = _check_pair(label, result)
         return wrap_map_style(label, train, validation, options.get(NAMES), function)
 
 
-def collate_of(path: str | None) -> Collate | None:
-    """Return the function at an import path, or None if no path is set."""
+def import_collate(path: str | None) -> Collate | None:
+    """Import the collate function at `path`. Returns None if `path` is None."""
     collate: Collate | None = None if path is None else import_callable(path, "collate", "a function of samples")
     return collate
 
 
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
-    """Return map-style datasets as a DataSet, with facts from the first sample and from the training set.
+    """Wrap map-style datasets in a DataSet.
 
-    If `class_names` is None, they are taken from the training set (tasks/facts.py).
+    The facts come from the first training sample and from the attribute `facts` of the training set. If `class_names`
+    is None, the class names come from an attribute of the training set (tasks/facts.py).
     """
     names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)
@@ -59,31 +60,31 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
         validation=None
         if validation is None
         else ImportedSplit(f"{label}: validation", validation, names, getattr(validation, "collate", None) or collate),
-        facts=_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
+        facts=_check_json(label, {**_facts(batch, names), **(getattr(train, "facts", None) or {})}),
         skipped=find_skip_mask(batch, names),
     )
 
 
 def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Return the facts that a batch of one sample shows: the shape of its inputs and the kind of its targets."""
+    """Infer the facts from a batch of one sample: the shape of its inputs and the kind of its targets."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
         facts["shape"] = list(inputs.shape[1:])
         if inputs.dtype == torch.uint8 and inputs.ndim == 4:
-            # The model sees bytes as values in [0, 1], as ToTensor returns them. Floats are passed unchanged.
+            # uint8 samples are scaled to [0, 1], as ToTensor does. Floats are passed to the model unchanged.
             facts |= {"mean": [0.0] * inputs.shape[1], "std": [1.0] * inputs.shape[1]}
     return facts | target_facts(batch, names)
 
 
-def _json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _check_json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
     problem, advice = f"{label}: facts cannot be saved as JSON", "; use plain numbers, strings, lists and dicts"
     with error_as(UsageError, (TypeError, ValueError), problem, advice):
         json.dumps(facts)
     return facts
 
 
-def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
+def _call_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
         raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
     with OwnCode(label):
@@ -91,7 +92,7 @@ def _call(label: str, function: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options to pass to the function. Raises UsageError if they don't match its parameters."""
+    """Return the options that the function accepts. Raises UsageError if options don't match its parameters."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -106,7 +107,7 @@ def _fitting_options(label: str, function: Callable[..., Any], options: Mapping[
     return arguments
 
 
-def _pair(label: str, result: Any) -> tuple[Any, Any]:
+def _check_pair(label: str, result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple | list) or len(result) != 2:
         raise UsageError(f"{label}: expected (train, validation) or a lockstep DataSet, got {type_name(result)}")
     for name, dataset in zip(("training", "validation"), result, strict=True):
@@ -118,19 +119,23 @@ def _pair(label: str, result: Any) -> tuple[Any, Any]:
                 f"{', or None for no validation' if name == 'validation' else ''}, got {type_name(dataset)}"
             )
         if not len(dataset):
-            raise UsageError(f"{label}: the {name} part has no samples; return {_non_empty(name == 'validation')}")
+            raise UsageError(
+                f"{label}: the {name} part has no samples; return {_non_empty_advice(name == 'validation')}"
+            )
     return result[0], result[1]
 
 
-def _non_empty(is_validation: bool) -> str:
+def _non_empty_advice(is_validation: bool) -> str:
     return f"at least one sample{', or None for no validation' if is_validation else ''}"
 
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
-    """Return the user's DataSet, with checks around its splits and facts."""
+    """Wrap the splits of the user's DataSet in checks, and check its facts."""
     train = OwnSplit(f"{label}: training", dataset.train)
     validation = None if dataset.validation is None else OwnSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
-            raise UsageError(f"{label}: the split {part} has no samples; return {_non_empty(part == 'validation')}")
-    return replace(dataset, train=train, validation=validation, facts=_json(label, dict(dataset.facts)))
+            raise UsageError(
+                f"{label}: the split {part} has no samples; return {_non_empty_advice(part == 'validation')}"
+            )
+    return replace(dataset, train=train, validation=validation, facts=_check_json(label, dict(dataset.facts)))

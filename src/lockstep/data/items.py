@@ -1,4 +1,4 @@
-"""User-defined datasets as splits: map-style datasets, whose items are collated, and custom splits."""
+"""Wraps user-defined map-style datasets and splits, and checks the samples and batches that they return."""
 
 import random as python_random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ Collate = Callable[[list[Any]], Batch]
 
 @final
 class Items:
-    """The samples of a map-style `dataset`, for a custom training loop.
+    """Wraps a map-style dataset for a custom training loop.
 
-    Items can be anything that `collate` turns into a batch with samples along dim 0. Randomness within an item is a
-    function of the epoch's key and the index of the sample, so it doesn't depend on the rank that fetches it. The
-    tensors of a TensorDataset are indexed directly if no `collate` is set.
+    Samples can be any objects that `collate` turns into a batch with samples along dim 0. The generators are seeded for
+    each sample from the key of the epoch and the index of the sample, so random augmentations don't depend on the rank
+    that fetches the sample. The tensors of a TensorDataset are indexed directly if no `collate` is set.
     """
 
     def __init__(self, dataset: Any, collate: Collate | None, label: str = "") -> None:
@@ -52,7 +52,9 @@ class Items:
         if self._tensors is not None:
             positions = torch.from_numpy(indices)
             return [tensor.index_select(0, positions) for tensor in self._tensors]
-        items = [_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()]
+        items = [
+            _fetch_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()
+        ]
         with OwnCode(f"{self._label}: collate"):
             batch = self._collate(items)
         _check_batch(self._label, batch, len(items))
@@ -61,9 +63,9 @@ class Items:
 
 @final
 class ImportedSplit:
-    """The samples of a user-defined dataset as batches, made by `collate`, or stacked if there is no collate function.
+    """Wraps a user-defined map-style dataset for a recipe.
 
-    Raises UsageError for invalid samples.
+    Batches are made by `collate`. If it is None, samples are stacked. Raises UsageError for invalid samples.
     """
 
     in_memory: bool = False
@@ -73,18 +75,18 @@ class ImportedSplit:
         self.dataset = dataset
         self._names = names
         self._collate = collate
-        self._length = _length(label, dataset)  # the length at this time, on which the whole plan is based
+        self._length = _length(label, dataset)  # read once, because the steps of the run are planned from this length
 
     def __len__(self) -> int:
         return self._length
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        if not len(indices):  # an empty batch still has the structure of a batch
+        if not len(indices):  # an empty batch must have the same structure as other batches
             return map_tensors(lambda tensor: tensor[:0], self.fetch(np.array([0]), draw))
         numbers = indices.tolist()
-        samples = [_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
-        batch = _pair(
+        samples = [_fetch_item(f"{self._label} sample {number}", self.dataset, number, draw) for number in numbers]
+        batch = _to_pair(
             stack_samples(self._label, samples, numbers)
             if self._collate is None
             else self._call_collate(samples, numbers, draw)
@@ -94,7 +96,8 @@ class ImportedSplit:
 
     def _call_collate(self, samples: list[Any], numbers: list[int], draw: int | None) -> Batch:
         assert self._collate is not None
-        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))  # collate may draw, such as a mask
+        # A collate function may draw random numbers, such as a mask.
+        seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))
         ellipsis = ", ..." if len(numbers) > 4 else ""
         label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{ellipsis}"
         with OwnCode(label):
@@ -103,7 +106,7 @@ class ImportedSplit:
 
 @final
 class OwnSplit:
-    """A split that the user implemented. Checks each batch that it returns."""
+    """Wraps a split that the user implemented, and checks each batch that it returns."""
 
     def __init__(self, label: str, split: Split) -> None:
         self.in_memory = bool(split.in_memory)
@@ -117,13 +120,13 @@ class OwnSplit:
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
         with OwnCode(f"{self._label}: fetch"):
-            return _pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
+            return _to_pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
 def seed_generators(key: int) -> None:
-    """Seed the generators that user code draws from: those of Python, NumPy and torch.
+    """Seed the global generators of Python, NumPy and torch, which user code may use.
 
-    Doesn't use torch.manual_seed, because each call queues a callback for CUDA until CUDA is initialized.
+    This doesn't call torch.manual_seed, because each call queues a callback for CUDA until CUDA is initialized.
     """
     seed_python_and_numpy(key)
     torch.default_generator.manual_seed(random.torch_seed(key))
@@ -132,12 +135,12 @@ def seed_generators(key: int) -> None:
 def seed_python_and_numpy(key: int) -> None:
     """Seed the global generators of Python and NumPy."""
     python_random.seed(key)
-    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator takes a seed of 32 bits
+    np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator only accepts a 32-bit seed
 
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the generators of Python, NumPy and torch at the end of the block."""
+    """Restore the state of the generators of Python, NumPy and torch after the block."""
     python, numpy = python_random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]):
@@ -158,7 +161,7 @@ def _length(label: str, dataset: Any) -> int:
         return len(dataset)
 
 
-def _item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
+def _fetch_item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
     seed_generators(random.key(random.SAMPLE, draw or 0, index))
     with OwnCode(label):
         return dataset[index]
@@ -177,8 +180,8 @@ def _check_batch(label: str, batch: Batch, samples: int) -> None:
         )
 
 
-def _pair(batch: Batch) -> Batch:
-    """Return a pair as a tuple, with integer targets converted to int64. Returns anything else unchanged."""
+def _to_pair(batch: Batch) -> Batch:
+    """Convert a pair to a tuple, and its integer targets to int64. Any other batch is returned unchanged."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return batch
     return batch[0], batch[1] if batch[1].is_floating_point() else batch[1].long()

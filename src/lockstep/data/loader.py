@@ -1,7 +1,8 @@
-"""Loads the micro-batches of a rank, with samples planned by arithmetic and fetched here or in worker processes.
+"""Loads the micro-batches of a rank, in this process or in loader processes.
 
-A request contains the indices of the samples and the key of their random numbers. A loader process therefore fetches
-exactly the batch that this process would fetch, and the number of workers only changes the speed.
+The indices of the samples are computed in advance. A request contains these indices and the key of the random numbers.
+Therefore a loader process fetches exactly the batch that this process would fetch, and the number of loader processes
+only affects the speed.
 """
 
 import math
@@ -29,49 +30,51 @@ from lockstep.core.order import Step, Steps, part
 from lockstep.core.several_losses import Weight
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
-from lockstep.data.copies import Arrival, Copies, prefetch
+from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
 from lockstep.data.weigh import Weigh
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
-ALONE: Final = DataRank()
-_BLOCK: Final = 64, 8192  # the maximum number of updates, and of samples over all ranks, to plan at once
+SINGLE_RANK: Final = DataRank()
+_PLAN_LIMITS: Final = 64, 8192  # the maximum number of steps, and of samples over all ranks, to plan at once
 _SHM_ADVICE: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
-_DEATH_S: Final = 0.5  # how long to wait until a process with a broken connection has exited
+_EXIT_WAIT_S: Final = 0.5  # how long to wait for the exit of a loader process after its connection broke
 
 
 class _StepPlan(NamedTuple):
-    """The requests of an update. Loader processes fetch them some updates ahead."""
+    """The requests of this rank for a step. Loader processes answer them some steps ahead."""
 
     step: Step
     requests: "list[tuple[_Span, Request]]"
 
 
 class _Span(NamedTuple):
-    """A micro-batch of a step: its index and its positions in the step."""
+    """A micro-batch of a step: its index in the step, and the positions of its samples in the step."""
 
     number: int
     positions: range
-    dummy: bool  # doesn't count as this rank's own
+    dummy: bool  # whether a different rank counts this micro-batch
 
 
 class _Transfer(NamedTuple):
-    """A batch that is being copied to the device, with its weight and the indices of its unreadable samples."""
+    """A batch that is being copied to the device, its weight, and the indices of its unreadable samples."""
 
     span: _Span
     skipped: list[int]
     weight: Weight
-    arrival: Arrival
+    arrival: FinishCopy
 
 
 @final
 @dataclass(eq=False)
 class Loader:
-    """Loads the batches of a rank, which is `data_rank` among the ranks that share the data.
+    """Loads the training micro-batches and validation batches of a rank.
 
-    `unreadable` contains the indices of the training samples and of the validation samples that couldn't be read.
-    `extra` may return the index of any micro-batch of the step, which is then added before this rank's own
-    micro-batches as a dummy.
+    - `data_rank`: The position of this rank among the ranks that split the data.
+    - `extra`: May return the index of a micro-batch of the step. The loader adds this micro-batch as a dummy, before
+      the micro-batches of this rank.
+    - `weigh`: Computes the weights of batches. If it is None, the weight is the number of samples.
+    - `unreadable`: Contains the indices of the training samples and of the validation samples that couldn't be read.
     """
 
     data: DataSet
@@ -80,7 +83,7 @@ class Loader:
     transforms: DeviceTransforms
     device: torch.device
     seed: int
-    data_rank: DataRank = ALONE
+    data_rank: DataRank = SINGLE_RANK
     workers: int = 0
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
@@ -88,27 +91,27 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
-        self._copies = Copies(self.device)
+        self._copies = DeviceCopier(self.device)
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._rank_spans = cache(self._compute_rank_spans)
-        # Keeps the orders of the last two epochs, since loader processes can be one epoch ahead.
+        # Cache the orders of two epochs, because loader processes can be one epoch ahead.
         self._order = lru_cache(2)(self.order or (lambda epoch: shuffle(self.seed, epoch, len(self.data.train))))
 
     def training(self, first: int) -> Iterator[tuple[Step, list[MicroBatch]]]:
-        """Yield each update from number `first` to the last, with this rank's micro-batches: one per round."""
+        """Yield each step from number `first` to the last, with the micro-batches of this rank."""
         requests = (request for plan in self._plans_from(first) for _, request in plan.requests)
         with _open_fetcher(self.data.train, requests, self.workers, self.device) as fetch:
             copied = (
-                (plan.step, [self._send(span, request, fetch(request)) for span, request in plan.requests])
+                (plan.step, [self._start_transfer(span, request, fetch(request)) for span, request in plan.requests])
                 for plan in self._plans_from(first)
             )
             for step, transfers in prefetch(copied, self._copies.steps_ahead):
                 yield self._with_weight(step, transfers), [self._microbatch(step, transfer) for transfer in transfers]
 
     def microbatch(self, step: Step, index: int) -> MicroBatch:
-        """Fetch any micro-batch of `step` as a dummy, in this process."""
+        """Fetch the micro-batch `index` of `step` as a dummy, in this process and not in a loader process."""
         [(span, request)] = self._plan([(step, [self._span(step.samples, index, dummy=True)])])[0].requests
-        return self._microbatch(step, self._send(span, request, self.data.train.fetch(*request)))
+        return self._microbatch(step, self._start_transfer(span, request, self.data.train.fetch(*request)))
 
     def samples(self, step: Step) -> list[list[int]]:
         """Return the sample indices of each micro-batch of a step."""
@@ -116,12 +119,15 @@ class Loader:
         return [request.indices.tolist() for _, request in self._plan([(step, spans)])[0].requests]
 
     def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
-        """Yield this rank's batches as (number, batch, weight).
+        """Yield the validation batches of this rank as (number, batch, weight).
 
-        The numbered batches of all ranks together contain each sample once. Batch j begins at sample j * `batch`, and
-        has `batch` samples or the rest. The number is None if this rank must not count the batch. This is the case if
-        a different rank counts the same batch. It is also the case for batch 0 as padding, which a rank gets if the
-        members of a replica must evaluate the same number of batches.
+        Batch j starts at sample j * `batch` and has `batch` samples, or fewer if it is the last batch. Across all
+        ranks, each sample is in exactly one batch with a number. The number is None if this rank must not count the
+        batch, in two cases:
+
+        - A different rank counts the same batch.
+        - The batch is padding. If all ranks of a replica must evaluate the same number of batches, the ranks without
+          a batch get batch 0 again.
         """
         split = self.data.validation
         assert split is not None
@@ -130,24 +136,24 @@ class Loader:
         firsts = [(number or 0) * batch for number in numbers]
         requests = [Request(np.arange(first, min(first + batch, length)), None) for first in firsts]
         with _open_fetcher(split, requests, self.workers, self.device) as fetch:
-            copied = (self._send_for_evaluation(request, fetch(request)) for request in requests)
+            copied = (self._start_evaluation_transfer(request, fetch(request)) for request in requests)
             transfers = prefetch(copied, self._copies.steps_ahead)
             for number, (weight, arrival) in zip(numbers, transfers, strict=True):
                 yield number if self.data_rank.first else None, self.transforms.for_evaluation(arrival()), weight
 
     def validation_batches(self, batch: int) -> int:
-        """Return the number of validation batches of all ranks together."""
+        """Return the total number of validation batches across all ranks."""
         return 0 if self.data.validation is None else math.ceil(len(self.data.validation) / batch)
 
     def _plans_from(self, first: int) -> Iterator[_StepPlan]:
-        """Yield the plans of the updates from `first` to the last.
+        """Yield the plan of each step from `first` to the last.
 
-        Plans several updates at once, which is several times faster. The updates of a block are all of the same epoch,
-        so the order of an epoch is computed once, and only when needed.
+        A block of steps is planned at once, which is several times faster. All steps of a block are in the same epoch,
+        so the sample order of an epoch is only computed once, when its first block is planned.
         """
         while first < self.steps.total:
             remaining = self.steps.per_epoch - first % self.steps.per_epoch
-            count = min(remaining, _BLOCK[0], max(1, _BLOCK[1] // self.steps.batch))
+            count = min(remaining, _PLAN_LIMITS[0], max(1, _PLAN_LIMITS[1] // self.steps.batch))
             block = range(first, min(first + count, self.steps.total))
             yield from self._plan([self._step_spans(self.steps[number]) for number in block])
             first = block.stop
@@ -157,9 +163,9 @@ class Loader:
         return step, share if extra is None else [self._span(step.samples, extra, dummy=True), *share]
 
     def _plan(self, block: Sequence[tuple[Step, Sequence[_Span]]]) -> list[_StepPlan]:
-        """Return the samples of these micro-batches.
+        """Return the requests for the micro-batches of these steps.
 
-        All steps must be of the same epoch, so that one lookup finds all samples.
+        All steps must be in the same epoch, so that a single vectorized lookup returns all sample indices.
         """
         epoch = block[0][0].epoch
         draw = random.key(random.AUGMENT, self.seed, epoch)
@@ -171,19 +177,19 @@ class Loader:
         return [_StepPlan(step, [(span, next(parts)) for span in spans]) for step, spans in block]
 
     def _compute_rank_spans(self, samples: int) -> list[_Span]:
-        """Return this rank's micro-batches of a step with `samples` samples."""
+        """Return the micro-batches of this rank in a step of `samples` samples."""
         indices = self.data_rank.indices(min(self.microbatches, samples))
         return [self._span(samples, index, dummy) for index, dummy in indices]
 
     def _span(self, samples: int, index: int, dummy: bool) -> _Span:
         return _Span(index, part(samples, min(self.microbatches, samples), index), dummy)
 
-    def _send(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
+    def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
         arrival = self._copies.start(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
-    def _send_for_evaluation(self, request: Request, batch: Batch) -> tuple[Weight, Arrival]:
+    def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:
         self.unreadable[1].update(self._unreadable_samples(request, batch))
         return self._weight(request, batch), self._copies.start(batch)
 
@@ -195,7 +201,7 @@ class Loader:
         return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
 
     def _with_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
-        """Return the step with its weight over all ranks. All ranks communicate here, before any of them computes."""
+        """Return the step with its total weight over all ranks. All ranks must call this method, before the forward."""
         if self.weigh is None:
             return step
         own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
@@ -215,15 +221,15 @@ class Loader:
 def _open_fetcher(
     split: Split, requests: Iterable[Request], workers: int, device: torch.device
 ) -> Iterator[Callable[[Request], Batch]]:
-    """Yield a function that answers the requests, which must be made in order.
+    """Yield a function that fetches the batch of a request. Call it once for each of the `requests`, in order.
 
-    Leaving the block ends the loader processes.
+    The loader processes end when the block ends.
     """
     if split.in_memory or not workers:
         yield lambda request: split.fetch(*request)
         return
     advice = f"; make sure that /dev/shm is writable, {_SHM_ADVICE}"
-    # Checked first, because a half-constructed iterator of torch fails with its own error.
+    # Check this first. If the constructor of torch's iterator fails, the destructor of the iterator raises, too.
     with os_error_as(PreflightError, "placement.workers: cannot start loader processes", advice):
         multiprocessing.get_context("fork").Lock()
     loader: DataLoader[Any] = DataLoader(
@@ -232,27 +238,27 @@ def _open_fetcher(
         sampler=requests,
         num_workers=workers,
         pin_memory=device.type == "cuda",
-        worker_init_fn=_begin_worker,
-        generator=torch.Generator(),  # otherwise the seed of the workers is drawn from the trainer's generator
-        # Forked, because a spawned worker would import torch again and hold a second copy of the split's data.
+        worker_init_fn=_init_worker,
+        generator=torch.Generator(),  # otherwise DataLoader draws the workers' seed from the global generator
+        # Fork, because a spawned worker would import torch again and keep a second copy of the split's data.
         multiprocessing_context="fork",
     )
     answers: Any = iter(loader)
     try:
         yield lambda _: _unwrap_answer(_next_answer(answers))
     finally:
-        answers._shutdown_workers()  # otherwise they live until garbage collection
+        answers._shutdown_workers()  # otherwise the workers run until the iterator is garbage-collected
 
 
 def _next_answer(answers: Any) -> Any:
-    """Return the next answer. Raises HostError with the process and its signal if a loader process died."""
+    """Return the next answer. If a loader process died, raises HostError with the process and its signal."""
     try:
         return next(answers)
-    except (EOFError, OSError, RuntimeError) as error:  # raised by a connection to a dead process, and by torch
-        workers, deadline = answers._workers, time.monotonic() + _DEATH_S
+    except (EOFError, OSError, RuntimeError) as error:  # from a connection to a dead process, or from torch
+        workers, deadline = answers._workers, time.monotonic() + _EXIT_WAIT_S
         dead_workers: list[int] = []
         while not dead_workers and time.monotonic() < deadline:
-            with suppress(RuntimeError):  # raised by torch's handler of SIGCHLD, which may run only now
+            with suppress(RuntimeError):  # from torch's SIGCHLD handler, which may run during the sleep
                 time.sleep(0.01)
                 dead_workers = [number for number, process in enumerate(workers) if process.exitcode is not None]
         if not dead_workers:
@@ -264,9 +270,9 @@ def _next_answer(answers: Any) -> Any:
 
 @final
 class _RequestDataset(Dataset[Any]):
-    """A dataset that is indexed by requests.
+    """A dataset whose index is a request.
 
-    Returns the user's errors as values, because torch would bury their message.
+    Errors of the user's code are returned as values, because torch would hide their message in a long traceback.
     """
 
     def __init__(self, split: Split) -> None:
@@ -278,8 +284,8 @@ class _RequestDataset(Dataset[Any]):
         except LockstepError as error:
             return UsageError(str(error)) if isinstance(error, UsageError) else DataError(str(error))
         try:
-            # Share the memory here, before torch sends the batch. Torch does it in a thread, where an error is lost,
-            # and the trainer would wait for the batch forever.
+            # Move the batch to shared memory before torch sends it. Torch would do this in a thread, in which an error
+            # is lost, and the training process would wait for the batch forever.
             return map_tensors(Tensor.share_memory_, batch)
         except RuntimeError as error:
             return DataError(f"placement.workers: a batch does not fit in /dev/shm: {error}; {_SHM_ADVICE}")
@@ -291,10 +297,10 @@ def _unwrap_answer(answer: Any) -> Batch:
     return answer
 
 
-def _begin_worker(_: int) -> None:
+def _init_worker(_: int) -> None:
     die_with_parent()
-    # A terminal, timeout(1) or a batch system sends the signal to the whole process group. The trainer decides when to
-    # stop, and needs data until then.
+    # A terminal, timeout(1) or a batch system sends these signals to the whole process group. The training process
+    # decides when to stop, and needs data until then.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""Several datasets as one, each with a share of every epoch.
+"""Mixes several datasets. Each dataset, called a source, has a share of every epoch.
 
-As everything else in a step, the source and the sample of an index are a function of (seed, epoch, index) only.
-Therefore no source keeps a position, and a run can resume in the middle of an epoch with any number of processes.
+The source and the sample at an index only depend on (seed, epoch, index). Therefore no source has a position to save,
+and a run can resume in the middle of an epoch with any number of processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the mixture. Raises UsageError if the sources differ in their facts or in the dtypes of a sample."""
+    """Open the sources and return the mixture. Raises UsageError if their facts or the dtypes of samples differ."""
     errors = [
         f"recipe.data.options.of.{label}{error.removeprefix('options')}"
         for label, settings in options.of.items()
@@ -56,11 +56,11 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     if errors:
         raise UsageError("\n".join(f"dataset mixture: {error}" for error in errors))
     sources = {label: build_options(_Source, settings) for label, settings in options.of.items()}
-    datasets = {label: _open(request, label, source) for label, source in sources.items()}
-    _check_alike({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
+    datasets = {label: _open_source(request, label, source) for label, source in sources.items()}
+    _check_sources_match({label: (dataset.facts, _leaf_dtypes(dataset.train)) for label, dataset in datasets.items()})
     train_splits = [dataset.train for dataset in datasets.values()]
     weights = [source.weight for source in sources.values()]
-    counts = shares(options.samples or sum(map(len, train_splits)), weights)
+    counts = split_by_weight(options.samples or sum(map(len, train_splits)), weights)
     if 0 in counts:
         label = [*datasets][counts.index(0)]
         raise UsageError(
@@ -86,20 +86,20 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
     )
 
 
-def shares(samples: int, weights: Sequence[float]) -> list[int]:
-    """Split `samples` samples by positive weights. Each share is off by at most one."""
-    sums = [*accumulate(weights)]  # the last is the sum, added in the same order in each version of Python
+def split_by_weight(samples: int, weights: Sequence[float]) -> list[int]:
+    """Split a number of samples in proportion to positive weights. Rounding changes each share by at most one."""
+    sums = [*accumulate(weights)]  # not sum(), which adds floats differently from Python 3.12 on
     ends = [round(samples * end / sums[-1]) for end in sums]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @final
 class Mixture:
-    """`counts` samples of each source, source after source. The order of the epoch mixes them.
+    """Concatenates sources, with a fixed number of samples from each source. The sample order of the epoch mixes them.
 
-    If a source has more samples than its count, each training epoch uses a random part of it, without repetition. If a
-    source has fewer samples, each epoch repeats all of them as often as they fit, and fills up with a random part. The
-    selection is a function of the draw only.
+    `counts` are the numbers of samples per epoch. If a source has more samples than its count, each training epoch
+    selects random samples without replacement. If it has fewer samples, each epoch repeats the source as often as it
+    fits, and selects the remaining samples at random. The selection only depends on the draw.
     """
 
     def __init__(self, sources: Sequence[Split], counts: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class Mixture:
         return int(self._ends[-1])
 
     def source(self, number: int) -> int:
-        """Return the index of the source that a sample is from."""
+        """Return the index of the source of a sample."""
         return int(np.searchsorted(self._ends, number, side="right"))
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
@@ -125,7 +125,7 @@ class Mixture:
             return map_with_paths(lambda path, _: torch.cat([column[path] for column in columns])[order], batches[0])
 
     def _fetch_sources(self, indices: NDArray[np.int64], draw: int | None) -> Iterator[tuple[Batch, NDArray[np.int64]]]:
-        """Yield the samples of each source, and of each pass over the source, with their positions in the batch."""
+        """Yield the samples of each source and repetition, with their positions in the batch."""
         numbers = np.searchsorted(self._ends, indices, side="right")
         offsets = indices - np.concatenate([[0], self._ends])[numbers]
         rounds = offsets // np.array([*map(len, self.sources)])[numbers]
@@ -144,7 +144,7 @@ class Mixture:
 
 
 def parts(split: Split) -> Iterator[Split]:
-    """Yield the sources of a mixture, including those of nested mixtures. Yields any other split itself."""
+    """Yield the sources of a mixture, and recursively the sources of nested mixtures. Any other split yields itself."""
     if isinstance(split, Mixture):
         for source in split.sources:
             yield from parts(source)
@@ -153,12 +153,12 @@ def parts(split: Split) -> Iterator[Split]:
 
 
 def _leaf_dtypes(split: Split) -> dict[str, str]:
-    """Return the dtype of each tensor of a sample by its path. For other leaves, the type."""
+    """Return the dtype of each tensor in a sample by path. For a leaf that isn't a tensor, return its type."""
     leaves = with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 
 
-def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
+def _check_sources_match(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str]]]) -> None:
     (first_label, (facts, dtypes)), *rest = descriptions.items()
     for label, (other_facts, other_dtypes) in rest:
         differences = sorted(key for key in {**facts, **other_facts} if facts.get(key) != other_facts.get(key))
@@ -171,7 +171,7 @@ def _check_alike(descriptions: Mapping[str, tuple[Mapping[str, Any], Mapping[str
             )
 
 
-def _open(request: DataRequest, label: str, source: _Source) -> DataSet:
+def _open_source(request: DataRequest, label: str, source: _Source) -> DataSet:
     root = request.root if source.root is None else source.root
     source_request = DataRequest(source.name, root, request.download, options=source.options or {})
     if source_request.changes_size:

@@ -1,4 +1,4 @@
-"""The options of a source: a frozen dataclass defines their names and types."""
+"""Validates the options of a dataset. A frozen dataclass defines their names and types."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -11,10 +11,10 @@ from lockstep.common.names import choices
 
 T = TypeVar("T")
 
-_MOST: Final = 10**12
+_MAX_COUNT: Final = 10**12
 _STRICT: Final = ConfigDict(strict=True)
 
-Count = Annotated[int, Field(ge=1, le=_MOST, description="an integer of at least 1")]
+Count = Annotated[int, Field(ge=1, le=_MAX_COUNT, description="an integer of at least 1")]
 Share = Annotated[float, Field(ge=0, lt=1, description="a fraction of at least 0 and less than 1, such as 0.1")]
 Text = Annotated[str, Field(max_length=4000, description="a string")]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="a list of names")]
@@ -22,18 +22,18 @@ Names = Annotated[list[Annotated[str, Field(min_length=1)]], Field(description="
 
 @dataclass(frozen=True)
 class NoOptions:
-    """The options of a source that has none."""
+    """The options of a dataset without options."""
 
 
 def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the errors in the options `values` for the dataclass `options_class`, one message per option."""
+    """Yield an error for each option in `values` that is invalid for the dataclass `options_class`."""
     valid = {field.name: field for field in fields(options_class)}
     for name, value in values.items():
         if not valid:
             yield f"options.{name}: this dataset has no options; remove it"
         elif name not in valid:
             yield f"options.{name}: unknown option{choices(name, valid)}"
-        elif value is not None and (expectation := _expectation(options_class, name, value)):
+        elif value is not None and (expectation := _describe_expected(options_class, name, value)):
             yield f"options.{name}: {expectation}, got {value!r}"
     for name, field in valid.items():
         if field.default is MISSING and values.get(name) is None:
@@ -41,29 +41,29 @@ def option_errors(options_class: type, values: Mapping[str, Any]) -> Iterator[st
 
 
 def build_options(options_class: type[T], values: Mapping[str, Any]) -> T:
-    """Return the options as an `options_class`.
+    """Create an `options_class` from the options in `values`. Options that are null get their defaults.
 
-    `option_errors` must have found no errors. Options that are null get their defaults.
+    Call `option_errors` first, because the values aren't validated here.
     """
     return options_class(**{name: value for name, value in values.items() if value is not None})
 
 
-def _expectation(options_class: type, name: str, value: Any) -> str:
-    """Return the expected value of an option, or "" if `value` is valid."""
+def _describe_expected(options_class: type, name: str, value: Any) -> str:
+    """Return a description of the values that an option accepts, or "" if `value` is valid."""
     annotation = get_type_hints(options_class, include_extras=True)[name]
     try:
         TypeAdapter(annotation, config=_STRICT).validate_python(value)
     except ValidationError as error:
-        return f"expected {_description(annotation) or error.errors()[0]['msg']}"
+        return f"expected {_describe_annotation(annotation) or error.errors()[0]['msg']}"
     return ""
 
 
-def _description(annotation: Any) -> str:
-    """Return the description of an annotation, its choices, or the descriptions of its parts."""
+def _describe_annotation(annotation: Any) -> str:
+    """Return the description of a type annotation: its `Field` description, or its alternatives."""
     if annotation is bool:
         return "true or false"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"
     if descriptions := [argument.description for argument in get_args(annotation) if isinstance(argument, FieldInfo)]:
         return str(descriptions[0])
-    return " or ".join(filter(None, map(_description, get_args(annotation))))
+    return " or ".join(filter(None, map(_describe_annotation, get_args(annotation))))

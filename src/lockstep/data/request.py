@@ -1,4 +1,4 @@
-"""The request of a recipe to a dataset, in the form that its source receives, and which datasets support which keys."""
+"""The part of a recipe that a dataset receives, and the rules for the keys that each dataset supports."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -8,14 +8,14 @@ FILES_SIZE: Final = 224  # the default size of images from files
 NATIVE_SIZE: Final[Mapping[str, int]] = {"digits": 8, "cifar10": 32, "cifar100": 32, "mnist": 28, "fashion_mnist": 28}
 # The options of `synthetic` with their defaults.
 SYNTHETIC: Final[Mapping[str, int]] = {"samples": 4096, "validation_samples": 1024, "classes": 10, "channels": 3}
-_OF_FILES: Final = ("folder", "webdataset")
+_FILE_DATASETS: Final = ("folder", "webdataset")
 
 OnError = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """The name and location of a dataset, and the transforms of its samples, named as in the configuration."""
+    """The name and location of a dataset, and the transforms of its samples. Fields are named as in `recipe.data`."""
 
     name: str
     root: str = "data"
@@ -31,25 +31,25 @@ class DataRequest:
 
     @property
     def changes_size(self) -> bool:
-        """Whether the samples are crops of images of any size."""
-        return self.name in _OF_FILES
+        """Whether the dataset resizes or crops its images, because the files can have different sizes."""
+        return self.name in _FILE_DATASETS
 
 
 def request_of(data: Mapping[str, Any]) -> DataRequest:
-    """Return the request of a recipe's section `data`, passed as plain values. Missing keys get their defaults."""
+    """Create a request from the plain values of the section `recipe.data`. Missing keys get their defaults."""
     values = {key.name: data[key.name] for key in fields(DataRequest) if key.name in data}
     low, high = data["augment"]["resized_crop_scale"]
     return DataRequest(**values, resized_crop=data["augment"]["resized_crop"], resized_crop_scale=(low, high))
 
 
-def misfits(request: DataRequest) -> Iterator[str]:
-    """Yield an error for each key that this dataset doesn't support, and for each contradiction between keys."""
+def unsupported_keys(request: DataRequest) -> Iterator[str]:
+    """Yield an error for each key that the dataset doesn't support, and for each contradiction between keys."""
     if request.changes_size:
         yield from _contradictions(request)
         return
-    name, only = request.name, " and ".join(_OF_FILES)
+    name, only = request.name, " and ".join(_FILE_DATASETS)
     if request.image_size not in (None, NATIVE_SIZE.get(name)) and name != "synthetic":
-        yield f"image_size: {request.image_size} is not supported, since {_size(name)}; remove it"
+        yield f"image_size: {request.image_size} is not supported, since {_size_reason(name)}; remove it"
     if request.resize_size is not None:
         yield f"resize_size: {request.resize_size} is only supported by the datasets {only}; remove it"
     if request.resized_crop:
@@ -60,7 +60,7 @@ def misfits(request: DataRequest) -> Iterator[str]:
         yield f"on_error: skip is only supported by the datasets {only}; remove it, and catch errors in your dataset"
 
 
-def _size(name: str) -> str:
+def _size_reason(name: str) -> str:
     if ":" in name:
         return "your function sets the size"
     native = NATIVE_SIZE.get(name)

@@ -1,4 +1,4 @@
-"""Datasets by name or by the import path of a user-defined function. A source is only imported when it is used."""
+"""Opens datasets by name, or by the import path of a user-defined function. Modules are imported lazily."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from lockstep.common.names import choices
-from lockstep.data.request import SYNTHETIC, DataRequest, misfits
+from lockstep.data.request import SYNTHETIC, DataRequest, unsupported_keys
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class SourceInfo(NamedTuple):
-    """The module of a dataset below lockstep.data, and the number of its training samples if the number is fixed."""
+    """The module of a dataset in lockstep.data, and the number of training samples if it is fixed."""
 
     module: str
     training_samples: int | None = None
@@ -39,26 +39,26 @@ SOURCES: Final[Mapping[str, SourceInfo]] = {
     "mnist1d": SourceInfo("mnist1d", 4000),
     "mixture": SourceInfo("mixture"),
 }
-_COLLATING: Final = "datasets"
-_OWN: Final = "package.module:function"
+_COLLATE_DATASET: Final = "datasets"
+_IMPORT_PATH: Final = "package.module:function"
 
 
 class Source(Protocol):
-    """A module in the table below: a dataclass of options, and a function that opens the data."""
+    """The interface of a module in SOURCES: a dataclass of options, and a function that opens the dataset."""
 
     Options: type
 
     def open_data(self, request: DataRequest, options: Any) -> DataSet:
-        """Return the dataset.
+        """Open the dataset. All ranks may call this function at the same time.
 
-        All ranks may call this at the same time. Raises UsageError if it is missing or damaged.
+        Raises UsageError if the data is missing or damaged.
         """
 
 
 def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | None:
-    """Return the number of training samples without reading them or importing torch, or None if only the data shows it.
+    """Return the number of training samples, or None if it can't be determined without reading the data.
 
-    Raises UsageError if there is no such dataset.
+    This function doesn't import torch. Raises UsageError if there is no dataset of this name.
     """
     if name == "synthetic":
         samples = options.get("samples", SYNTHETIC["samples"])
@@ -75,25 +75,29 @@ def training_samples(name: str, root: str, options: Mapping[str, Any]) -> int | 
 
 
 def open_data(request: DataRequest) -> DataSet:
-    """Return the requested dataset. Raises UsageError if it doesn't exist or the request doesn't fit it."""
+    """Open the requested dataset. Raises UsageError if it doesn't exist or doesn't support a key of the request."""
     if ":" in request.name:
         from lockstep.data.imported import import_dataset
 
-        _raise_problems(request.name, list(misfits(request)))
+        _raise_problems(request.name, list(unsupported_keys(request)))
         return import_dataset(request.name, request.options, request.collate)
 
     from lockstep.data.options import build_options, option_errors
 
     source = cast(Source, import_module(f"lockstep.data.{_source_info(request.name).module}"))
-    problems = [f"collate: {request.collate} is only supported by your own datasets and by {_COLLATING}; remove it"]
-    collate = problems if request.collate and request.name != _COLLATING else []
-    _raise_problems(request.name, [*collate, *misfits(request), *option_errors(source.Options, request.options)])
+    problems = [
+        f"collate: {request.collate} is only supported by your own datasets and by {_COLLATE_DATASET}; remove it"
+    ]
+    collate = problems if request.collate and request.name != _COLLATE_DATASET else []
+    _raise_problems(
+        request.name, [*collate, *unsupported_keys(request), *option_errors(source.Options, request.options)]
+    )
     return source.open_data(request, build_options(source.Options, request.options))
 
 
 def _source_info(name: str) -> SourceInfo:
     if name not in SOURCES:
-        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _OWN))}")
+        raise UsageError(f"dataset {name}: no such dataset{choices(name, (*SOURCES, _IMPORT_PATH))}")
     return SOURCES[name]
 
 

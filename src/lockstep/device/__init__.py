@@ -1,1 +1,1 @@
-"""Facts of this machine: its GPUs, kernels, precision, memory and limits."""
+"""Queries this machine: its GPUs, kernels, precision, memory and limits."""

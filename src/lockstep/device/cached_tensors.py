@@ -1,7 +1,7 @@
-"""Tensors that user code caches at module level while Lockstep inspects a model, such as masks in an `lru_cache`.
+"""Removes tensors that user code caches at module level while Lockstep inspects a model, such as masks in `lru_cache`.
 
 An inspection runs the model on the meta device, on the CPU or in float64. If the model cached a mask during the
-inspection, the run would use it with a different device or dtype.
+inspection, the training run would otherwise use this mask, with the wrong device or dtype.
 """
 
 import gc
@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
-# Libraries that aren't searched, in addition to the standard library: the dependencies of torch and of Lockstep, which
-# don't cache masks of a model. A library that is missing here only costs milliseconds.
+# Packages that are skipped in addition to the standard library: dependencies of torch and Lockstep, which don't cache
+# masks of a model. Searching a package that is missing from this list only takes milliseconds.
 _LIBRARIES: Final = frozenset(
     [
         *("PIL", "accelerate", "anyio", "boto3", "botocore", "charset_normalizer", "click", "cryptography", "cuda"),
@@ -28,22 +28,22 @@ _LIBRARIES: Final = frozenset(
         *("tqdm", "transformers", "triton", "typing_extensions", "urllib3", "wandb", "yaml"),
     ]
 )
-# Exact types, because subclasses can load modules on access.
+# Exact types, because accessing a subclass can import modules.
 _MAPPINGS: Final = (dict, OrderedDict, defaultdict)
-_HOLDERS: Final = frozenset(
+_CONTAINER_TYPES: Final = frozenset(
     (*_MAPPINGS, list, tuple, set, frozenset, staticmethod, classmethod, FunctionType, _lru_cache_wrapper)
 )
-_DEPTH: Final = 6  # the depth of nested containers that are searched
+_MAX_DEPTH: Final = 6  # maximum nesting depth of the search
 
-Tensors = Mapping[int, Tensor]  # by id, which stays valid because the tensors are kept alive
+Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping keeps the tensors alive
 
 
 @contextmanager
 def new_tensors_dropped() -> Iterator[None]:
     """Drop the tensors that the block added to module-level caches.
 
-    Searches modules, their types, functions with their defaults and closures, and the containers that these hold. An
-    `lru_cache` that holds a new tensor is cleared. A variable that was rebound to a new tensor gets its old value back.
+    Searches modules and their types, functions with their defaults and closures, and nested containers. Clears an
+    `lru_cache` that holds a new tensor. If a variable was rebound to a new tensor, restores its old value.
     """
     before = {id(tensor): tensor for tensor in _all_tensors()}
     variables = {id(owner): dict(namespace) for owner, namespace in _namespaces()}
@@ -51,7 +51,7 @@ def new_tensors_dropped() -> Iterator[None]:
         yield
     finally:
         if any(id(tensor) not in before for tensor in _all_tensors()):
-            _drop(before, variables)
+            _drop_new(before, variables)
 
 
 def _all_tensors() -> list[Tensor]:
@@ -59,7 +59,7 @@ def _all_tensors() -> list[Tensor]:
 
 
 def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each module and class of user code and third-party packages, and its variables."""
+    """Yield each module and class of user code and third-party packages with its variables."""
     for name, module in [*sys.modules.items()]:
         top = name.partition(".")[0]
         if top in _LIBRARIES or (top in sys.stdlib_module_names and top != "__main__"):
@@ -74,14 +74,14 @@ def _namespaces() -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in `values` and in nested containers, caches and functions, level by level."""
+    """Return the tensors in `values` and in nested containers, caches and functions, by breadth-first search."""
     tensors: list[Tensor] = []
     visited: set[int] = set()
     level = [*values]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         next_level: list[Any] = []
         for value in level:
-            if type(value) in _HOLDERS:
+            if type(value) in _CONTAINER_TYPES:
                 if id(value) not in visited:
                     visited.add(id(value))
                     next_level += _contents(value)
@@ -114,7 +114,7 @@ def _cells(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
+def _drop_new(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
     visited: set[int] = set()
     for owner, namespace in _namespaces():
         old_variables = variables.get(id(owner), {})
@@ -124,11 +124,11 @@ def _drop(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
             elif isinstance(value, Tensor) and id(value) not in before:
                 delattr(owner, name)
             else:
-                _drop_inside(value, before, _DEPTH, visited)
+                _drop_nested(value, before, _MAX_DEPTH, visited)
 
 
-def _drop_inside(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
-    if not depth or type(value) not in _HOLDERS or id(value) in visited:
+def _drop_nested(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
+    if not depth or type(value) not in _CONTAINER_TYPES or id(value) in visited:
         return
     visited.add(id(value))
     if isinstance(value, _lru_cache_wrapper):
@@ -142,11 +142,11 @@ def _drop_inside(value: Any, before: Tensors, depth: int, visited: set[int]) -> 
     elif type(value) is set:
         value -= {item for item in value if _is_new(item, before)}
     for item in _contents(value):
-        _drop_inside(item, before, depth - 1, visited)
+        _drop_nested(item, before, depth - 1, visited)
 
 
 def _is_new(value: Any, before: Tensors) -> bool:
-    """Whether an entry is a new tensor or a tuple with a new tensor. Mutable containers are cleaned from the inside."""
+    """Whether an entry is a new tensor or an immutable container with a new tensor."""
     if type(value) in (tuple, frozenset):
         return _holds_new(value, before)
     return isinstance(value, Tensor) and id(value) not in before

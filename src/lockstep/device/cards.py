@@ -1,6 +1,6 @@
-"""The GPUs of this host, as reported by NVML, by the files of the driver and by torch.
+"""Queries the GPUs of this host from NVML, the device files of the driver and torch.
 
-This module is written from the documentation of NVML. It has not been run on a host with GPUs yet.
+This module follows the NVML documentation. It has not been tested on a host with GPUs yet.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from lockstep.device.ports import command
 
 _ROOT: Final = Path("/")
 _MODES: Final = {0: "Default", 2: "Prohibited", 3: "Exclusive_Process"}
-# Clocks are also low if the GPU is idle or if somebody chose low clocks. These reasons aren't listed.
-_SLOWED: Final[Mapping[str, str]] = {
+# Reasons for reduced clocks. Idle GPUs and clocks that somebody set low aren't a problem, so they aren't in this list.
+_SLOWDOWN_REASONS: Final[Mapping[str, str]] = {
     "SwPowerCap": "power cap",
     "HwSlowdown": "slowdown by hardware",
     "SwThermalSlowdown": "heat",
@@ -30,7 +30,7 @@ _SLOWED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. A field is None if the GPU or its driver doesn't report it. `bus` is the PCI address as in sysfs."""
+    """A GPU. Fields that the GPU or its driver doesn't report are None. `bus` is the PCI address in sysfs format."""
 
     name: str
     uuid: str
@@ -41,10 +41,10 @@ class Card:
     mig: bool = False
     ecc: bool | None = None
     persistence: bool | None = None
-    uncorrected: int = 0  # memory errors since the driver was loaded
+    uncorrected: int = 0  # uncorrected memory errors since the driver was loaded
     uncorrected_ever: int = 0
-    repair: tuple[str, ...] = ()  # memory repairs that are pending or failed
-    slowed: tuple[str, ...] = ()  # why its clocks are currently reduced
+    repair: tuple[str, ...] = ()  # pending or failed memory repairs
+    slowed: tuple[str, ...] = ()  # reasons why its clocks are currently reduced
     power_limit_w: float | None = None
     power_default_w: float | None = None
     link_width: int | None = None
@@ -53,7 +53,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Driver:
-    """The report of NVML. `cuda` is the newest CUDA version of this driver. `problem` is the error if NVML failed."""
+    """The NVML report. `cuda` is the newest CUDA version that the driver supports. `problem` is the error of NVML."""
 
     version: str = ""
     cuda: str = ""
@@ -63,7 +63,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its torch index. `reads` are the devices whose memory it can access directly."""
+    """A CUDA device, as listed by torch. `reads` are the devices whose memory it can access directly."""
 
     name: str
     uuid: str
@@ -74,12 +74,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The results of all checks on this host.
+    """The results of all GPU checks on this host.
 
-    - `kernel`: the driver in the kernel, or "" if there is none.
-    - `files`: whether this user can open each device file of the driver.
-    - `library`: the error if libcuda can't be loaded, or "".
-    - `raised`: the error of torch if CUDA didn't start, or "".
+    - `kernel`: the version line of the kernel driver, or "" if no driver is loaded.
+    - `files`: whether the current user can open each device file of the driver.
+    - `library`: the error when loading libcuda, or "".
+    - `raised`: the error of torch when starting CUDA, or "".
     """
 
     driver: Driver
@@ -93,15 +93,15 @@ class Evidence:
 
 
 def look(driver: Driver, root: Path = _ROOT) -> Evidence:
-    """Return the report of `driver` with the results of all other checks. Starts CUDA."""
+    """Return `driver` together with the results of all other checks. Initializes CUDA."""
     device_count, raised = _start_cuda()
     version = shown_text(root / "proc/driver/nvidia/version")
     return Evidence(
         driver=driver,
         libraries=_libraries(),
         kernel=version.partition("\n")[0].removeprefix("NVRM version:").strip(),
-        files=_files(root / "dev"),
-        library=_library(),
+        files=_device_files(root / "dev"),
+        library=_libcuda_error(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         devices=() if raised else tuple(_device(index, device_count) for index in range(device_count)),
         raised=raised,
@@ -109,7 +109,7 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
 
 
 def ask_driver() -> Driver:
-    """Query NVML. Call this function with a time limit, because a driver that hangs doesn't answer."""
+    """Query NVML. Call this function with a time limit, because it blocks if the driver hangs."""
     import pynvml as nvml  # imported here because most hosts have no GPU
 
     try:
@@ -129,7 +129,7 @@ def ask_driver() -> Driver:
 
 def _card(nvml: Any, handle: Any) -> Card:
     def get(question: str, *arguments: int) -> Any:
-        """Return the answer of the GPU, or None if the GPU or its driver doesn't support the query."""
+        """Return the result of an NVML query, or None if the GPU or its driver doesn't support the query."""
         try:
             return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
         except nvml.NVMLError:
@@ -164,7 +164,9 @@ def _card(nvml: Any, handle: Any) -> Card:
         uncorrected_ever=ecc_errors(nvml.NVML_AGGREGATE_ECC),
         repair=tuple(reason for reason, is_due in repair.items() if is_due),
         slowed=tuple(
-            reason for name, reason in _SLOWED.items() if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
+            reason
+            for name, reason in _SLOWDOWN_REASONS.items()
+            if clock_reasons & getattr(nvml, f"nvmlClocksEventReason{name}")
         ),
         power_limit_w=watts("EnforcedPowerLimit"),
         power_default_w=watts("PowerManagementDefaultLimit"),
@@ -199,13 +201,13 @@ def _libraries() -> dict[str, str | None]:
     }
 
 
-def _files(folder: Path) -> dict[str, bool]:
-    """Return the device files of the driver, and whether this user can open them."""
+def _device_files(folder: Path) -> dict[str, bool]:
+    """Return the device files of the driver, and whether the current user can open them."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 
 
-def _library() -> str:
+def _libcuda_error() -> str:
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -214,9 +216,9 @@ def _library() -> str:
 
 
 def _start_cuda() -> tuple[int, str]:
-    """Start CUDA. Returns the number of devices that torch sees, and the error if CUDA didn't start."""
+    """Initialize CUDA. Returns the number of devices that torch finds, and the error if the initialization failed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # init raises the same problem as an error
+        warnings.simplefilter("ignore")  # torch.cuda.init raises an error for the same problem
         count = torch.cuda.device_count()
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]

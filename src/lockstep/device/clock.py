@@ -1,4 +1,4 @@
-"""The time of a rank by activity: computing, waiting for a core and waiting for other ranks."""
+"""Measures how much time a rank spends on each activity: computing, waiting for a core, and waiting for other ranks."""
 
 import os
 import time
@@ -9,18 +9,18 @@ from typing import Final, final
 
 import torch
 
-_SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # "ns on a core, ns in the queue for one, turns", of this thread
-_LONGEST: Final = 64
+_SCHEDSTAT: Final = "/proc/thread-self/schedstat"  # of this thread: ns on a core, ns in the run queue, time slices
+_MAX_LINE_BYTES: Final = 64
 _PARTS: Final = ("computing", "waiting for a core", "waiting")
 
 
 @final
 class Clock:
-    """Charges the time of the thread that created it to activities, starting with the activity `first`.
+    """Assigns the time of the thread that created it to activities, starting with the activity `first`.
 
-    The seconds of the activity `split` are divided into `computing` on a core, `waiting for a core` in the run queue of
-    the kernel (only counted on Linux), and `waiting` for everything else, which is other ranks and their data. On CUDA
-    the seconds aren't divided, because the thread spins while it waits for the GPU.
+    The time of the activity `split` is divided into `computing` on a core, `waiting for a core` in the run queue of the
+    kernel (only measured on Linux), and `waiting` for other ranks and their data. On CUDA, the time of `split` isn't
+    divided, because the thread spins while it waits for the GPU.
     """
 
     def __init__(self, device: torch.device, first: str, split: str) -> None:
@@ -32,22 +32,22 @@ class Clock:
             self._schedstat = -1
         self._spent: dict[str, float] = defaultdict(float)
         self._activity = first
-        self._before = self._read()
+        self._last_times = self._read()
 
     def turn_to(self, activity: str) -> None:
-        """Charge the time from now on to `activity`."""
+        """Assign the time from now on to `activity`."""
         times = self._read()
-        wall, on_core, for_core = (after - before for after, before in zip(times, self._before, strict=True))
+        wall, on_core, for_core = (after - before for after, before in zip(times, self._last_times, strict=True))
         if self._activity == self._split:
             for part, seconds in zip(_PARTS, (on_core, for_core, max(0.0, wall - on_core - for_core)), strict=True):
                 self._spent[part] += seconds
         else:
             self._spent[self._activity] += wall
-        self._activity, self._before = activity, times
+        self._activity, self._last_times = activity, times
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Charge the time of the block to `activity`."""
+        """Assign the time of the block to `activity`."""
         before = self._activity
         self.turn_to(activity)
         try:
@@ -56,22 +56,22 @@ class Clock:
             self.turn_to(before)
 
     def activity_seconds(self) -> dict[str, float]:
-        """Return the seconds so far by activity."""
+        """Return the seconds spent on each activity so far."""
         self.turn_to(self._activity)
         return dict(self._spent)
 
     def split_seconds(self) -> float:
-        """Return the seconds of `split` so far."""
+        """Return the seconds spent on the activity `split` so far."""
         seconds = self.activity_seconds()
         return sum(seconds.get(part, 0.0) for part in self._parts)
 
     def close(self) -> None:
-        """Close the file of the kernel. A second call does nothing."""
+        """Close the file with the kernel statistics. You can call this method more than once."""
         descriptor, self._schedstat = self._schedstat, -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _read(self) -> tuple[float, float, float]:
-        """Return the wall-clock seconds, the seconds on a core and the seconds in the run queue."""
-        waited = os.pread(self._schedstat, _LONGEST, 0).split()[1] if self._schedstat >= 0 else b"0"
+        """Return the current wall-clock time, the time on a core and the time in the run queue, in seconds."""
+        waited = os.pread(self._schedstat, _MAX_LINE_BYTES, 0).split()[1] if self._schedstat >= 0 else b"0"
         return time.perf_counter(), time.thread_time(), int(waited) / 1e9

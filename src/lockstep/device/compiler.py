@@ -1,8 +1,8 @@
-"""Settings and checks for torch.compile, and the part of a run's fingerprint that describes the compiler.
+"""Settings and checks for torch.compile, and the compiler's entries in the fingerprint of a run.
 
-Kernels must never be selected by timing. They depend on the settings of torch, which about 200 environment variables
-can change, and on the compiler. Therefore both are in the fingerprint of a run, and kernels that were built on one
-machine are never used on a different machine.
+Kernels must never be selected by timing. The generated kernels depend on the compiler and on the settings of torch,
+which about 200 environment variables can change. Therefore both are part of the fingerprint of a run, and a run never
+uses kernels that were built for a different fingerprint.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import torch
 from lockstep.common.importing import version_of
 from lockstep.errors import UsageError
 
-# No selection by timing, because two ranks or two runs would select different kernels.
+# Disable selection by timing, because two ranks or two runs could select different kernels.
 OPTIONS: Final = {
     "deterministic": True,
     "max_autotune": False,
@@ -29,25 +29,28 @@ OPTIONS: Final = {
     "benchmark_fusion": False,
     "benchmark_combo_kernel": False,
     "triton.multi_kernel": 0,
-    # Otherwise a kernel is specialized for the alignment of its first inputs, which depends on the placement: tensors
-    # that a stage receives are aligned, but a part of a larger tensor may not be.
+    # Otherwise, a kernel is specialized for the alignment of its first inputs. The alignment depends on the placement:
+    # tensors that a stage receives are aligned, but slices of a larger tensor may not be.
     "assume_aligned_inputs": True,
 }
 
-# Kernels per code object, which is shared by all blocks of a class. A recipe has about six shapes, in two modes.
-_LIMIT: Final = 4096
-_OFF: Final = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # torch would run uncompiled, with different bits
-_READ_ELSEWHERE: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
-_PREPARED: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
-_CACHE: Final = "TORCHINDUCTOR_CACHE_DIR"
-_OWN: Final = "lockstep-"
-_OLDEST_GPU: Final = (7, 0)  # supported by Triton
-_SHOWN: Final = 12  # digits of a hash; long enough to avoid collisions
+# Compiled graphs per code object, which all blocks of a class share. A recipe has about six shapes in two modes.
+_RECOMPILE_LIMIT: Final = 4096
+_DISABLING_VARIABLES: Final = (
+    "TORCHDYNAMO_DISABLE",
+    "TORCH_COMPILE_DISABLE",
+)  # torch would run eagerly, with different bits
+_TRITON_VARIABLES: Final = ("TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+_PREPARED_SETTINGS: Final = ("force_non_lazy_backward_lowering", "suppress_errors")
+_CACHE_VARIABLE: Final = "TORCHINDUCTOR_CACHE_DIR"
+_CACHE_PREFIX: Final = "lockstep-"
+_MIN_CAPABILITY: Final = (7, 0)  # the lowest compute capability that Triton supports
+_HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
 def check_compiler(gpu: bool) -> None:
     """Raise UsageError if torch.compile is disabled, or if the tools for building kernels are missing on this host."""
-    for name in _OFF:
+    for name in _DISABLING_VARIABLES:
         if os.environ.get(name, "0") not in ("", "0"):
             raise UsageError(
                 f"recipe.compile: the environment variable {name}={os.environ[name]} disables torch.compile, which "
@@ -64,47 +67,48 @@ def check_compiler(gpu: bool) -> None:
 
 
 def prepare(fingerprint: Mapping[str, Any]) -> None:
-    """Set up torch.compile in this process so that it never falls back, and never reuses kernels of other fingerprints.
+    """Configure torch.compile in this process so that it never falls back to eager mode or uses kernels of other runs.
 
-    The cache of torch accounts neither for the version of the C++ compiler nor for the CPU for which it optimizes.
+    The kernel cache gets a folder for this fingerprint, because torch's cache key contains neither the version of the
+    C++ compiler nor the CPU that it optimizes for.
     """
     from torch._dynamo import config  # imported here because it takes a second
     from torch._functorch import config as autograd
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    # Beyond the limits torch continues uncompiled, with different bits and a warning.
-    config.recompile_limit = config.accumulated_recompile_limit = _LIMIT
+    # When torch reaches a limit, it warns and continues in eager mode, which has different bits.
+    config.recompile_limit = config.accumulated_recompile_limit = _RECOMPILE_LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    autograd.force_non_lazy_backward_lowering = True  # errors appear in the forward, where the block is known
+    autograd.force_non_lazy_backward_lowering = True  # compile errors appear in the forward, where the block is known
     base = Path(cache_dir())
-    base = base.parent if base.name.startswith(_OWN) else base
-    os.environ[_CACHE] = str(base / f"{_OWN}{_digest(fingerprint)}")
+    base = base.parent if base.name.startswith(_CACHE_PREFIX) else base
+    os.environ[_CACHE_VARIABLE] = str(base / f"{_CACHE_PREFIX}{_digest(fingerprint)}")
 
 
 def compiler_facts(gpu: bool) -> dict[str, str]:
-    """Return the facts, besides the recipe and the machine, that change the bits of compiled blocks."""
+    """Return the compiler and its settings, which change the bits of compiled blocks."""
     from torch._dynamo import config as tracing
     from torch._functorch import config as autograd
     from torch._inductor import config as kernels
 
     modules = {"kernels": kernels, "autograd": autograd, "tracing": tracing}
     with kernels.patch(OPTIONS):
-        settings = {name: dict(_plain(module)) for name, module in modules.items()}
-    flags = {name: os.environ.get(name) for name in _READ_ELSEWHERE}
+        settings = {name: dict(_portable_settings(module)) for name, module in modules.items()}
+    flags = {name: os.environ.get(name) for name in _TRITON_VARIABLES}
     return {
         "compile": f"by block, settings {_digest([settings, flags])}",
         "compiler": f"triton {_triton()}" if gpu else _cxx_version(),
     }
 
 
-def _plain(module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the portable settings of a config module of torch, except for paths on this host.
+def _portable_settings(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the portable settings of a torch config module, without paths on this host.
 
-    The settings that `prepare` changes are skipped, because they are the same for all runs.
+    Skips the settings that `prepare` changes, because they are the same for all runs.
     """
     for name, value in module.save_config_portable().items():
-        if "_dir" not in name and "limit" not in name and name not in _PREPARED:
+        if "_dir" not in name and "limit" not in name and name not in _PREPARED_SETTINGS:
             yield name, sorted(map(str, value)) if isinstance(value, set | frozenset) else value
 
 
@@ -121,7 +125,7 @@ def _check_triton() -> None:
             f"install gcc, set the environment variable CC to a different compiler, {advice}"
         )
     capability = torch.cuda.get_device_capability()
-    if capability < _OLDEST_GPU:
+    if capability < _MIN_CAPABILITY:
         raise UsageError(
             f"recipe.compile: Triton requires a GPU with compute capability 7.0 or higher, but "
             f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use a different GPU, {advice}"
@@ -143,4 +147,4 @@ def _cxx_version() -> str:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:_SHOWN]
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:_HASH_DIGITS]

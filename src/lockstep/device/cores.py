@@ -1,4 +1,4 @@
-"""CPU binding: each rank runs on cores near its GPU, which are divided among the ranks with GPUs near these cores."""
+"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores divide them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ Cores = frozenset[int]
 
 @dataclass(frozen=True)
 class Seat:
-    """The host of a rank, the cores near its GPU (empty if unknown), and the cores that it is allowed to use.
+    """The host of a rank, the cores near its GPU (empty if unknown), and the cores that the rank may use.
 
-    `limited`: whether the allowed cores are not all cores of the host.
+    `limited` is true if the rank may not use all cores of the host.
     """
 
     host: str
@@ -23,14 +23,14 @@ class Seat:
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores of a rank, and the reason for this choice."""
+    """The cores that a rank is bound to, and the reason."""
 
     cores: Cores
     reason: str
 
 
 def parse(text: str) -> Cores:
-    """Parse a list of cores in the format of Linux, such as `0-3,8,10-11`. Raises ValueError if it isn't valid."""
+    """Parse a list of cores in the Linux format, such as `0-3,8,10-11`. Raises ValueError if the list isn't valid."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, dash, last = part.partition("-")
@@ -39,7 +39,7 @@ def parse(text: str) -> Cores:
 
 
 def format_cores(cores: Iterable[int]) -> str:
-    """Return the cores in the format of Linux: `0-3,8,10-11`."""
+    """Return a list of cores in the Linux format, such as `0-3,8,10-11`."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and ranges[-1][1] == core - 1:
@@ -50,13 +50,14 @@ def format_cores(cores: Iterable[int]) -> str:
 
 
 def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], least: int) -> Binding:
-    """Return the cores of `rank`, given the `seats` of all ranks.
+    """Return the cores to bind `rank` to, given the `seats` of all ranks.
 
-    The cores near a GPU are divided among the ranks with GPUs there. If a rank would then have fewer than `least`
-    cores, which is the number it needs for its threads, the ranks share all of these cores instead. `siblings` maps
-    each core of the host to the first core on the same physical core. Siblings are never separated. A rank that was
-    bound before it started keeps its cores. If several ranks of a host all have the same limited cores, this is the
-    limit of a container or a job, and the ranks don't count as bound.
+    The cores near a GPU are divided among the ranks whose GPUs are near these cores. `least` is the number of cores
+    that a rank needs for its threads. If a rank would get fewer cores, the ranks share all of these cores instead.
+
+    `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are never
+    separated. A rank that was bound before it started keeps its cores. If several ranks of a host have the same limited
+    cores, the limit belongs to their container or job, and the ranks don't count as bound.
     """
     own_seat = seats[rank]
     host_ranks = [index for index, seat in enumerate(seats) if seat.host == own_seat.host]

@@ -1,4 +1,4 @@
-"""Environment variables that change the results of kernels. All of them are recorded, and some are rejected."""
+"""Environment variables that change the results of kernels. Lockstep records all of them and rejects some of them."""
 
 import os
 from typing import Final
@@ -8,29 +8,29 @@ import torch
 from lockstep.errors import UsageError
 
 NONE: Final = "none"  # no variable is set
-_ON_ALL: Final = ("TIMM_FUSED_ATTN",)
-_TF32: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-_ON_CUDA: Final = (
-    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADDMM_CUDA_LT", *_TF32),
+_ALL_DEVICE_VARIABLES: Final = ("TIMM_FUSED_ATTN",)
+_TF32_VARIABLES: Final = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
+_CUDA_VARIABLES: Final = (
+    *("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADDMM_CUDA_LT", *_TF32_VARIABLES),
     *("TORCH_BLAS_PREFER_CUBLASLT", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "TORCH_CUDNN_USE_HEURISTIC_MODE_B"),
     *("TORCH_CUDNN_V8_API_DISABLED", "TORCH_LINALG_PREFER_CUSOLVER"),
 )
 
 
 def read_switches(device: torch.device) -> str:
-    """Return the variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
-    names = (*_ON_ALL, *_ON_CUDA) if device.type == "cuda" else _ON_ALL
+    """Return the environment variables that are set and affect this device, as `NAME=value NAME=value`, or NONE."""
+    names = (*_ALL_DEVICE_VARIABLES, *_CUDA_VARIABLES) if device.type == "cuda" else _ALL_DEVICE_VARIABLES
     return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ) or NONE
 
 
 def check_switches(precision: str) -> None:
-    """Raise UsageError if a variable contradicts the recipe of a run on CUDA."""
+    """Raise UsageError if an environment variable contradicts the precision of a run on CUDA, or selects by timing."""
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED", "0") != "0":
         raise UsageError(
             "PYTORCH_TUNABLEOP_ENABLED is set: it selects kernels of matrix products by timing, so ranks may select "
             "different kernels; unset it"
         )
-    for name in _TF32:
+    for name in _TF32_VARIABLES:
         if precision == "fp32" and os.environ.get(name, "0") != "0":
             raise UsageError(
                 f"recipe.precision: fp32, but {name}={os.environ[name]} computes float32 products with 10 of their 23 "

@@ -1,4 +1,4 @@
-"""Simulates a rank of several ranks in this process, to check whether results of user code depend on the rank."""
+"""Simulates one rank of a larger job in this process, to check whether results of user code depend on the rank."""
 
 import os
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _SIZES: Final = ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """Within the block, torch.distributed and the environment report that this is rank `rank` of `size`.
+    """Within the block, torch.distributed and the environment report that this process is rank `rank` of `size`.
 
-    No process group can exist already. Collectives return immediately without communication, so their results are
+    There must be no process group yet. Collectives return immediately without communication, so their results are
     meaningless.
     """
-    # The import registers the backend "fake". The module is internal because the tests of torch use it.
+    # The import registers the backend "fake". The module is internal to torch, which uses it in its own tests.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     before = {name: os.environ[name] for name in (*_RANKS, *_SIZES) if name in os.environ}

@@ -1,4 +1,4 @@
-"""The facts of this host that a process reports: versions, devices, memory and variables, ready for JSON."""
+"""The facts of this host that a process reports as JSON: versions, devices, memory and environment variables."""
 
 import os
 import platform
@@ -18,16 +18,16 @@ from lockstep.common.version import __version__
 from lockstep.device import machine
 
 _PACKAGE: Final = "lockstep-train"
-_FOR_TESTS: Final = re.compile(r"extra == ['\"]test['\"]")
-_SHOWN: Final = re.compile(
+_TEST_EXTRA: Final = re.compile(r"extra == ['\"]test['\"]")
+_VISIBLE_VARIABLES: Final = re.compile(
     r"(OMP|KMP|MKL|OPENBLAS|GLOO|NCCL|CUDA|CUBLAS|CUBLASLT|NVIDIA|TORCH|PYTORCH|TP|ATEN|ONEDNN|DNNL|MALLOC|TIMM)_.*"
     r"|PYTHONHASHSEED|LD_PRELOAD|DISABLE_ADDMM_CUDA_LT"
 )
-_SECRET: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
+_SECRET_VARIABLES: Final = re.compile("KEY|_TOK|SECRET|PASS", re.IGNORECASE)
 
 
 def facts() -> dict[str, Any]:
-    """Return the facts of this host. Takes about 100 ms. Starts CUDA if there is a GPU."""
+    """Return the facts of this host, which takes about 100 ms. Initializes CUDA if there is a GPU."""
     return {
         "host": socket.gethostname(),
         "versions": versions(),
@@ -38,8 +38,8 @@ def facts() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, Lockstep and all packages that it can use. None means not installed."""
-    required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _FOR_TESTS.search(requirement)]
+    """Return the versions of Python, Lockstep and its required and optional packages. None means not installed."""
+    required = [requirement for requirement in metadata.requires(_PACKAGE) or [] if not _TEST_EXTRA.search(requirement)]
     names = {re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0] for requirement in required} - {_PACKAGE}
     source = machine.source()
     own_versions = {"python": platform.python_version(), "lockstep": __version__, "lockstep's source": source}
@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _numerics() -> dict[str, Any]:
-    """Return the facts that change the bits of a run on the first device, except for the threads of the recipe."""
+    """Return the facts that change the bits of a run on the first device, except for the number of threads."""
     device = torch.device("cuda", 0) if torch.cuda.device_count() else torch.device("cpu")
     return {name: value for name, value in machine.numerics(device).items() if name != "threads"}
 
@@ -59,11 +59,15 @@ def cards() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int | None]:
-    """Return the memory in bytes: total, available, and the lowest limit of a container."""
+    """Return the total memory, the available memory and the container limit in bytes."""
     current = psutil.virtual_memory()
     return {"all": current.total, "free": current.available, "limit": limit_bytes()}
 
 
 def variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of compute and communication libraries, except those that may be secret."""
-    return {name: env[name] for name in sorted(env) if _SHOWN.fullmatch(name) and not _SECRET.search(name)}
+    return {
+        name: env[name]
+        for name in sorted(env)
+        if _VISIBLE_VARIABLES.fullmatch(name) and not _SECRET_VARIABLES.search(name)
+    }

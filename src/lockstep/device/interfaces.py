@@ -1,4 +1,4 @@
-"""The network of this host: its interfaces, the addresses of its name, and the interface that gloo uses."""
+"""The network of this host: its interfaces, the addresses of its host name, and the interface that gloo uses."""
 
 import os
 import socket
@@ -13,7 +13,7 @@ _VARIABLE: Final = "GLOO_SOCKET_IFNAME"
 
 
 def network() -> dict[str, Any]:
-    """Return the interfaces that are up, the addresses of this host's name, and the interface that gloo would use."""
+    """Return the interfaces that are up, the addresses of the host name, and the interface that gloo would use."""
     up_interfaces, host_addresses = interfaces(), addresses(socket.gethostname())
     return {
         "interfaces": up_interfaces,
@@ -23,7 +23,7 @@ def network() -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """Return the addresses, MTU and speed in Mbit/s (0 if unknown) of interfaces that are up and have an address."""
+    """Return the interfaces that are up and have an address, with addresses, MTU and speed in Mbit/s (0 if unknown)."""
     states = psutil.net_if_stats()
     up_interfaces = {}
     for name, listed in psutil.net_if_addrs().items():
@@ -36,7 +36,7 @@ def interfaces() -> dict[str, dict[str, Any]]:
 
 
 def addresses(host: str) -> list[str]:
-    """Resolve a name on this host and return its addresses, or [] if the name is unknown."""
+    """Resolve a host name and return its addresses, or [] if the name is unknown."""
     try:
         results = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -52,10 +52,11 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], env: Mapping[str, str]) -> str | None:
-    """Return the interface that gloo uses for a job of several hosts, or None if it's unknown.
+    """Return the interface that gloo uses for a job on several hosts, or None if it is unknown.
 
-    This is the interface of GLOO_SOCKET_IFNAME if it is set. Otherwise, it is the interface with the first address of
-    the host name that belongs to this host, or else loopback (torch, `ProcessGroupGloo::createDefaultDevice`).
+    If GLOO_SOCKET_IFNAME is set, this is the interface that it names. Otherwise, it is the interface with the first
+    address of the host name that belongs to this host, or the loopback interface if there is no such address (torch,
+    `ProcessGroupGloo::createDefaultDevice`).
     """
     if _VARIABLE in env:
         first = env[_VARIABLE].partition(",")[0]
@@ -65,7 +66,7 @@ def gloo_interface(up_interfaces: Mapping[str, Any], host_addresses: list[str], 
 
 
 def owner(address: str, up_interfaces: Mapping[str, Any]) -> str | None:
-    """Return the interface that has an address, or None. All of 127.0.0.0/8 belongs to loopback."""
+    """Return the interface that has an address, or None. All of 127.0.0.0/8 belongs to the loopback interface."""
     for name, interface in up_interfaces.items():
         if address in interface["addresses"] or (is_loopback(address) and "127.0.0.1" in interface["addresses"]):
             return name

@@ -1,9 +1,9 @@
-"""The operations without deterministic kernels on CUDA. This is the only list, and all checks read it.
+"""The operations without deterministic kernels on CUDA. All checks use this list.
 
-REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms` (the calls of
-`alertNotDeterministic` in its CUDA libraries). It also contains operations that torch doesn't reject although their
-kernels add in the order in which threads arrive. These have `torch_raises=False`. The operations that Lockstep relies
-on instead are measured by benchmarks/gpu_kernels.py. docs/gpu.md is based on both.
+REFUSED contains the operations that torch 2.15 rejects with `torch.use_deterministic_algorithms`, i.e. the calls of
+`alertNotDeterministic` in its CUDA libraries. It also contains operations that torch doesn't reject although their
+kernels add in the order in which threads finish. These entries have `torch_raises=False`. benchmarks/gpu_kernels.py
+measures the operations that Lockstep uses instead. docs/gpu.md is based on both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,19 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-Call = Mapping[str, Any]  # the arguments of an operation, by the names of its schema
+Call = Mapping[str, Any]  # the arguments of an operation by their names in the schema
 
-OLDEST: Final = "2.11"  # torch version that Lockstep supports
+OLDEST: Final = "2.11"  # the oldest torch version that Lockstep supports
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
     """An operation without a deterministic kernel on CUDA.
 
-    - `named`: the torch name, without the last underscore of the in-place form.
-    - `applies`: returns whether a call is rejected.
-    - `avoided`: whether the function of torch.nn.functional takes a different path on CUDA, from torch version `since`
-      on. Such an operation only counts if it is seen on CUDA, not if it is seen on the CPU.
+    - `named`: the torch name, without the trailing underscore of the in-place variant.
+    - `applies`: returns whether a call with these arguments is rejected.
+    - `avoided`: whether the function in torch.nn.functional uses a different, deterministic kernel on CUDA, from torch
+      version `since` on. Such an operation is only rejected if it appears on CUDA, and ignored on the CPU.
     """
 
     named: str
@@ -38,7 +38,7 @@ class Refused:
     since: str = OLDEST
 
     def is_avoided(self) -> bool:
-        """Whether the function of torch.nn.functional takes a different path on CUDA in this version of torch."""
+        """Whether the function in torch.nn.functional uses a deterministic kernel on CUDA in this version of torch."""
         return self.avoided and torch.__version__ >= self.since
 
 
@@ -53,16 +53,16 @@ def find_refusal(operation: OpOverload, arguments: Sequence[Any], options: Mappi
     return next((entry for entry in entries if entry.applies(call)), None)
 
 
-def _along_a_dim(call: Call) -> bool:
+def _has_dim(call: Call) -> bool:
     return "dim" in call
 
 
-def _multiplies(call: Call) -> bool:
+def _is_product(call: Call) -> bool:
     return call.get("reduce") in ("prod", "multiply")
 
 
-def _along_its_only_dim(call: Call) -> bool:
-    """Whether a single scan runs over the whole tensor. It is then split among thread blocks without a fixed order."""
+def _is_single_scan(call: Call) -> bool:
+    """Whether a single scan covers the whole tensor. CUDA then splits it among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -77,22 +77,22 @@ _ATOMIC: Final = "its gradient is added in any order (atomic additions)"
 _FIXED_WINDOWS: Final = "use windows of a fixed size (AvgPool2d, MaxPool2d), or an output of 1 x 1, which is a mean"
 _CALL_INTERPOLATE: Final = "call torch.nn.functional.interpolate instead, which takes a different path on CUDA"
 _CALL_PAD: Final = "call torch.nn.functional.pad instead, which takes a different path on CUDA"
-_PADS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
+_PADDINGS: Final = ("replication_pad1d", "replication_pad2d", "replication_pad3d")
 _CPU: Final = "compute it on the CPU, or remove it"
 
 _FACTORS: Final = "factors are multiplied in any order"
-_OPEN: Final = "any of several equal values can be returned"
+_AMBIGUOUS: Final = "any of several equal values can be returned"
 _OVERWRITTEN: Final = "equal indices overwrite each other"
-_LONGER: Final = "add a second dim longer than 1, or use"
-_SCAN: Final = ("cumprod", f"{_LONGER} exp of the cumsum of logarithms")
-_LOG_SCAN: Final = ("logcumsumexp", f"{_LONGER} log of the cumsum of exponentials")
-_SCANNED: Final = "its thread blocks combine their results in the order in which they finish"
+_ADD_DIM: Final = "add a second dim longer than 1, or use"
+_SCAN: Final = ("cumprod", f"{_ADD_DIM} exp of the cumsum of logarithms")
+_LOG_SCAN: Final = ("logcumsumexp", f"{_ADD_DIM} log of the cumsum of exponentials")
+_SCAN_ORDER: Final = "its thread blocks combine their results in the order in which they finish"
 
 
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return the entry of a backward with atomic additions. `what` is used unchanged if it is `avoided`."""
+    """Return an entry for a backward with atomic additions. The text of an `avoided` entry doesn't mention backward."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 
@@ -128,7 +128,7 @@ REFUSED: Final = (
         "pad in two dims (ReflectionPad2d), which has a kernel that adds in a fixed order",
     ),
     _backward("aten::reflection_pad3d", "ReflectionPad3d", "use zeros or replication"),
-    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADS),
+    *(_backward(f"aten::{name}", f"{name} of torch.ops", _CALL_PAD, avoided=True) for name in _PADDINGS),
     _backward(
         "aten::upsample_linear1d",
         "interpolate, mode linear",
@@ -170,18 +170,18 @@ REFUSED: Final = (
         "use index_add_, which adds in a fixed order in Lockstep",
         lambda call: call.get("weights") is not None,
     ),
-    Refused("aten::median", "median along a dim", _OPEN, "use sort", _along_a_dim),
-    Refused("aten::nanmedian", "nanmedian along a dim", _OPEN, "use sort", _along_a_dim),
+    Refused("aten::median", "median along a dim", _AMBIGUOUS, "use sort", _has_dim),
+    Refused("aten::nanmedian", "nanmedian along a dim", _AMBIGUOUS, "use sort", _has_dim),
     _backward("aten::grid_sampler_2d", "grid_sample of images", _CPU),
     _backward("aten::grid_sampler_3d", "grid_sample of volumes", _CPU),
     _backward("aten::cudnn_grid_sampler", "grid_sample by cuDNN", _CPU),
     Refused(
-        "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _multiplies
+        "aten::scatter_reduce", "scatter_reduce, reduce prod", _FACTORS, "use scatter_add_ of logarithms", _is_product
     ),
-    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _multiplies),
+    Refused("aten::scatter", "scatter_, reduce multiply", _FACTORS, "use scatter_add_", _is_product),
     Refused("aten::index_reduce", "index_reduce", "equal indices are reduced in any order", "use index_add_ or amax"),
     *(
-        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCANNED, by, _along_its_only_dim, torch_raises=False)
+        Refused(f"aten::{name}", f"{name} over all of a tensor", _SCAN_ORDER, by, _is_single_scan, torch_raises=False)
         for name, by in (_SCAN, _LOG_SCAN)
     ),
     _backward("torchvision::_deform_conv2d", "DeformConv2d", _CPU),
@@ -196,8 +196,8 @@ REFUSED: Final = (
     _backward("torchvision::_ps_roi_pool", "PSRoIPool", "use roi_align"),
 )
 
-# An LSTM, GRU or RNN with dropout between its layers: cuDNN has one generator per device and continues it from call to
-# call, so the masks would depend on previous computations on the same rank.
+# An LSTM, GRU or RNN with dropout between its layers. cuDNN has one generator per device and continues its stream from
+# call to call, so the dropout masks would depend on earlier computations on the same rank.
 RNN_DROPOUT: Final = Refused(
     "aten::_cudnn_rnn",
     "LSTM, GRU, RNN with dropout between layers",

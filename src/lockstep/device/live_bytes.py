@@ -1,9 +1,10 @@
-"""The current and the peak number of bytes that a process has allocated.
+"""Measures the current and the peak number of bytes that a process has allocated.
 
-The bytes are counted by the C library (glibc), which allocates the memory of CPU tensors. The count includes the
+The bytes are counted by the C library (glibc), which allocates the memory of CPU tensors. The count includes all
 tensors of all threads, regardless of which object holds them, and excludes freed memory. In contrast, the resident set
-includes memory that the allocator keeps for later, and a walk over Python objects misses tensors that are held by
-autograd and C++ reducers. A thread polls the count to find the peak, so it can miss a peak shorter than a millisecond.
+size includes memory that the allocator keeps for later, and a traversal of Python objects misses tensors that are held
+by autograd and C++ reducers. A background thread polls the count to find the peak, so it can miss a peak that is
+shorter than a millisecond.
 """
 
 import ctypes
@@ -16,54 +17,56 @@ from typing import Final, final
 
 import psutil
 
-_EVERY_S: Final = 0.0002
-_SWITCH_S: Final = 0.0001  # switch interval of the GIL, because by default the thread waits 5 ms for it
+_POLL_INTERVAL_S: Final = 0.0002
+_SWITCH_INTERVAL_S: Final = (
+    0.0001  # switch interval of the GIL; by default, the polling thread would wait 5 ms for the GIL
+)
 
 
 def can_count() -> bool:
-    """Whether the C library counts bytes, which requires glibc 2.33 or later."""
+    """Whether the C library can count allocated bytes, which requires glibc 2.33 or later."""
     return getattr(ctypes.CDLL(None), "mallinfo2", None) is not None
 
 
 @final
 class LiveBytes:
-    """Counts the bytes that are allocated after it was created."""
+    """Counts the bytes that are allocated after this object was created."""
 
     def __init__(self) -> None:
-        assert can_count()  # on an older glibc, psutil falls back to 32-bit figures
+        assert can_count()  # on an older glibc, psutil falls back to 32-bit counters
         self._start = 0
         self._start = self.now()
 
     def now(self) -> int:
-        """Return the bytes in use after garbage collection."""
+        """Run garbage collection and return the number of bytes in use."""
         gc.collect()
         return self._bytes() - self._start
 
     def peak(self, work: Callable[[], object]) -> int:
-        """Call `work` and return the peak of the bytes in use during the call."""
+        """Call `work` and return the peak number of bytes in use during the call."""
         with self.watched() as peaks:
             work()
         return peaks[0]
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Exclude the memory that the block leaves allocated from the count."""
+        """Exclude memory that is allocated in the block and still in use at its end from the count."""
         before = self.now()
         yield
         self._start += self.now() - before
 
     @contextmanager
     def watched(self) -> Iterator[list[int]]:
-        """Yield a list with one number, the peak of the bytes in use since the block began, until it ends."""
+        """Yield a list with one number: the peak of the bytes in use. It is updated until the block ends."""
         peak = [self.now()]
         stop = threading.Event()
 
         def watch() -> None:
-            while not stop.wait(_EVERY_S):
+            while not stop.wait(_POLL_INTERVAL_S):
                 peak[0] = max(peak[0], self._bytes() - self._start)
 
         switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         thread = threading.Thread(target=watch)
         thread.start()
         try:

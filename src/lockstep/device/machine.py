@@ -1,4 +1,4 @@
-"""The machine of a run: the full record, and the few facts that change the bits."""
+"""The facts of the machine of a run: the full record, and the fingerprint of the facts that change the bits."""
 
 import hashlib
 import os
@@ -20,20 +20,20 @@ from lockstep.device.env_flags import read_switches
 from lockstep.device.precision import attention
 
 _PACKAGES: Final = ("lockstep-train", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
-# Instruction sets by which libraries select kernels.
+# Instruction sets that libraries use to select kernels.
 _X86: Final = ("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni")
 _X86_NARROW: Final = ("avx512_bf16", "avx_vnni", "amx_tile", "amx_int8", "amx_bf16")
 _ARM: Final = ("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2")
 _LINUX_CPUINFO: Final = Path("/proc/cpuinfo")
-_SHOWN: Final = 12  # digits of a hash; long enough to avoid collisions
+_HASH_DIGITS: Final = 12  # hex digits of a hash; enough to avoid collisions
 
 
 def environment() -> dict[str, Any]:
-    """Return the record of this machine for the run folder, ready for JSON.
+    """Return the record of this machine for the run folder, as JSON-serializable values.
 
     Versions are read from installed metadata, so packages aren't imported. Environment variables are excluded, because
-    they can contain secrets. With GPUs, this function starts CUDA, so call it in a process that trains, not in a
-    process that forks.
+    they can contain secrets. This function initializes CUDA if there are GPUs, so don't call it in a process that forks
+    later.
     """
     return {
         "argv": sys.argv,
@@ -48,10 +48,10 @@ def environment() -> dict[str, Any]:
 
 
 def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
-    """Return the facts, besides the recipe, that change the bits. If they are equal, the same bits are promised.
+    """Return the fingerprint: the facts, besides the recipe, that change the bits. Equal facts give the same bits.
 
-    With `compiled`, the facts include the compiler and its settings. On the CPU, they include the CPU model, because a
-    different model with the same instruction set can have different caches, by which libraries block their sums.
+    If `compiled` is set, the facts include the compiler and its settings. On the CPU, they include the CPU model,
+    because a CPU with the same instruction set can have different cache sizes, which change how libraries block sums.
     """
     fingerprint: dict[str, Any] = {
         "torch": str(torch.__version__),
@@ -71,12 +71,12 @@ def numerics(device: torch.device, *, compiled: bool = False) -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a hash of the code of Lockstep on disk, because checkouts of one version can differ. Takes 6 ms."""
+    """Return a hash of Lockstep's source code, because checkouts of the same version can differ. Takes 6 ms."""
     package = Path(__file__).parent.parent
     sha256 = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         sha256.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes())
-    return sha256.hexdigest()[:_SHOWN]
+    return sha256.hexdigest()[:_HASH_DIGITS]
 
 
 def numerics_differences(before: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
@@ -101,7 +101,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """Return the entries of the first processor, or {} if the system doesn't list them."""
+    """Return the entries for the first processor in /proc/cpuinfo, or {} if there is no such file."""
     if not _LINUX_CPUINFO.exists():
         return {}
     first, _, _ = _LINUX_CPUINFO.read_text().partition("\n\n")
@@ -123,16 +123,16 @@ def _gpu_libraries() -> dict[str, Any]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of `folder` and whether files differ from it, or None outside of a repository."""
-    commit = _git_says(folder, "rev-parse", "HEAD")
+    """Return the commit of `folder` and whether there are uncommitted changes, or None outside of a repository."""
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changes = _git_says(folder, "status", "--porcelain")
+    changes = _run_git(folder, "status", "--porcelain")
     return {"commit": commit.strip(), "dirty": None if changes is None else bool(changes)}
 
 
-def _git_says(folder: Path, *arguments: str) -> str | None:
-    # The commit is only for information, so a repository on a slow network disk must not delay a run.
+def _run_git(folder: Path, *arguments: str) -> str | None:
+    # The commit is only informational, so a repository on a slow network file system must not delay a run.
     line = ["git", "-C", str(folder), *arguments]
     try:
         answer = subprocess.run(line, capture_output=True, text=True, timeout=10, check=True)

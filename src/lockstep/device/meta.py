@@ -1,4 +1,4 @@
-"""Models on the meta device, where tensors have shapes but no values and take no memory."""
+"""Builds models on the meta device, where tensors have shapes but no values and take no memory."""
 
 import warnings
 from collections.abc import Callable
@@ -11,15 +11,15 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model for its names and shapes, on the meta device or on the CPU if that fails."""
-    with warnings.catch_warnings(action="ignore"):  # the real build warns too, but not about missing values
+    """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
+    with warnings.catch_warnings(action="ignore"):  # the real build repeats the relevant warnings
         try:
             with new_tensors_dropped(), torch.device("meta"):
                 return build()
-        except Exception:  # the build may read values; errors on the CPU are raised
+        except Exception:  # the build may read tensor values, which only works on the CPU
             return build()
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values, not only a shape."""
+    """Whether a tensor has values. Meta and fake tensors only have a shape."""
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))

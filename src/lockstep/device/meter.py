@@ -1,4 +1,4 @@
-"""Training throughput and peak memory."""
+"""Measures training throughput and peak memory."""
 
 import resource
 import sys
@@ -17,27 +17,27 @@ class Meter:
         self.restart()
 
     def add(self, samples: int, weight: int) -> None:
-        """Count trained samples and their weight."""
+        """Add trained samples and their total weight to the counts."""
         self._samples += samples
         self._weight += weight
 
     def restart(self) -> None:
-        """Reset the counts and the clock, because the time since the last read wasn't spent on training."""
+        """Reset the counts and the clock. Call this after time that wasn't spent on training."""
         self._samples = self._weight = 0
-        self._since = time.perf_counter()
+        self._start_s = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
         """Return the samples and the weight per second since the last read or restart."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        seconds = time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._start_s
         rates = (self._samples / seconds, self._weight / seconds) if self._samples else (0.0, 0.0)
         self.restart()
         return rates
 
     def peak_bytes(self) -> int:
-        """Return the peak memory of this process in bytes: GPU memory on CUDA, and resident memory otherwise."""
+        """Return the peak memory of this process in bytes: GPU memory on CUDA, or resident set size on the CPU."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes, Linux in KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, and Linux reports KiB
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

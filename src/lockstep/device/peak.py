@@ -1,8 +1,8 @@
 """The peak FLOP/s of known GPUs for dense matrix products, by the precision of a recipe.
 
 The numbers are from data sheets and architecture whitepapers of NVIDIA, in TFLOP/s without sparsity. If a source only
-has a number with sparsity, half of it is used. Tensor cores multiply 16 bits and add in 32 bits. The numbers for fp32
-are for CUDA cores, because TF32 isn't fp32.
+lists a number with sparsity, the table contains half of it. The fp16 and bf16 numbers are for tensor cores that
+accumulate in fp32. The fp32 numbers are for CUDA cores, because TF32 isn't fp32.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Peak(NamedTuple):
-    """Peak TFLOP/s by precision. None means that the GPU has no unit for the precision."""
+    """Peak TFLOP/s by precision. None means that the GPU doesn't support the precision in hardware."""
 
     fp32: float
     tf32: float | None
@@ -19,7 +19,7 @@ class Peak(NamedTuple):
     bf16: float | None
 
 
-# By the full name from the driver, because MIG instances and mobile GPUs have different names and different peaks.
+# Full names as reported by the driver, because MIG instances and mobile GPUs have similar names but lower peaks.
 _PEAKS: Final[Mapping[str, Peak]] = {
     r"Tesla V100-SXM2-\d+GB(-LS)?": Peak(15.7, None, 125, None),  # V100 data sheet
     r"Tesla V100-PCIE-\d+GB": Peak(14, None, 112, None),
@@ -42,12 +42,12 @@ _PEAKS: Final[Mapping[str, Peak]] = {
     r"NVIDIA GH200 \d+GB": Peak(67, 494.5, 989, 989),  # GH200 data sheet
     r"NVIDIA H200": Peak(67, 494.5, 989, 989),  # H200 data sheet
     r"NVIDIA H200 NVL": Peak(60, 417.5, 835, 835),
-    r"NVIDIA B200": Peak(75, 1125, 2250, 2250),  # HGX B200 data sheet, of eight
+    r"NVIDIA B200": Peak(75, 1125, 2250, 2250),  # HGX B200 data sheet, divided by its 8 GPUs
 }
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Return the peak of a GPU in FLOP/s for the precision of a recipe, or None if it's unknown."""
+    """Return the peak FLOP/s of a GPU for the precision of a recipe, or None if it is unknown."""
     for name, peak in _PEAKS.items():
         if re.fullmatch(name, device) and " MIG " not in device:
             teraflops: float | None = peak._asdict().get(precision)

@@ -1,4 +1,4 @@
-"""The listening socket of rank 0, on a single address if possible, and the process that holds a port in use."""
+"""The listening socket of rank 0, restricted to one address if possible, and errors that name the owner of a port."""
 
 import errno
 import socket
@@ -11,25 +11,26 @@ from lockstep.errors import UsageError
 
 
 def check(host: str, port: int, near: bool) -> None:
-    """Raise UsageError if rank 0 can't listen at `host`. The errors are those of `listener`."""
+    """Raise UsageError if rank 0 can't listen at `host` and `port`. The errors are the same as those of `listener`."""
     listener(host, port, near).close()
 
 
 def listener(host: str, port: int, near: bool) -> socket.socket:
-    """Return a socket that listens at the address of `host`. Pass `near` if all ranks are on this host.
+    """Return a socket that listens at the address of `host`. Set `near` if all ranks are on this host.
 
-    Raises UsageError with the reason and advice if this isn't possible. If the port is in use, the error names the
-    process that holds it.
+    Raises UsageError with the reason if rank 0 can't listen there. If the port is in use, the error names the process
+    that owns it.
     """
     label = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
         raise UsageError(f"{label}ports go from 1 to 65535; choose a different port")
     try:
         results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)  # a name may only have IPv6
-        # Debian assigns a loopback address to the host's own name, which only works on the host.
+        # Prefer IPv4. Some names only resolve to IPv6.
+        family, *_, address = min(results, key=lambda result: result[0] != socket.AF_INET)
+        # Debian maps the host's own name to a loopback address, which other hosts can't reach.
         if not near and is_loopback(str(address[0])) and not (is_loopback(host) or host == "localhost"):
-            return _everywhere(port)
+            return _listen_on_all_interfaces(port)
         return socket.create_server(address, family=family)
     except socket.gaierror as error:
         raise unknown(host, port, error) from error
@@ -43,7 +44,7 @@ def listener(host: str, port: int, near: bool) -> socket.socket:
 
 
 def check_known(host: str, port: int) -> None:
-    """Raise UsageError if this host can't resolve a name."""
+    """Raise UsageError if this host can't resolve the name `host`."""
     try:
         socket.getaddrinfo(host, port)
     except socket.gaierror as error:
@@ -51,7 +52,7 @@ def check_known(host: str, port: int) -> None:
 
 
 def unknown(host: str, port: int, error: OSError) -> UsageError:
-    """Return the error for a name that this host can't resolve."""
+    """Return the error for a host name that this host can't resolve."""
     return UsageError(
         f"rendezvous {host}:{port}: {socket.gethostname()} cannot resolve the host {host} ({error.strerror}); "
         f"use an address of the host of rank 0 instead: placement.rendezvous=tcp://ADDRESS:{port}"
@@ -63,17 +64,17 @@ def loopback() -> str:
     return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else "lo0"
 
 
-def _everywhere(port: int) -> socket.socket:
-    """Return a socket on all interfaces, because other hosts use an address that this host doesn't know."""
+def _listen_on_all_interfaces(port: int) -> socket.socket:
+    """Return a socket that listens on all interfaces, for when the address that other hosts use is unknown here."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))
 
 
 def holder(port: int) -> str:
-    """Return the process that holds a TCP port, as `pid 17 (command line)`, or "" if there is none or it is hidden."""
-    with suppress(psutil.Error):  # macOS only shows it to root
-        # Accepted connections have the port of their listener, and can be in a different process.
+    """Return the process that owns a TCP port, as `pid 17 (command line)`, or "" if it is unknown."""
+    with suppress(psutil.Error):  # macOS only allows root to list connections
+        # Accepted connections have the port of their listener but can belong to a different process. Listeners first.
         owners = sorted(
             (connection.status != psutil.CONN_LISTEN, connection.pid)
             for connection in psutil.net_connections("tcp")
@@ -85,7 +86,7 @@ def holder(port: int) -> str:
 
 
 def command(pid: int) -> str:
-    """Return the command line of a process, shortened to 200 characters."""
+    """Return the command line of a process, truncated to 200 characters."""
     with suppress(psutil.Error):
         text = " ".join(psutil.Process(pid).cmdline())
         if text:

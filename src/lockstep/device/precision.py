@@ -1,4 +1,4 @@
-"""The precision of a run, loss scaling for fp16, and deterministic kernels."""
+"""The numerical settings of a process: precision, loss scaling for fp16, and deterministic kernels."""
 
 import os
 import threading
@@ -13,43 +13,46 @@ from lockstep.core.engine_recipe import LossScale
 from lockstep.core.precision import SCALED, Precision
 from lockstep.errors import PreflightError, UsageError
 
-_AUTOCAST: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_COMPUTING: Final[Mapping[Precision, torch.dtype]] = {
+_AUTOCAST_DTYPES: Final[Mapping[Precision, torch.dtype]] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COMPUTE_DTYPES: Final[Mapping[Precision, torch.dtype]] = {
     "bf16-compute": torch.bfloat16,
     "fp16-compute": torch.float16,
     "fp16-true": torch.float16,
 }
 _TF32_CAPABILITY: Final = (8, 0)
 
-_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
-_EXACT_WORKSPACES: Final = (":4096:8", ":16:8")  # with these, products don't depend on other streams
+_WORKSPACE_VARIABLE: Final = "CUBLAS_WORKSPACE_CONFIG"
+_DETERMINISTIC_WORKSPACES: Final = (
+    ":4096:8",
+    ":16:8",
+)  # with these values, matrix products don't depend on other streams
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """Return a context for the forward pass in `precision`. The context can be entered many times."""
-    dtype = _AUTOCAST.get(precision)
+    """Return a reusable context manager for the forward pass in `precision`."""
+    dtype = _AUTOCAST_DTYPES.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def computing_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the compute dtype of the whole model, or None if the dtype of the weights or autocast decides."""
-    return _COMPUTING.get(precision)
+    """Return the compute dtype of the full model, or None if the weights or autocast determine the dtype."""
+    return _COMPUTE_DTYPES.get(precision)
 
 
 def stored_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype in which weights are trained, or None if they keep the dtype of the model."""
+    """Return the dtype in which weights are stored, or None if they keep the dtype of the model."""
     return torch.float16 if precision == "fp16-true" else None
 
 
 def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scaler with a dynamic or a `static` scale. It is disabled except for the fp16 precisions."""
+    """Return the loss scaler with a dynamic or a `static` scale. It is only enabled for the fp16 precisions."""
     scaler = torch.amp.GradScaler(
         device.type,
         init_scale=loss_scale.initial if loss_scale.static is None else loss_scale.static,
         growth_interval=loss_scale.growth_interval,
         enabled=precision in SCALED,
     )
-    # The first call creates the tensors of the scaler. Otherwise a rank without work in its first step would have none.
+    # The first call creates the tensors of the scaler. A rank without micro-batches in its first step needs them too.
     scaler.scale(torch.zeros((), device=device))
     return scaler
 
@@ -57,7 +60,7 @@ def loss_scaler(precision: Precision, loss_scale: LossScale, device: torch.devic
 def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
     """Divide the gradients of an optimizer by the loss scale, and record in the scaler whether they are finite.
 
-    This does the same as the `unscale_` of the scaler, which raises for fp16 gradients, i.e. for fp16 weights.
+    `GradScaler.unscale_` does the same but raises an error for fp16 gradients, and therefore for fp16 weights.
     """
     assert scaler._scale is not None
     inverse = scaler._scale.double().reciprocal().float()
@@ -68,8 +71,8 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
 def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.device | None = None) -> None:
     """Select deterministic kernels without autotuning, and set the number of threads of this process.
 
-    An operation without a deterministic kernel then raises a RuntimeError with its name. Raises UsageError if `device`
-    doesn't support `precision`. On CUDA, also call `fix_workspace`.
+    After this call, torch raises a RuntimeError for an operation without a deterministic kernel. Raises UsageError if
+    `device` doesn't support `precision`. On CUDA, call `fix_workspace` as well.
     """
     check_precision(precision, device or torch.device("cpu"))
     check_threads(threads)
@@ -77,32 +80,32 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # Filling new memory is for finding reads of uninitialized memory. It costs a pass over every tensor.
+    # Filling uninitialized memory is a debugging feature of torch. It costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    _keep_float32()
+    _disable_reduced_precision()
     if precision == "tf32":
-        _take_tf32()
-    _choose_attention()
-    # In evaluation, the attention layers of torch fuse their forward, except in modules with hooks such as those of
-    # fully_shard. The same weights would be evaluated in two ways.
+        _enable_tf32()
+    _set_attention_backends()
+    # In evaluation, the fast path of torch's attention layers fuses their forward. Modules with hooks, such as those of
+    # fully_shard, don't use the fast path, so the same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
 def fix_workspace() -> None:
-    """Make cuBLAS deterministic. Call this function before CUDA starts, because CUDA reads the variable at its start.
+    """Make cuBLAS deterministic. Call this function before CUDA starts, because CUDA reads the variable on startup.
 
-    A value that you have set is kept if it is deterministic. Otherwise, raises UsageError.
+    If you have set a deterministic value, it is kept. For any other value, raises UsageError.
     """
-    setting = os.environ.setdefault(_WORKSPACE, _EXACT_WORKSPACES[0])
-    if setting not in _EXACT_WORKSPACES:
+    setting = os.environ.setdefault(_WORKSPACE_VARIABLE, _DETERMINISTIC_WORKSPACES[0])
+    if setting not in _DETERMINISTIC_WORKSPACES:
         raise UsageError(
-            f"{_WORKSPACE}={setting}: cuBLAS may compute a product in a different order each time; "
-            f"unset it, or use {' or '.join(_EXACT_WORKSPACES)}"
+            f"{_WORKSPACE_VARIABLE}={setting}: cuBLAS may compute a product in a different order each time; "
+            f"unset it, or use {' or '.join(_DETERMINISTIC_WORKSPACES)}"
         )
 
 
 def attention() -> str:
-    """Return the kernels from which scaled_dot_product_attention can select on CUDA, by shape and dtype."""
+    """Return the kernels that scaled_dot_product_attention can select on CUDA. It selects by shape and dtype."""
     enabled = {
         "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
         "flash": torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
@@ -112,12 +115,12 @@ def attention() -> str:
     return ", ".join(name for name, on in enabled.items() if on)
 
 
-def _choose_attention() -> None:
-    """Disable the attention of cuDNN, because its backward adds in any order.
+def _set_attention_backends() -> None:
+    """Disable cuDNN attention, because its backward adds in any order.
 
-    With use_deterministic_algorithms, the backward of flash and memory-efficient attention adds in a fixed order. The
-    third kernel consists of products and a softmax. torch uses the first of the three with a kernel for the shape and
-    dtype.
+    With use_deterministic_algorithms, the backward of flash attention and of memory-efficient attention adds in a fixed
+    order. The math backend consists of matrix products and a softmax. torch uses the first of these three backends that
+    supports the shape and dtype.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(True)
@@ -125,10 +128,10 @@ def _choose_attention() -> None:
     torch.backends.cuda.enable_math_sdp(True)
 
 
-def _keep_float32() -> None:
-    """Compute in at least the precision of the tensors. By default, cuDNN uses TF32 and cuBLAS adds in 16 bits."""
-    # The first line affects every operation without a separate setting, and the other lines affect the rest. The older
-    # settings of torch (allow_tf32) are set too, because torch raises if they contradict the newer settings.
+def _disable_reduced_precision() -> None:
+    """Compute in at least the precision of the tensors. By default, cuDNN uses TF32 and cuBLAS may add in 16 bits."""
+    # The first setting affects every operation without a separate setting, and the next two affect the rest. The legacy
+    # settings (allow_tf32) are set too, because torch raises an error if they contradict the newer settings.
     torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -141,9 +144,9 @@ def _keep_float32() -> None:
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
 
 
-def _take_tf32() -> None:
-    """Let all fp32 products on CUDA round their factors to TF32: matrix products, convolutions and RNNs."""
-    # The older settings first, as above. They also affect matrix products on the CPU, which must stay in fp32.
+def _enable_tf32() -> None:
+    """Round the factors of all fp32 products on CUDA to TF32: matrix products, convolutions and RNNs."""
+    # Legacy settings first, as above. They also affect matrix products on the CPU, which must stay in fp32.
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]
@@ -152,7 +155,7 @@ def _take_tf32() -> None:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise UsageError if `device` doesn't support `precision`, and would silently use different products."""
+    """Raise UsageError if `device` doesn't support `precision` and would silently use a different one."""
     if precision != "tf32":
         return
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Errors for limits on open files and processes that are too low for a run."""
+"""Errors for a run that exceeds the limit on open files or processes."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.errors import PreflightError
 
-_WHY: Final[Mapping[int, str]] = {
+_REASONS: Final[Mapping[int, str]] = {
     errno.EAGAIN: "this user or container has reached its limit on processes (ulimit -u)",
     errno.EMFILE: "this process has reached its limit on open files (ulimit -n)",
     errno.ENOMEM: "out of memory",
@@ -15,20 +15,21 @@ _WHY: Final[Mapping[int, str]] = {
 
 
 def limit_error(action: str, error: OSError) -> PreflightError:
-    """Return the error for a run that couldn't do `what` because of `error`."""
-    return _error(f"cannot {action}: {error.strerror or error}", _WHY.get(error.errno or 0, ""))
+    """Return the error for a run that couldn't perform `action` because of `error`."""
+    return _error(f"cannot {action}: {error.strerror or error}", _REASONS.get(error.errno or 0, ""))
 
 
 def too_many_files(error: BaseException) -> PreflightError | None:
-    """Return the error for a run that failed at the limit on open files, or None if it failed for a different reason.
+    """Return the error for a run that reached the limit on open files, or None if it failed for a different reason.
 
-    Errors of C++ only contain the text of the error, and can also come from communication.
+    C++ errors only contain the text of the system error, so the text is compared. Such errors can also come from
+    communication.
     """
     text = os.strerror(errno.EMFILE)
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | RuntimeError) and text in str(cause):
-            return _error(text, _WHY[errno.EMFILE])
+            return _error(text, _REASONS[errno.EMFILE])
         cause = cause.__cause__ or cause.__context__
     return None
 

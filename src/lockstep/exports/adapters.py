@@ -1,4 +1,4 @@
-"""Writes the adapters of a run as files of peft, so that you can load them with peft."""
+"""Writes the adapters of a run in the file format of peft, so that you can load them with peft."""
 
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from lockstep.training.checkpoint import store
 def export_adapters(run: str | Path, folder: str | Path) -> None:
     """Write the adapters of a checkpoint, or of a run's newest checkpoint, for `PeftModel.from_pretrained`.
 
-    `folder` receives adapter_model.safetensors and adapter_config.json. Modules that were trained next to the adapters
-    (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no adapters.
+    This writes adapter_model.safetensors and adapter_config.json into `folder`. Modules that were trained together with
+    the adapters (`recipe.model.lora.train`) are included as peft's modules_to_save. Raises UsageError if the run has no
+    adapters.
     """
     checkpoint = store.load(Path(run))
     lora = tuning_of(checkpoint_recipe(checkpoint.path, checkpoint.snapshot)).lora

@@ -1,7 +1,8 @@
-"""Standalone program that loads an export without Lockstep, as its user would, and computes with it.
+"""A standalone program that loads an export without Lockstep, as a user would, and runs the model.
 
-Run it as `python as_user.py FORMAT PLACE JOB`. The folder JOB contains inputs.safetensors and job.json, and receives
-outputs.safetensors. If Lockstep or user code defines the model, the program imports that code to build it.
+Run it as `python as_user.py FORMAT PLACE JOB`. The folder JOB contains inputs.safetensors and job.json. The program
+writes outputs.safetensors into it. If Lockstep or user code defines the model, the program imports that code to build
+the model.
 """
 
 import json
@@ -27,7 +28,7 @@ def main(name: str, path: str, job_folder: str) -> None:
     torch.set_num_threads(job["threads"])
     if not job["lockstep"]:
         sys.modules["lockstep"] = None  # type: ignore[assignment]  # an import of it raises
-    # Cloned, because kernels may add in a different order if a tensor isn't aligned to a cache line.
+    # Clone the tensors, because kernels may sum in a different order if a tensor isn't aligned to a cache line.
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]
     inputs = pytree.tree_unflatten(leaves, pytree.treespec_loads(job["inputs"]))
@@ -44,7 +45,7 @@ def main(name: str, path: str, job_folder: str) -> None:
 
 
 def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model from the metadata of the file, and load its weights."""
+    """Build the model from the metadata of the file, load its weights, and run it."""
     with safe_open(path, "pt") as file:
         build = json.loads(file.metadata()["build"])
     if "config" in build:
@@ -62,7 +63,7 @@ def safetensors(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def program(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Load a torch.export program, which takes positional inputs."""
+    """Load and run a torch.export program, which takes positional inputs."""
     module: Any = torch.export.load(path).module()
     arguments = list(inputs.values()) if isinstance(inputs, dict) else inputs
     outputs: torch.Tensor = module(*arguments)
@@ -81,9 +82,9 @@ def onnx(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Load a folder with the automatic classes.
+    """Load a folder with the Auto classes of transformers, and run the model.
 
-    If there is a tokenizer, check its tokens. If there is an image processor, check its normalization.
+    If there is a tokenizer, this checks its tokens. If there is an image processor, this checks its normalization.
     """
     library = import_module("transformers")
     if job.get("text") is not None:
@@ -97,7 +98,7 @@ def transformers(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
 
 
 def timm(path: Path, inputs: Any, job: dict[str, Any]) -> torch.Tensor:
-    """Build the model from the folder only, and check that labels and normalization are those of the run."""
+    """Build the model using only the folder, and check that its labels and normalization match the run."""
     library = import_module("timm")
     model = library.create_model(f"local-dir:{path}", pretrained=True).eval()
     data = library.data.resolve_model_data_config(model)

@@ -15,10 +15,10 @@ from lockstep.models.find import origin_of
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A saved run and its model, on the CPU in evaluation mode, with adapters merged into the weights.
+    """A saved run and its model, which is on the CPU in evaluation mode, with adapters merged into the weights.
 
-    The export is checked with `inputs`. `model_card` has everything that users need to know besides the weights, ready
-    for JSON.
+    The export is checked with `inputs`. `model_card` contains all other information that users need, in JSON-compatible
+    form.
     """
 
     saved: SavedModel
@@ -30,24 +30,24 @@ class ExportSource:
 class Format(Protocol):
     """A module that writes an export format. Its constants describe the files that it writes.
 
-    exports/as_user.py has a function with the name of the format, which loads the export back.
+    exports/as_user.py contains a function with the name of the format, which loads the export back.
     """
 
-    SUFFIX: str  # of the file; an empty suffix means a folder
-    SAME_KERNELS: bool  # whether a loaded export uses the same kernels as the run's model
+    SUFFIX: str  # file name suffix, or empty if the export is a folder
+    SAME_KERNELS: bool  # whether a loaded export uses the same kernels as the model of the run
 
     def check(self, saved: SavedModel) -> None:
-        """Raise UsageError if a run can't be exported to this format. Called before the model is built."""
+        """Raise UsageError if this format doesn't support a run. Called before the model is built."""
 
-    def write(self, subject: ExportSource, path: Path) -> str:
-        """Write the export to `path`, which doesn't exist yet.
+    def write(self, export_source: ExportSource, path: Path) -> str:
+        """Write the export to `path`, which must not exist yet.
 
         Return a remark for the user, such as the supported input sizes, or an empty string.
         """
 
 
 def check_origin(saved: SavedModel, library: str) -> None:
-    """Raise UsageError if the model of a run is not a model of this library."""
+    """Raise UsageError if the model of a run doesn't come from this library."""
     origin = origin_of(saved.recipe.model.name, saved.recipe.model.source)
     if origin != library:
         options = f"--to {origin}, " if origin in ("timm", "transformers") else ""

@@ -1,4 +1,4 @@
-"""Checks an export: its outputs in a process without Lockstep are compared with those of the run's model."""
+"""Checks an export: compares its outputs in a process without Lockstep with the outputs of the run's model."""
 
 import json
 import os
@@ -22,18 +22,18 @@ from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
 
-_MOST_LINES: Final = 6  # of the other process's stderr in an error message
+_MAX_ERROR_LINES: Final = 6  # number of stderr lines of the other process in an error message
 
 
 class Deviation(NamedTuple):
-    """The largest difference between two outputs and its limit, both relative to the largest magnitude."""
+    """The largest difference between two outputs, and the tolerance, both relative to the largest magnitude."""
 
     difference: float
     tolerance: float
 
     @property
     def words(self) -> str:
-        """The deviation in words."""
+        """A description of the deviation."""
         if self.difference == 0:
             return "the outputs are equal, bit for bit"
         return f"the outputs differ by {self.difference:.2g} of the largest output (tolerance {self.tolerance:.2g})"
@@ -42,11 +42,11 @@ class Deviation(NamedTuple):
 def check_export(
     name: str, path: Path, model: nn.Module, inputs: Inputs, outputs: Tensor, job: Mapping[str, Any], exact: bool
 ) -> Deviation:
-    """Compute `inputs` with the export at `path` in a separate process, and compare the result with `outputs`.
+    """Run the export at `path` on `inputs` in a separate process, and compare the result with `outputs`.
 
-    `job` has the other settings for that process. With `exact`, the outputs must be equal. Otherwise, they can differ
-    by the rounding errors of two forward passes in fp32. Raises TrainingError if the export can't be loaded, or if its
-    outputs differ by more than that.
+    `job` contains other settings for that process. With `exact`, the outputs must be equal. Otherwise, they may differ
+    by the rounding errors of two forward passes in fp32. If the export can't be loaded, or if its outputs differ by
+    more, raises TrainingError.
     """
     actual = _run_export(name, path, inputs, job)
     allowed = 0.0 if exact else _tolerance(model, inputs)
@@ -59,7 +59,7 @@ def check_export(
         return Deviation(0.0, allowed)
     scale = max(float(outputs.abs().max()), torch.finfo(torch.float32).tiny)
     difference = float((actual.double() - outputs.double()).abs().max()) / scale
-    if not difference <= allowed:  # also catches NaN
+    if not difference <= allowed:  # this condition also catches NaN
         raise TrainingError(
             f"export to {name}: outputs of the loaded export differ from the model of the run by {difference:.2g} of "
             f"the largest output (tolerance {allowed:.2g}); nothing was written"
@@ -70,26 +70,26 @@ def check_export(
 def _run_export(name: str, path: Path, inputs: Inputs, job: Mapping[str, Any]) -> Tensor:
     with TemporaryDirectory() as folder:
         save_file(_tensors_by_position(inputs), Path(folder, "inputs.safetensors"))
-        structure = pytree.treespec_dumps(pytree.tree_structure(_unnamed(inputs)))
+        structure = pytree.treespec_dumps(pytree.tree_structure(_plain_tuples(inputs)))
         Path(folder, "job.json").write_text(json.dumps({**job, "inputs": structure}, default=list), encoding="utf-8")
-        # Offline, because the export must contain everything that is needed to load it.
+        # Run offline, because the export must contain everything that is needed to load it.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, as_user.__file__, name, str(path.absolute()), folder]
         completed = subprocess.run(command, capture_output=True, text=True, env=environment)
         if completed.returncode:
-            output = printable("\n".join(completed.stderr.strip().splitlines()[-_MOST_LINES:]))
+            output = printable("\n".join(completed.stderr.strip().splitlines()[-_MAX_ERROR_LINES:]))
             raise TrainingError(f"export to {name}: cannot load the export, so nothing was written:\n{output}")
         return load_file(Path(folder, "outputs.safetensors"))["outputs"]
 
 
-def _unnamed(inputs: Inputs) -> Any:
-    """Return inputs with plain tuples instead of named tuples, whose classes the other process doesn't know."""
+def _plain_tuples(inputs: Inputs) -> Any:
+    """Return the inputs with plain tuples instead of named tuples, whose classes the other process can't import."""
     is_namedtuple = pytree.is_namedtuple_instance
     return pytree.tree_map(lambda leaf: tuple(leaf) if is_namedtuple(leaf) else leaf, inputs, is_leaf=is_namedtuple)
 
 
 def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of the inputs by their position."""
+    """Return the tensors of the inputs by position, as strings."""
     non_tensors = [name for name, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
     if non_tensors:
         raise UsageError(
@@ -99,7 +99,7 @@ def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
 
 
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
-    """Return the relative tolerance for two forward passes in fp32 that add in different orders."""
+    """Return the relative tolerance of two forward passes in fp32 that sum in different orders."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     positions = max((leaf.shape[1] for _, leaf in with_paths(inputs) if leaf.ndim > 1), default=1)
     length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])

@@ -1,6 +1,6 @@
-"""Exports a saved run to a file of another library.
+"""Exports a saved run to a file of a different library.
 
-The file is written under a temporary name, loaded back and compared, and then renamed.
+The file is written under a temporary name, loaded back, compared, and then renamed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from lockstep.tasks.batches import predictions
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
 FOLDER: Final = "exports"  # in the run folder, if `out` isn't set
 
-_TEXT: Final = 200  # tokens to check a tokenizer with
+_CHECKED_TOKENS: Final = 200  # maximum number of tokens for checking a tokenizer
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The path of an export, the supported input sizes in words, and the result of its check.
+    """The path of an export, a text about the supported input sizes, and a text about the result of its check.
 
     `sizes` is empty if the format has no restriction to report.
     """
@@ -65,15 +65,14 @@ def export(
 ) -> Exported:
     """Export a run folder or a checkpoint in a background process, and check the result.
 
-    This is `lockstep export` in Python. After the export is written, a process without Lockstep loads it and runs it on
-    the same input as the model of the run. If the outputs differ, TrainingError is raised and the export is deleted.
-
-    `out` defaults to a name in the folder `exports` of the run. Raises UsageError if `out` already exists, or if the
-    run can't be exported to this format.
+    This is the Python equivalent of `lockstep export`. After the export is written, a process without Lockstep loads it
+    and runs it on the same input as the model of the run. If the outputs differ, TrainingError is raised and the export
+    is deleted. `out` defaults to a name in the folder `exports` of the run. Raises UsageError if `out` already exists,
+    or if the format doesn't support the run.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
-    `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
-    runs if `overrides` name it too, or if you pass `trust=True`.
+    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
+    runs if `overrides` also name it, or if you pass `trust=True`.
     """
     request = EvalRequest(str(run), tuple(as_words(overrides)), trust, best, "export")
     path = None if out is None else Path(out)
@@ -82,10 +81,10 @@ def export(
 
 
 def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exported:
-    """Export a saved run to the format `to`, which is in FORMATS, and check the result.
+    """Export a saved run to the format `to`, which must be in FORMATS, and check the result.
 
     A process without Lockstep loads the export and compares its outputs. `out` defaults to a name in the folder
-    `exports` of the run. Raises UsageError if it already exists, or if the run can't be exported to the format. Raises
+    `exports` of the run. Raises UsageError if `out` already exists, or if the format doesn't support the run. Raises
     TrainingError if the check fails. In this case, nothing is left at `out`.
     """
     if to not in FORMATS:
@@ -98,18 +97,18 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     sample = sample_of(saved)
     model = saved.model()
     check_saved(saved.path, model, saved.recipe.model, sample.inputs)
-    outputs = _outputs(saved, model, sample.inputs)  # adapters aren't merged yet
+    outputs = _outputs(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)
-    subject = ExportSource(saved, model, sample.inputs, model_card(saved))
+    export_source = ExportSource(saved, model, sample.inputs, model_card(saved))
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch checks the suffix
     exact = export_format.SAME_KERNELS and not has_adapters
     try:
         with os_error_as(TrainingError, f"{path}: cannot write", "; use a different --out"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.touch(exist_ok=False)  # fail with an OSError here, since exporters may raise other exceptions
+            temporary.touch(exist_ok=False)  # raises OSError here, because exporters may raise other exceptions
             temporary.unlink()
-            sizes = export_format.write(subject, temporary)
-            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(subject), exact)
+            sizes = export_format.write(export_source, temporary)
+            deviation = check_export(to, temporary, model, sample.inputs, outputs, _job(export_source), exact)
             os.rename(temporary, path)
     finally:
         with suppress(OSError):
@@ -118,7 +117,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
 
 
 def model_card(saved: SavedModel) -> dict[str, Any]:
-    """Return everything that users of the weights need to know, ready for JSON."""
+    """Return a JSON-compatible dict with everything that users of the weights need to know."""
     facts, (mean, std) = saved.facts, saved.mean_and_std
     card: Mapping[str, Any] = {
         "model": saved.recipe.model.name,
@@ -152,21 +151,23 @@ def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tenso
         return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
 
 
-def _job(subject: ExportSource) -> dict[str, Any]:
-    """Return the settings for the process that checks the export."""
-    saved, facts = subject.saved, subject.saved.facts
+def _job(export_source: ExportSource) -> dict[str, Any]:
+    """Return the settings of the process that checks the export."""
+    saved, facts = export_source.saved, export_source.saved.facts
     job: dict[str, Any] = {
         "threads": saved.recipe.threads,
-        "lockstep": str(builder_of(saved, subject.model).get("function", "")).startswith("lockstep."),
+        "lockstep": str(builder_of(saved, export_source.model).get("function", "")).startswith("lockstep."),
         "class": automatic_class(saved),
         "classes": facts.classes,
         "pixels": image_processor(saved),
-        **{name: subject.model_card.get(name) for name in ("mean", "std")},
+        **{name: export_source.model_card.get(name) for name in ("mean", "std")},
         "input_size": facts.shape,
     }
     if saved.tokenizer_by:
         tokenizer = tokenizer_for(saved)
-        ids = next(iter(subject.inputs.values() if isinstance(subject.inputs, Mapping) else subject.inputs))
-        job["text"] = tokenizer.decode(ids[0, :_TEXT].numpy())
+        ids = next(
+            iter(export_source.inputs.values() if isinstance(export_source.inputs, Mapping) else export_source.inputs)
+        )
+        job["text"] = tokenizer.decode(ids[0, :_CHECKED_TOKENS].numpy())
         job["ids"] = tokenizer.encode(job["text"]).tolist()
     return job

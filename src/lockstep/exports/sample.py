@@ -1,4 +1,4 @@
-"""Samples for checking an export: from the run's validation data if it is on this machine, or otherwise synthetic."""
+"""Samples for checking an export, from the run's validation data if it is on this machine, or else synthetic."""
 
 from typing import Any, Final, NamedTuple
 
@@ -10,22 +10,22 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.inference.saved import SavedModel
 from lockstep.setup.examples import transforms_of
 
-_SAMPLES: Final = 3  # not 2, the number that programs are traced with
-_POSITIONS: Final = 16  # tokens of a synthetic sample if the context length isn't known
+_SAMPLES: Final = 3  # different from 2, the number of samples that programs are traced with
+_POSITIONS: Final = 16  # number of tokens in a synthetic sample if the context length is unknown
 
 
 class Sample(NamedTuple):
-    """The inputs of a forward pass, and their origin in words."""
+    """The inputs of a forward pass, and a text about their origin."""
 
     inputs: Inputs
     origin: str
 
 
 def sample_of(saved: SavedModel) -> Sample:
-    """Return a few samples, preprocessed as in an evaluation. Nothing is downloaded.
+    """Return a few samples, preprocessed as in an evaluation. Data isn't downloaded.
 
-    If there is no validation split, training samples are used. Raises UsageError if there is no data and the checkpoint
-    doesn't tell how to make synthetic samples.
+    If there is no validation split, training samples are used. Raises UsageError if there is no data, and the
+    checkpoint doesn't contain enough facts to create synthetic samples.
     """
     try:
         data = saved.open_data()

@@ -1,4 +1,4 @@
-"""Exports to ONNX with torch's exporter, for runtimes without Python."""
+"""Exports to ONNX using torch's exporter, for runtimes without Python."""
 
 import json
 from importlib.util import find_spec
@@ -15,29 +15,31 @@ from lockstep.inference.saved import SavedModel
 SUFFIX: Final = ".onnx"
 SAME_KERNELS: Final = False
 
-_NEEDED: Final = ("onnx", "onnxscript", "onnxruntime")
-_LARGEST: Final = 1 << 31  # bytes, the limit of protobuf
+_REQUIRED_PACKAGES: Final = ("onnx", "onnxscript", "onnxruntime")
+_MAX_BYTES: Final = 1 << 31  # maximum size in bytes, as in protobuf
 
 
 def check(saved: SavedModel) -> None:
     """See Format."""
-    missing = [name for name in _NEEDED if find_spec(name) is None]
+    missing = [name for name in _REQUIRED_PACKAGES if find_spec(name) is None]
     if missing:
         raise UsageError(
             f"--to onnx: requires {', '.join(missing)}; run pip install 'lockstep-train[onnx]', or use --to torch"
         )
     size = sum(tensor.numel() * tensor.element_size() for tensor in saved.tensors.values())
-    if size >= _LARGEST:
+    if size >= _MAX_BYTES:
         raise UsageError(
-            f"--to onnx: the weights have {size:,} bytes, but a file can hold at most {_LARGEST:,}; use --to torch"
+            f"--to onnx: the weights have {size:,} bytes, but a file can hold at most {_MAX_BYTES:,}; use --to torch"
         )
 
 
-def write(subject: ExportSource, path: Path) -> str:
-    """See Format. The model card is stored as metadata, with JSON values."""
-    program = trace_model(subject)
+def write(export_source: ExportSource, path: Path) -> str:
+    """See Format. The model card is stored as metadata, whose values are JSON."""
+    program = trace_model(export_source)
     onnx_program = torch.onnx.export(program, dynamo=True, verbose=False)
     assert onnx_program is not None
-    onnx_program.model.metadata_props.update({name: json.dumps(value) for name, value in subject.model_card.items()})
+    onnx_program.model.metadata_props.update(
+        {name: json.dumps(value) for name, value in export_source.model_card.items()}
+    )
     onnx_program.save(path, external_data=False)
     return sizes_of(program)

@@ -1,4 +1,4 @@
-"""Exports to a safetensors file of weights, named as in the model.
+"""Exports to a safetensors file of weights with the tensor names of the model.
 
 Its metadata contains the model card and the function that builds the model.
 """
@@ -20,21 +20,21 @@ SAME_KERNELS: Final = True
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. Every run can be exported."""
+    """See Format. This format supports every run."""
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
-    # Cloned, because tied weights share a tensor, which a safetensors file can't represent.
-    tensors = {name: tensor.contiguous().clone() for name, tensor in subject.model.state_dict().items()}
-    card = {**subject.model_card, "build": builder_of(subject.saved, subject.model)}
+    # Clone the tensors, because tied weights share memory, which a safetensors file can't represent.
+    tensors = {name: tensor.contiguous().clone() for name, tensor in export_source.model.state_dict().items()}
+    card = {**export_source.model_card, "build": builder_of(export_source.saved, export_source.model)}
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in card.items()}
     safetensors.torch.save_file(tensors, path, {**metadata, "format": "pt"})
     return ""
 
 
 def builder_of(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
-    """Return the function that builds a run's model and its arguments, ready for JSON.
+    """Return a JSON-compatible dict with the function that builds the model of a run, and its arguments.
 
     For a transformers model, return its class and config instead.
     """

@@ -1,6 +1,6 @@
 """Exports to a folder for `timm.create_model("local-dir:FOLDER", pretrained=True)`.
 
-It contains the weights, the input size, the class names, and the mean and std of the data.
+The folder contains the weights, the input size, the class names, and the mean and std of the data.
 """
 
 from pathlib import Path
@@ -22,11 +22,11 @@ def check(saved: SavedModel) -> None:
         raise UsageError(f"{saved.path}: --to timm requires an image classifier; use --to torch or --to safetensors")
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
     from timm.models import save_for_hf
 
-    saved = subject.saved
+    saved = export_source.saved
     (mean, std), cut = saved.mean_and_std, saved.cut
     preprocessing = {
         "input_size": list(saved.facts.shape or ()),
@@ -38,5 +38,5 @@ def write(subject: ExportSource, path: Path) -> str:
     config: dict[str, Any] = {"label_names": saved.facts.classes, "pretrained_cfg": preprocessing}
     if options:
         config["model_args"] = options
-    save_for_hf(subject.model, str(path), model_config=config, safe_serialization=True)
+    save_for_hf(export_source.model, str(path), model_config=config, safe_serialization=True)
     return ""

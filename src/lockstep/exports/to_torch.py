@@ -1,4 +1,4 @@
-"""Exports to a torch.export program, which contains operations and weights and only needs torch to run."""
+"""Exports to a torch.export program, which contains operations and weights, and only needs torch to run."""
 
 import json
 from pathlib import Path
@@ -17,49 +17,49 @@ from lockstep.tasks.batches import predictions
 SUFFIX: Final = ".pt2"
 SAME_KERNELS: Final = False  # torch.export may decompose operations that have a fused kernel
 
-_TRACED: Final = 2  # samples; with only 1, torch would specialize on it
-_FACTS: Final = "lockstep.json"  # the file in the program with the model card
+_TRACED_SAMPLES: Final = 2  # number of samples; with a single sample, torch would specialize on it
+_CARD_FILE: Final = "lockstep.json"  # name of the file with the model card in the program
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. Whether a model can be traced only shows when it is traced."""
+    """See Format. Whether a model can be traced is only known once it is traced."""
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
-    program = trace_model(subject)
+    program = trace_model(export_source)
     program.example_inputs = None
-    torch.export.save(program, path, extra_files={_FACTS: json.dumps(subject.model_card)})
+    torch.export.save(program, path, extra_files={_CARD_FILE: json.dumps(export_source.model_card)})
     return sizes_of(program)
 
 
-def trace_model(subject: ExportSource) -> torch.export.ExportedProgram:
+def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
     """Return the model as a program with dynamic shapes.
 
-    The number of samples is dynamic if the model allows it. For tokens, so is the number of positions. Raises
-    UsageError if the model can't be traced.
+    The number of samples is dynamic if the model supports it. For token inputs, the number of positions is dynamic too.
+    Raises UsageError if the model can't be traced.
     """
-    inputs = subject.inputs
+    inputs = export_source.inputs
     arguments = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
-    # Traced with zeros, because a program can keep its example inputs, and samples may be private.
+    # Trace with zeros, because a program may keep its example inputs, and samples may be private.
     zeros = map_tensors(
-        lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED, *tensor.shape[1:]).clone(), arguments
+        lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED_SAMPLES, *tensor.shape[1:]).clone(), arguments
     )
-    has_tokens = subject.saved.facts.vocabulary is not None
+    has_tokens = export_source.saved.facts.vocabulary is not None
     shapes = map_tensors(lambda tensor: _dims(tensor, has_tokens), arguments)
-    model = Single(subject.model, list(inputs) if isinstance(inputs, dict) else None).eval()
+    model = Single(export_source.model, list(inputs) if isinstance(inputs, dict) else None).eval()
     try:
         return torch.export.export(model, zeros, dynamic_shapes=(shapes,))
-    except Exception as error:  # model code and torch's tracer can raise any exception
+    except Exception as error:  # model code and torch's tracer may raise any exception
         first = describe_error(error).splitlines()[0]
         raise UsageError(
-            f"{subject.saved.name}: torch.export cannot trace the model: {first}; export only the weights with --to "
-            f"safetensors"
+            f"{export_source.saved.name}: torch.export cannot trace the model: {first}; export only the weights with "
+            f"--to safetensors"
         ) from error
 
 
 def sizes_of(program: torch.export.ExportedProgram) -> str:
-    """Return the supported input sizes of a program in words: `inputs of shape [any, 3, 8, 8]`."""
+    """Return the supported input sizes of a program as text, such as `inputs of shape [any, 3, 8, 8]`."""
     names = set(program.graph_signature.user_inputs)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     shapes = [", ".join(str(size) if isinstance(size, int) else "any" for size in value.shape) for value in values]
@@ -75,7 +75,7 @@ def _dims(tensor: Tensor, has_tokens: bool) -> dict[int, Any]:
 
 @final
 class Single(nn.Module):
-    """Wraps a model to take positional inputs and return a single tensor, as exported programs require."""
+    """Wraps a model so that it takes positional inputs and returns a single tensor, as exported programs require."""
 
     def __init__(self, model: nn.Module, names: list[str] | None) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Exports to a folder for the automatic classes of transformers.
+"""Exports to a folder for the Auto classes of transformers.
 
-It contains the config with the class names, the weights, and the tokenizer or image processor.
+The folder contains the config with the class names, the weights, and the tokenizer or image processor.
 """
 
 from importlib import import_module
@@ -20,15 +20,15 @@ def check(saved: SavedModel) -> None:
     """See Format."""
     check_origin(saved, "transformers")
     if saved.tokenizer_by:
-        tokenizer_for(saved)  # check that its file exists and matches the run
+        tokenizer_for(saved)  # checks that the tokenizer file exists and matches the run
 
 
-def write(subject: ExportSource, path: Path) -> str:
+def write(export_source: ExportSource, path: Path) -> str:
     """See Format."""
-    saved, model = subject.saved, subject.model
+    saved, model = export_source.saved, export_source.model
     config: Any = model.config
     if "use_cache" in config.to_dict():
-        config.use_cache = True  # off during training, but generating text needs the cache
+        config.use_cache = True  # disabled during training, but generating text needs the cache
     if saved.tokenizer_by in ("byte", "character"):
         without_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
@@ -44,9 +44,9 @@ def write(subject: ExportSource, path: Path) -> str:
 
 
 def image_processor(saved: SavedModel) -> dict[str, Any] | None:
-    """Return the size, mean and std of the run's images.
+    """Return the size, the mean and the std of the run's images.
 
-    Return None unless the images are square with three channels and have a mean and std.
+    Return None if the images aren't square, don't have three channels, or have no mean and std.
     """
     (mean, std), shape = saved.mean_and_std, saved.facts.shape or []
     if len(shape) != 3 or shape[0] != 3 or shape[1] != shape[2] or not (mean and std):
@@ -55,7 +55,7 @@ def image_processor(saved: SavedModel) -> dict[str, Any] | None:
 
 
 def automatic_class(saved: SavedModel) -> str:
-    """Return the name of the automatic class that loads the model of a run."""
+    """Return the name of the Auto class that loads the model of a run."""
     return f"AutoModelFor{kind_of(saved.known)}"
 
 
@@ -67,6 +67,6 @@ def _processor(saved: SavedModel, processor: dict[str, Any]) -> Any:
     common = {"image_mean": processor["mean"], "image_std": processor["std"], "resample": int(Resampling.BILINEAR)}
     if saved.cut is None:
         return ViTImageProcessor(size=square, **common)
-    from transformers import CLIPImageProcessor  # it crops the center
+    from transformers import CLIPImageProcessor  # this processor crops the center
 
     return CLIPImageProcessor(size={"shortest_edge": saved.cut.resize}, crop_size=square, **common)

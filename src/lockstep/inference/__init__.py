@@ -1,1 +1,1 @@
-"""Inference with a saved run. Predictions only need the checkpoint. Evaluations also open the data of the run."""
+"""Inference with a saved run. Predictions only need the checkpoint. Evaluations also need the data of the run."""

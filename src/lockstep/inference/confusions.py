@@ -1,4 +1,4 @@
-"""Confusion matrix of a classifier, or a table of the most frequent mistakes if there are too many classes."""
+"""The confusion matrix of a classifier, or a table of its most frequent mistakes if there are too many classes."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,8 +11,8 @@ from lockstep.reporting import wording
 from lockstep.reporting.charts import matrix
 from lockstep.reporting.page import Section, Table, Words
 
-_MOST_CELLS: Final = 20  # classes of a matrix that is still readable
-_MOST_ROWS: Final = 20  # of a table
+_MAX_MATRIX_CLASSES: Final = 20  # maximum number of classes in a readable matrix
+_MAX_ROWS: Final = 20  # maximum number of rows in a table
 
 _NOTE: Final = "Blue cells are correct, and orange cells are mistakes. Darker cells have a larger share of their row."
 
@@ -22,15 +22,16 @@ def confusions(
 ) -> list[Section]:
     """Return a matrix or a table of class pairs, and a table of the classes.
 
-    `truths`, `guesses` and `times` are int64 of shape [rows]. In each row, the class in `guesses` was predicted that
-    many `times` for the class in `truths`. `unit` is the counted noun in the plural, such as `samples` or `pixels`.
+    `truths`, `guesses` and `times` are int64 tensors of shape [rows]. Each row says that the class in `guesses` was
+    predicted `times` times for samples of the class in `truths`. `unit` is the counted noun in the plural, such as
+    `samples` or `pixels`.
     """
     class_counts, predicted_counts, correct_counts = (torch.zeros(len(names), dtype=torch.int64) for _ in range(3))
     class_counts.index_add_(0, truths, times)
     predicted_counts.index_add_(0, guesses, times)
     correct_counts.index_add_(0, truths, torch.where(truths == guesses, times, 0))
     section: Section
-    if len(names) <= _MOST_CELLS:
+    if len(names) <= _MAX_MATRIX_CLASSES:
         counts = torch.zeros(len(names), len(names), dtype=torch.int64)
         counts.index_put_((truths, guesses), times, accumulate=True)
         section = matrix(f"{run}: {unit} by class", "predicted", "true", names, counts.tolist(), note=_NOTE)
@@ -50,7 +51,7 @@ def _pairs(
     keys, inverse = np.unique((truths * len(names) + guesses)[is_mistake].numpy(), return_inverse=True)
     counts = torch.zeros(len(keys), dtype=torch.int64).index_add_(0, torch.from_numpy(inverse), times[is_mistake])
     rows = []
-    for row in counts.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist():
+    for row in counts.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist():
         truth, guess = divmod(int(keys[row]), len(names))
         count = int(counts[row])
         rows.append([names[truth], names[guess], f"{count:,}", wording.percent(count / int(class_counts[truth]))])
@@ -68,11 +69,11 @@ def _classes(
     correct_counts: Sequence[int],
     unit: str,
 ) -> Table:
-    """Return a table with the recall and precision of the classes, lowest recall first."""
+    """Return a table of the recall and precision of each class, with the lowest recall first."""
     classes = [number for number in range(len(names)) if class_counts[number] or predicted_counts[number]]
     order = sorted(
         classes, key=lambda number: correct_counts[number] / class_counts[number] if class_counts[number] else 2.0
-    )[:_MOST_ROWS]
+    )[:_MAX_ROWS]
     rows = [
         [
             names[number],

@@ -1,6 +1,6 @@
-"""Shows on a page what saved runs have learned.
+"""Creates page sections about what saved runs have learned.
 
-Each run is evaluated in this process. Its task decides which examples the page shows.
+Each run is evaluated in this process. Its task determines which examples are shown.
 """
 
 import math
@@ -29,26 +29,26 @@ from lockstep.tasks.language import Language
 from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 
-_RECORDED: Final = "compared with the log"
+_LOG_COLUMN: Final = "compared with the log"
 _FIGURES: Final = (
     "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
     "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
-_BY_POSITION: Final = "The mean loss of the validation tokens that have this many tokens before them."
+_POSITION_NOTE: Final = "The mean loss of the validation tokens that have this many tokens before them."
 
 
 Line = Sequence[tuple[float, float]]
 
 
 class Inspection(NamedTuple):
-    """The sections of a page, and a reason for each run that could not be evaluated."""
+    """The sections of a page, and an error message for each run that couldn't be evaluated."""
 
     sections: list[Section]
     problems: list[str]
 
 
 class _RunInspection(NamedTuple):
-    """The results of one run: a row of the table of figures, the sections, and the loss by position."""
+    """The results of a run: its row in the table of metrics, its sections, and its loss by position."""
 
     row: Mapping[str, str]
     sections: list[Section]
@@ -60,8 +60,9 @@ def inspect_runs(
 ) -> Inspection:
     """Evaluate the checkpoint of each run on at most `samples` validation samples, and return the sections.
 
-    `open_run` opens the checkpoint of a run folder. `tell` is called with lines about each run. Nothing is downloaded.
-    Raises UsageError if no run can be evaluated. If only some runs can't, the sections give the reason in a sentence.
+    `open_run` opens the checkpoint of a run folder. `tell` is called with messages about each run. Nothing is
+    downloaded. If no run can be evaluated, raises UsageError. If only some runs can't be evaluated, the sections
+    contain the reason.
     """
     inspections: dict[str, _RunInspection] = {}
     problems: dict[str, str] = {}
@@ -78,7 +79,7 @@ def inspect_runs(
         sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if curves := {folder: inspection.line for folder, inspection in inspections.items() if inspection.line}:
         x, y = "tokens before it in the context", "loss"
-        names = [run.folder for run in runs]  # of all runs, for the colors of the other charts
+        names = [run.folder for run in runs]  # the names of all runs, for the same colors as in the other charts
         sections.append(
             lines(
                 "Loss by position",
@@ -87,12 +88,12 @@ def inspect_runs(
                 curves,
                 names=names,
                 legend=RUNS,
-                note=_BY_POSITION,
+                note=_POSITION_NOTE,
                 from_zero=False,
             )
         )
     of_runs = [(folder, section) for folder, inspection in inspections.items() for section in inspection.sections]
-    if len(runs) == 1:  # the heading of the page is its name
+    if len(runs) == 1:  # the page heading already contains the name
         of_runs = [(run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in of_runs]
     sections += [section for _, section in of_runs]
     return Inspection(sections, [*problems.values()])
@@ -115,7 +116,7 @@ def _inspect(
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
         **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _RECORDED: _deviation_from_log(saved, history, figures) if count == total else "",
+        _LOG_COLUMN: _deviation_from_log(saved, history, figures) if count == total else "",
     }
     return _RunInspection(row, sections, curve)
 
@@ -123,9 +124,9 @@ def _inspect(
 def _view(
     folder: str, saved: SavedModel, validation: Validation, batches: Iterator[EvaluatedBatch]
 ) -> tuple[list[Section], Line]:
-    """Return the sections that the task of a run supports, and the loss by position for language models.
+    """Return the sections that the task of a run supports and, for language models, the loss by position.
 
-    All batches are consumed.
+    This consumes all batches.
     """
     match task := validation.task:
         case Classification():
@@ -144,7 +145,7 @@ def _view(
 
 
 def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> list[Section]:
-    """Return the confusion matrix over pixels."""
+    """Return the confusion matrix of the pixels."""
     counts = torch.zeros(len(task.classes), len(task.classes), dtype=torch.int64)
     for evaluated in batches:
         counts += task.sums(evaluated.outputs, evaluated.batch)["confusion"].cpu()
@@ -153,9 +154,9 @@ def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> 
 
 
 def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:
-    """Return the deviation of the figures from those that the run logged after the same step.
+    """Return a text about the deviation of the metrics from the values that the run logged after the same step.
 
-    Returns an empty string if the run logged none of them.
+    Returns an empty string if the run logged none of the metrics.
     """
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [
@@ -172,5 +173,5 @@ def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[st
 
 
 def _figures(rows: Sequence[Mapping[str, str]]) -> Table:
-    columns = [*dict.fromkeys(name for row in rows for name in row if name != _RECORDED), _RECORDED]
+    columns = [*dict.fromkeys(name for row in rows for name in row if name != _LOG_COLUMN), _LOG_COLUMN]
     return Table("What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _FIGURES)

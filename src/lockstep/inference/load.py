@@ -1,4 +1,4 @@
-"""Load the model of a checkpoint in plain PyTorch."""
+"""Loads the model of a checkpoint in plain PyTorch."""
 
 import warnings
 from collections.abc import Callable
@@ -26,17 +26,18 @@ def load(
 ) -> nn.Module:
     """Return the trained model of a run folder or a checkpoint in plain PyTorch, on the CPU and in evaluation mode.
 
-    If `run` is a run folder, the newest checkpoint is loaded. If the run has averaged weights (ema), they are used.
+    If `run` is a run folder, the newest checkpoint is loaded. If the run has averaged weights (EMA), they are used.
 
     By default, the recipe builds the model. To load the weights into your own model, pass `model`, which is a module or
-    a function that returns a module. A loop of your own has no recipe, so it needs `model`. Code that a recipe names
-    only runs if you pass `trust=True`, because the author of the folder could run anything on your machine.
+    a function that returns a module. A custom training loop has no recipe, so you need to pass `model`. Code that a
+    recipe names only runs if you pass `trust=True`, because the author of the folder could run any code on your
+    machine.
 
     If the recipe builds the model and the run was trained in chunks (recipe.model.chunks), samples of its data are used
-    to check that the whole model computes the same function. If this check isn't possible, you get a warning.
+    to check that the unchunked model computes the same function. If this check isn't possible, you get a warning.
 
-    Raises UsageError if the weights don't fit the model, if the checkpoint is damaged, or if the whole model computes a
-    different function than its chunks.
+    Raises UsageError if the weights don't match the model, if the checkpoint is damaged, or if the unchunked model
+    computes a different function than its chunks.
     """
     checkpoint = store.load(Path(run))
     recipe: Recipe | None = None
@@ -50,17 +51,17 @@ def load(
     weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):
         module.load_state_dict({name: local_tensor(tensor) for name, tensor in weights.items()}, strict=True)
-    module.eval()  # not chained: eval() calls train(), and a custom train() may not return the model
+    module.eval()  # not chained, because eval() calls train(), and a custom train() may not return the model
     if recipe is not None and recipe.model.chunks > 1:
         _check_chunks(checkpoint.path, module, recipe, trust)
     return module
 
 
 def _check_chunks(path: Path, model: nn.Module, recipe: Recipe, trust: bool) -> None:
-    """Compare the whole model with its chunks on samples of the run's data, which is not downloaded.
+    """Compare the unchunked model with its chunks on samples of the run's data. Data isn't downloaded.
 
-    To get samples, the code that the recipe names for data and task must run. Without `trust` it doesn't, and a warning
-    says that the model wasn't compared.
+    Getting samples runs the code that the recipe names for data and task. Without `trust`, this code doesn't run, and a
+    warning says that the model wasn't compared.
     """
     if not trust and (paths := import_paths(recipe)):
         warnings.warn(

@@ -1,4 +1,4 @@
-"""The mistakes of a classifier: the confusion of its classes, and the samples with the largest losses."""
+"""The mistakes of a classifier: the confusion of its classes, and the mistakes with the largest losses."""
 
 import io
 from base64 import b64encode
@@ -19,13 +19,13 @@ from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import predictions, targets_of
 from lockstep.tasks.classification import Classification, truth_of
 
-_MOST: Final = 24  # mistakes
+_MAX_MISTAKES: Final = 24  # maximum number of mistakes
 _CHANNELS: Final = (1, 3)
-_SIDE: Final = 112  # pixels of a thumbnail, at most
+_THUMBNAIL_SIDE: Final = 112  # maximum side length of a thumbnail in pixels
 
 
 class Mistake(NamedTuple):
-    """The index of a sample, its class and the predicted class, and the probabilities of both."""
+    """The index of a sample, its true and predicted class, and the probabilities of both classes."""
 
     number: int
     truth: int
@@ -37,10 +37,11 @@ class Mistake(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Guesses:
-    """The predictions for all samples that count, as tensors of shape [samples].
+    """The predictions for all valid samples, as tensors of shape [samples].
 
-    `numbers` (sample indices), `truths` and `guesses` are int64. `chances` are the probabilities of the guesses, and
-    `losses` the cross entropies of the softmax, both in float64. They don't depend on the loss of the run.
+    `numbers` (sample indices), `truths` and `guesses` are int64. `chances` are the probabilities of the predicted
+    classes, and `losses` are the cross entropies of the softmax. Both are float64, and don't depend on the loss
+    function of the run.
     """
 
     numbers: Tensor
@@ -49,8 +50,8 @@ class Guesses:
     losses: Tensor
     chances: Tensor
 
-    def worst(self, limit: int = _MOST) -> list[Mistake]:
-        """Return at most `limit` mistakes, largest loss first."""
+    def worst(self, limit: int = _MAX_MISTAKES) -> list[Mistake]:
+        """Return up to `limit` mistakes, with the largest loss first."""
         indices = (self.truths != self.guesses).nonzero()[:, 0]
         order = indices[self.losses[indices].nan_to_num(torch.inf).argsort(descending=True, stable=True)][:limit]
         columns = (self.numbers, self.truths, self.guesses, (-self.losses).exp(), self.chances)
@@ -60,9 +61,9 @@ class Guesses:
 def mistakes(
     run: str, task: Classification, validation: Validation, batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return the confusion of the classes and the worst mistakes.
+    """Return the confusion of the classes, and the worst mistakes.
 
-    The mistakes are shown with their images, or as a table if the samples aren't images.
+    If the samples are images, the mistakes are shown as images. Otherwise, they are shown as a table.
     """
     result = guesses_of(task, batches)
     ones = torch.ones_like(result.truths)
@@ -86,7 +87,7 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
     samples = tensors_of(task.inputs(fetched))[0]
     if not are_pictures(samples):
         rows = [
-            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_chance, mistake[-2:])]
+            [name(mistake.number), names[mistake.truth], names[mistake.guess], *map(_format_probability, mistake[-2:])]
             for mistake in worst
         ]
         columns = ["sample", "true", "predicted", "probability of the true class", "of the predicted class"]
@@ -98,8 +99,8 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
         truth, guess = f"true {names[mistake.truth]}", f"predicted {names[mistake.guess]}"
         lines = [
             name(mistake.number),
-            f"{truth} ({_chance(mistake.of_truth)})",
-            f"{guess} ({_chance(mistake.of_guess)})",
+            f"{truth} ({_format_probability(mistake.of_truth)})",
+            f"{guess} ({_format_probability(mistake.of_guess)})",
         ]
         tiles.append(Tile(source, lines))
     return Tiles(title, tiles, note)
@@ -108,7 +109,7 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
 def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
     outputs = predictions(evaluated.outputs, task.model_name)
     truth, valid = truth_of(targets_of(evaluated.batch))
-    guess = outputs.argmax(1)  # as in the confusion matrix of the run's last evaluation
+    guess = outputs.argmax(1)  # same tie-breaking as in the confusion matrix of the run's last evaluation
     log_probabilities = outputs.double().log_softmax(1)
     losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]
     chances = log_probabilities.gather(1, guess[:, None])[:, 0].exp()
@@ -116,20 +117,20 @@ def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]
     return tuple(column[valid.cpu()] for column in columns)
 
 
-def _chance(probability: float) -> str:
+def _format_probability(probability: float) -> str:
     share = 100 * probability
     return f"{share:.0f} %" if share >= 1 or not probability else f"{share:.1g} %"
 
 
 def are_pictures(samples: Tensor) -> bool:
-    """Return whether samples are images, of shape [n, channels, height, width] with 1 or 3 channels."""
+    """Return whether samples are images: shape [n, channels, height, width] with 1 or 3 channels."""
     return samples.ndim == 4 and samples.shape[1] in _CHANNELS and min(samples.shape[2:]) > 1
 
 
 def thumbnails(samples: Tensor) -> list[str]:
-    """Return each image as a data: URI.
+    """Return a thumbnail of each image as a data: URI.
 
-    Unless the images are uint8, each of them is stretched so that its darkest value is black and its brightest value is
+    Images that aren't uint8 are scaled individually, so that the darkest value is black and the brightest value is
     white. Small images are enlarged by an integer factor, so that each pixel is visible.
     """
     return [_source(_bytes(sample)) for sample in samples]
@@ -146,9 +147,9 @@ def _bytes(sample: Tensor) -> Tensor:
 def _source(pixels: Tensor) -> str:
     values = pixels.cpu().permute(1, 2, 0).contiguous().numpy()
     picture = Image.fromarray(values[:, :, 0] if values.shape[2] == 1 else values)
-    if (factor := _SIDE // max(picture.size)) > 1:
+    if (factor := _THUMBNAIL_SIDE // max(picture.size)) > 1:
         picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    picture.thumbnail((_SIDE, _SIDE))
+    picture.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", optimize=True)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

@@ -1,4 +1,4 @@
-"""How well a language model predicts validation text: the loss by position in the context, and samples of text."""
+"""Evaluates language models on validation text: the loss by position in the context, and samples of text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +16,9 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Passage, Passages, Section, Words
 from lockstep.tasks.language import Language
 
-_MOST_POINTS: Final = 256  # of the line over positions
-_SAMPLES: Final = 3  # of text
-_GIVEN: Final = 32  # tokens of each prompt, at most
+_MAX_POINTS: Final = 256  # maximum number of points on the line over positions
+_SAMPLES: Final = 3  # number of text samples
+_MAX_PROMPT_TOKENS: Final = 32  # maximum number of tokens in a prompt
 _SAMPLING: Final = Sampling(tokens=120, temperature=0.8)
 
 _NOTE: Final = (
@@ -28,18 +28,18 @@ _NOTE: Final = (
 
 
 def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
-    """Return pairs of position and mean loss.
+    """Return the mean loss by position, as pairs of position and loss.
 
-    The position is that of the predicted token, counted from 1. Long contexts are split into stretches of positions.
-    Each stretch gives one pair, with its mean loss at its middle.
+    The position of a predicted token is counted from 1. If the context is long, positions are grouped into ranges. Each
+    range produces one pair, with the middle of the range and its mean loss.
     """
     losses, tokens = torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     for evaluated in batches:
         token_losses, valid = task.losses(evaluated.outputs, evaluated.batch)
-        # Padding fills the shorter of two rows with zeros.
+        # Pad the shorter of the two rows with zeros.
         losses = pad_sequence([losses, token_losses.double().sum(0).cpu()]).sum(1)
         tokens = pad_sequence([tokens, valid.sum(0).cpu()]).sum(1)
-    stretch = max(-(-len(tokens) // _MOST_POINTS), 1)
+    stretch = max(-(-len(tokens) // _MAX_POINTS), 1)
     points = []
     for first in range(0, len(tokens), stretch):
         count = int(tokens[first : first + stretch].sum())
@@ -50,7 +50,7 @@ def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[
 
 
 def samples_of_text(run: str, task: Language, validation: Validation, saved: SavedModel) -> list[Section]:
-    """Return how the model continues the beginnings of some validation samples."""
+    """Return text that the model generates from the beginnings of some validation samples."""
     title = f"{run}: samples of text"
     try:
         tokenizer = tokenizer_for(saved)
@@ -59,19 +59,19 @@ def samples_of_text(run: str, task: Language, validation: Validation, saved: Sav
     positions = np.linspace(0, len(validation.numbers), _SAMPLES, endpoint=False).astype(np.int64)
     passages = []
     for number in dict.fromkeys(validation.numbers[positions].tolist()):
-        prompt = _beginning(task, validation.split.fetch(np.array([number]), None))
+        prompt = _prompt_tokens(task, validation.split.fetch(np.array([number]), None))
         sampling = replace(_SAMPLING, seed=number)
         prompt_text, text, _ = continue_tokens(saved, validation.computing, tokenizer, prompt, sampling)
         passages.append(Passage(validation.name(number), prompt_text, text))
     return [Passages(title, passages, _NOTE)]
 
 
-def _beginning(task: Language, batch: Any) -> list[int]:
+def _prompt_tokens(task: Language, batch: Any) -> list[int]:
     """Return the first tokens of the only sample in a batch, without padding."""
     inputs = task.inputs(batch)
     mapping = inputs if isinstance(inputs, Mapping) else {}
     [ids] = mapping["input_ids"] if "input_ids" in mapping else tensors_of(inputs)[0]
     if "attention_mask" in mapping:
         ids = ids[mapping["attention_mask"][0] != 0]
-    tokens: Sequence[int] = ids[: min(_GIVEN, max(len(ids) // 2, 1))].tolist()
+    tokens: Sequence[int] = ids[: min(_MAX_PROMPT_TOKENS, max(len(ids) // 2, 1))].tolist()
     return [*tokens]

@@ -20,21 +20,21 @@ from lockstep.errors import UsageError, error_as, os_error_as
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
-_SHAPES: Final = (1, 3)  # channels
-_MOST_MASKED: Final = 256  # classes of a mask, since a pixel is a byte
+_CHANNEL_COUNTS: Final = (1, 3)  # supported numbers of channels
+_MAX_MASK_CLASSES: Final = 256  # maximum number of classes in a mask, since a pixel is a byte
 
-Row = dict[str, Any]  # ready for JSON
+Row = dict[str, Any]  # JSON-compatible
 
 
 class TopClasses(NamedTuple):
-    """The likeliest classes and their probabilities, likeliest first."""
+    """The most likely classes and their probabilities, with the most likely class first."""
 
     numbers: list[int]
     probabilities: list[float]
 
 
 class ReadImage(NamedTuple):
-    """An image that could be read: its file, its sample, and its original height and width."""
+    """An image that was read: its file, its sample, and its original height and width."""
 
     file: Path
     sample: Tensor
@@ -44,9 +44,9 @@ class ReadImage(NamedTuple):
 @final
 @dataclass(frozen=True)
 class ImagePreprocessing:
-    """Turns an image file into a sample of `shape` [channels, height, width].
+    """Converts image files to samples of `shape` [channels, height, width].
 
-    The image is cropped as `cut` says. If `cut` is None, the whole image is resized. `exif` tells whether to apply the
+    `cut` specifies how images are cropped. If it is None, the full image is resized. `exif` is whether to apply the
     EXIF orientation.
     """
 
@@ -55,7 +55,7 @@ class ImagePreprocessing:
     exif: bool
 
     def sample(self, file: Path) -> tuple[Tensor, tuple[int, int]]:
-        """Return uint8 of `shape`, and the original height and width of the image.
+        """Return the sample, a uint8 tensor of `shape`, and the original height and width of the image.
 
         Raises UsageError if the file can't be read.
         """
@@ -71,11 +71,11 @@ class ImagePreprocessing:
 def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
     """Return the preprocessing that an evaluation of this run uses.
 
-    Raises UsageError if its samples aren't images that Lockstep can preprocess.
+    Raises UsageError if Lockstep can't preprocess images for this run.
     """
     facts, data = saved.facts, saved.recipe.data
     shape = tuple(facts.shape or ())
-    if len(shape) != 3 or shape[0] not in _SHAPES:
+    if len(shape) != 3 or shape[0] not in _CHANNEL_COUNTS:
         description = f"shape {list(shape)}" if shape else "no single shape"
         raise UsageError(
             f"{saved.path}: samples of dataset {data.name} have {description}, but images have 1 or 3 channels, height "
@@ -91,10 +91,9 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
 
 
 def files_of(inputs: Sequence[str]) -> list[Path]:
-    """Return the image files among `inputs`.
+    """Return the image files among `inputs`. Folders are searched recursively, and their files are sorted by name.
 
-    Each folder is searched at any depth, and gives its files in order of their names. Raises UsageError if a file
-    doesn't exist or a folder has no images.
+    Raises UsageError if a file doesn't exist or a folder contains no images.
     """
     files: list[Path] = []
     for name in inputs:
@@ -109,7 +108,7 @@ def files_of(inputs: Sequence[str]) -> list[Path]:
 
 
 def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top: int) -> Iterator[Row]:
-    """Yield the `top` likeliest classes of each image, likeliest first."""
+    """Yield the `top` most likely classes of each image, with the most likely class first."""
     names = saved.facts.classes or []
 
     def row(outputs: Tensor, image: ReadImage) -> Row:
@@ -121,19 +120,19 @@ def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top
 
 
 def regress(saved: SavedModel, computing: Computing, inputs: Sequence[str]) -> Iterator[Row]:
-    """Yield the values that a regression predicts for each image."""
+    """Yield the values that a regression model predicts for each image."""
     return _rows(saved, computing, inputs, lambda outputs, _: {"values": outputs.double().flatten().tolist()})
 
 
 def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], folder: Path) -> Iterator[Row]:
-    """Write a segmentation mask for each image into `folder`, and yield the share of each class.
+    """Write a segmentation mask for each image into `folder`. Yield the fraction of pixels in each class.
 
-    A mask is a grayscale PNG with the size and the name of the image. Its pixel values are class indices.
+    A mask is a grayscale PNG with the size and name of its image. Its pixel values are class indices.
     """
     names = saved.facts.classes or []
-    if len(names) > _MOST_MASKED:
+    if len(names) > _MAX_MASK_CLASSES:
         raise UsageError(
-            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MOST_MASKED}; use "
+            f"{saved.path}: the run has {len(names)} classes, but a mask can hold at most {_MAX_MASK_CLASSES}; use "
             f"lockstep.load"
         )
     files = files_of(inputs)
@@ -159,7 +158,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
 
 
 def top_classes(outputs: Tensor, top: int) -> TopClasses:
-    """Return the `top` likeliest classes by the softmax of the logits, which are floats of shape [classes]."""
+    """Return the `top` most likely classes by softmax. `outputs` are the logits, floats of shape [classes]."""
     probabilities = outputs.double().softmax(0)
     order = probabilities.argsort(descending=True, stable=True)[:top]
     return TopClasses(order.tolist(), probabilities[order].tolist())
@@ -168,9 +167,9 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 def _rows(
     saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, ReadImage], Row]
 ) -> Iterator[Row]:
-    """Yield the result of `row` for each image. It is called with the outputs of the model on the CPU.
+    """Yield the result of `row` for each image. `row` is called with the outputs of the model on the CPU.
 
-    An image that can't be read gets the key `skipped` with the reason.
+    For an image that can't be read, the result has the key `skipped` with the reason.
     """
     view, files = preprocessing_of(saved), files_of(inputs)
     change = device_transforms(values(saved.recipe), saved.known, computing.device)

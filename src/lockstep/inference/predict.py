@@ -25,7 +25,7 @@ Kind = Literal["pictures", "masks", "values", "table", "text"]
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a prediction besides its inputs. None stands for the default, which the command's help shows."""
+    """The options of a prediction other than its inputs. None means the default, which the command's help lists."""
 
     top: int | None = None
     out: Path | None = None
@@ -37,27 +37,27 @@ class Options:
 
 
 class Prediction(TypedDict, total=False):
-    """The prediction for an image, a table row or a prompt, as `lockstep predict --json` prints it.
+    """The prediction for an image, a table row or a prompt, as printed by `lockstep predict --json`.
 
-    The task of the run decides which keys are present. If a table has several targets, each of them has a key
-    `predicted NAME` instead of `predicted`.
+    The keys depend on the task of the run. If a table has several targets, each target has a key `predicted NAME`
+    instead of `predicted`.
     """
 
-    input: str  # the file of an image
-    classes: list[dict[str, Any]]  # likeliest first, with `class` and `probability`, or `share` for a mask
-    values: list[float]  # of a regression on images
-    mask: str  # the file that was written
-    skipped: str  # the reason why an image can't be read; the only other key is `input`
-    row: int  # the index of the table row, from 0
+    input: str  # path of the image file
+    classes: list[dict[str, Any]]  # most likely first, with `class` and `probability`, or `share` for a mask
+    values: list[float]  # regression outputs for an image
+    mask: str  # path of the mask file
+    skipped: str  # reason why the image can't be read; the only other key is `input`
+    row: int  # index of the table row, counted from 0
     predicted: Any  # for a table row: a class name, a number, or a list of numbers
-    probability: float  # of that class
+    probability: float  # probability of the predicted class
     prompt: str
-    text: str  # the continuation of the prompt
-    tokens: int  # in the prompt
+    text: str  # continuation of the prompt
+    tokens: int  # number of tokens in the prompt
     new_tokens: int
 
 
-_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # the inputs in words, and the options for them
+_INPUTS: Final[Mapping[Kind, tuple[str, Sequence[str]]]] = {  # descriptions of the inputs, and their options
     "pictures": ("images or folders of images, and predicts classes", ("top",)),
     "masks": ("images or folders of images, and writes masks", ("out",)),
     "values": ("images or folders of images, and predicts numbers", ()),
@@ -84,23 +84,22 @@ def predict(
 ) -> list[Prediction]:
     """Predict with a run folder or a checkpoint in a background process, as `lockstep predict` does.
 
-    Which arguments you can pass depends on the task of the run:
+    The supported arguments depend on the task of the run:
 
     - `inputs`: Images and folders of images, or a single table (.csv, .parquet). Not for language models.
     - `prompt`: The text that a language model continues.
     - `top`: The number of classes to return for each image. Defaults to 5.
-    - `out`: The folder to write masks into, or the file to write a table with its predictions to.
+    - `out`: The folder for masks, or the file for a table with its predictions.
     - `tokens`: The number of tokens to generate. Defaults to 100.
-    - `temperature`: The sampling temperature. Defaults to 0, which always picks the likeliest token.
+    - `temperature`: The sampling temperature. Defaults to 0, which always selects the most likely token.
     - `seed`: The seed for sampling. Defaults to 0.
-    - `tokenizer`: A tokenizer file, if the run doesn't have its tokenizer.
+    - `tokenizer`: A tokenizer file, if the run doesn't have its own tokenizer.
 
-    If an argument doesn't fit the run, UsageError is raised. The message calls the argument by its name on the command
-    line.
+    If the run doesn't support an argument, UsageError is raised. Its message uses the name of the command-line option.
 
     If `run` is a run folder, its newest checkpoint is used, or its best checkpoint with `best=True`. `weights` is
-    `model` or `ema`. By default, averaged weights (ema) are used if the run has them. Code that the recipe names only
-    runs if `overrides` name it too, or if you pass `trust=True`.
+    `model` or `ema`. By default, averaged weights (EMA) are used if the run has them. Code that the recipe names only
+    runs if `overrides` also name it, or if you pass `trust=True`.
     """
     override_words = tuple(as_words(overrides))
     request = EvalRequest(str(run), override_words, trust, best, "predict")
@@ -111,9 +110,9 @@ def predict(
 
 
 def kind_of(saved: SavedModel) -> Kind:
-    """Return the kind of prediction that a run makes.
+    """Return the kind of prediction that a run supports.
 
-    Raises UsageError if only the user's own code can tell.
+    Raises UsageError if only the user's own code can interpret the outputs.
     """
     facts, task = saved.facts, saved.recipe.task.name
     if ":" in task:
@@ -135,10 +134,10 @@ def kind_of(saved: SavedModel) -> Kind:
 
 
 def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -> Iterator[Row]:
-    """Yield a JSON-ready prediction for each image, row or prompt, in order of the inputs.
+    """Yield a JSON-compatible prediction for each image, row or prompt, in the order of the inputs.
 
-    Everything that can be wrong with the request raises UsageError before the first prediction. An image that can't be
-    read gets the key `skipped`.
+    All problems with the request raise UsageError before the first prediction. However, for an image that can't be
+    read, the prediction has the key `skipped`.
     """
     kind = kind_of(saved)
     _check(saved, kind, inputs, options)
@@ -160,7 +159,7 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table, with a line for each class. The input is only shown in its first line."""
+    """Return predictions as a table with a line for each class. The input is only shown on its first line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:
@@ -172,7 +171,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def _check(saved: SavedModel, kind: Kind, inputs: Sequence[str], options: Options) -> None:
-    """Raise UsageError if the request doesn't fit the run."""
+    """Raise UsageError if the run doesn't support the request."""
     description, supported = _INPUTS[kind]
     expectation = f"{saved.path}: this run expects {description}"
     option_names = [field.name for field in fields(Options) if getattr(options, field.name) is not None]

@@ -1,6 +1,6 @@
-"""Report pages about runs: their curves, their differences, and examples of what the models do.
+"""Report pages about runs: their curves, their differences, and examples of model outputs.
 
-Only the examples need torch.
+Only the examples require torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lockstep.reporting.page import page
 from lockstep.reporting.png import check_png, write_png
 from lockstep.reporting.run_page import sections
 
-_SAMPLES: Final = 10_000  # of each run's validation data, at most
+_DEFAULT_SAMPLES: Final = 10_000  # maximum number of validation samples for each run
 
 
 @dataclass(frozen=True)
 class Report:
-    """The files that `report` wrote. `warnings` describe everything that could not be read or shown."""
+    """The files that `report` has written. `warnings` list everything that couldn't be read or shown."""
 
     page: Path
     charts: tuple[Path, ...]
@@ -30,7 +30,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a report. `samples`, `best`, `overrides` and `trust` are only for `examples`."""
+    """The options of a report. `samples`, `best`, `overrides` and `trust` only apply to `examples`."""
 
     runs: Sequence[str]
     out: Path
@@ -53,17 +53,17 @@ def report(
     overrides: Mapping[str, Any] | None = None,
     trust: bool = False,
 ) -> Report:
-    """Draw a page about run folders, or about all runs in a folder, in a background process.
+    """Write a page about run folders, or about all runs in a folder, in a background process.
 
-    This is `lockstep report` in Python. If there is a file at `out`, it is replaced. With `png=True`, each chart is
-    also written as a PNG file, into a folder next to the page.
+    This is the Python equivalent of `lockstep report`. An existing file at `out` is replaced. With `png=True`, each
+    chart is also written as a PNG file to a folder next to the page.
 
     With `examples=True`, the newest checkpoint of each run is evaluated on its validation data, and the page shows
-    examples of what the model does. To use the best checkpoint instead, pass `best=True`. `samples` is the maximum
+    examples of the model's outputs. To use the best checkpoint instead, pass `best=True`. `samples` is the maximum
     number of validation samples for each run, and defaults to 10,000. Code that a recipe names only runs if `overrides`
-    name it too, or if you pass `trust=True`.
+    also name it, or if you pass `trust=True`.
 
-    Raises UsageError if there is no run to draw, or if no run can be evaluated for `examples`.
+    Raises UsageError if there is no run to show, or if no run can be evaluated for `examples`.
     """
     from lockstep.run.background import as_names, as_words, in_background
 
@@ -73,7 +73,7 @@ def report(
 
 
 def write_report(options: Options, tell: Callable[[str], None]) -> Report:
-    """Write the page and the charts. `tell` is called with lines about each evaluated checkpoint."""
+    """Write the page and the charts. `tell` is called with messages about each evaluated checkpoint."""
     out, samples = options.out, options.samples
     if not options.examples and (samples is not None or options.best or options.trust or options.overrides):
         raise UsageError("--samples, --best, --trust and overrides require --examples; add --examples")
@@ -91,7 +91,9 @@ def write_report(options: Options, tell: Callable[[str], None]) -> Report:
         from lockstep.run.evaluation import EvalRequest
 
         request = EvalRequest("", options.overrides, options.trust, options.best, "report --examples")
-        inspection = inspect_runs(runs, samples or _SAMPLES, lambda run: open_saved(replace(request, path=run)), tell)
+        inspection = inspect_runs(
+            runs, samples or _DEFAULT_SAMPLES, lambda run: open_saved(replace(request, path=run)), tell
+        )
         page_sections, warnings = [*page_sections, *inspection.sections], [*warnings, *inspection.problems]
     title = runs[0].folder if len(runs) == 1 else f"{len(runs)} runs"
     with os_error_as(UsageError, f"--out {out}: cannot write"):

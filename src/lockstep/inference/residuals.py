@@ -1,4 +1,4 @@
-"""Predicted and true values of a regression, and the samples with the largest errors."""
+"""Predicted and true values of a regression model, and the samples with the largest errors."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -11,17 +11,17 @@ from lockstep.reporting.charts import dots
 from lockstep.reporting.page import Section, Table
 from lockstep.tasks.regression import Regression, match_shapes
 
-_MOST_CHARTS: Final = 4  # targets
-_MOST_DOTS: Final = 2_000  # samples in a chart
-_MOST_ROWS: Final = 10
+_MAX_CHARTS: Final = 4  # maximum number of targets with a chart
+_MAX_DOTS: Final = 2_000  # maximum number of samples in a chart
+_MAX_ROWS: Final = 10
 
 
 def residuals(
     run: str, task: Regression, validation: Validation, targets: Sequence[str], batches: Iterable[EvaluatedBatch]
 ) -> list[Section]:
-    """Return a chart of predicted over true values for each target, and a table of the largest errors.
+    """Return a chart of predicted against true values for each target, and a table of the largest errors.
 
-    `targets` are the names of the targets, or empty if the data doesn't name them.
+    `targets` contains the names of the targets, or is empty if the data has no names for them.
     """
     pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, columns=True) for batch in batches]
     predicted, true = (
@@ -30,9 +30,9 @@ def residuals(
     count = true.shape[1]
     unnamed = [""] if count == 1 else [f"number {number}" for number in range(count)]
     names = targets if len(targets) == count else unnamed
-    indices = torch.linspace(0, len(true) - 1, min(_MOST_DOTS, len(true))).long()
+    indices = torch.linspace(0, len(true) - 1, min(_MAX_DOTS, len(true))).long()
     notes = [f"{len(indices):,} of {len(true):,} samples, evenly spaced."] if len(indices) < len(true) else []
-    notes += [f"The first {_MOST_CHARTS} of {count} numbers."] if count > _MOST_CHARTS else []
+    notes += [f"The first {_MAX_CHARTS} of {count} numbers."] if count > _MAX_CHARTS else []
     charts = [
         dots(
             f"{run}: predicted {name}".rstrip(),
@@ -41,15 +41,15 @@ def residuals(
             list(zip(true[indices, number].tolist(), predicted[indices, number].tolist(), strict=True)),
             note=" ".join(notes),
         )
-        for number, name in enumerate(names[:_MOST_CHARTS])
+        for number, name in enumerate(names[:_MAX_CHARTS])
     ]
-    return [*charts, _largest(run, validation, names, true, predicted)]
+    return [*charts, _largest_errors(run, validation, names, true, predicted)]
 
 
-def _largest(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
+def _largest_errors(run: str, validation: Validation, names: Sequence[str], true: Tensor, predicted: Tensor) -> Table:
     errors = (predicted - true).abs().nan_to_num(torch.inf)
     largest, number = errors.max(1)
-    order = largest.argsort(descending=True, stable=True)[:_MOST_ROWS].tolist()
+    order = largest.argsort(descending=True, stable=True)[:_MAX_ROWS].tolist()
     several_targets = len(names) > 1
     rows = [
         [

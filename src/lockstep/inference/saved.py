@@ -37,13 +37,14 @@ from lockstep.training.checkpoint import saved_state, store
 
 Weights = Literal["model", "ema"]
 
-_SHOWN: Final = 3  # wrong facts in an error message
+_MAX_PROBLEMS: Final = 3  # maximum number of invalid facts in an error message
 
 
 class Facts(BaseModel):
-    """The facts about the data of a run that a checkpoint holds.
+    """The facts about the data of a run that are stored in a checkpoint.
 
-    Only the fields that inference needs are declared. They are validated, because a run folder can come from anyone.
+    Only the fields that inference needs are declared. They are validated, because a run folder may come from an
+    untrusted source.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -63,10 +64,10 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """A checkpoint after `step` updates, with the model's own weights or their average, as `weights` says.
+    """A checkpoint after `step` updates. `weights` selects the weights of the model or their average (EMA).
 
-    `known` has all facts about the data that the checkpoint holds, and `facts` the validated fields that inference
-    needs. `notes` and `problems` are messages for the user.
+    `known` contains all facts about the data that are stored in the checkpoint. `facts` contains the validated fields
+    that inference needs. `notes` and `problems` are messages for the user.
     """
 
     path: Path
@@ -88,63 +89,63 @@ class SavedModel:
 
     @property
     def remarks(self) -> list[str]:
-        """The notes and problems as lines for the user."""
+        """The notes and problems as messages for the user."""
         return [*(f"note: {each}" for each in self.notes), *(f"warning: {each}" for each in self.problems)]
 
     @property
     def words(self) -> str:
-        """The checkpoint and its weights in words."""
+        """A description of the checkpoint and its weights."""
         averaged = ", averaged weights (ema)" if self.weights == "ema" else ""
         return f"{self.path}, after step {self.step}{averaged}"
 
     @property
     def mean_and_std(self) -> tuple[list[float] | None, list[float] | None]:
-        """The normalization of the samples: the values of the recipe, or otherwise those of the data.
+        """The mean and standard deviation for normalizing samples, from the recipe or else from the data.
 
-        Each of them is None if neither has it.
+        Each of them is None if neither the recipe nor the data sets it.
         """
         mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
         return list(mean) if mean else None, list(std) if std else None
 
     @property
     def cut(self) -> CropSettings | None:
-        """The crop of an evaluation, or None if the samples aren't cropped from images of any size."""
+        """The crop settings of an evaluation, or None if samples aren't cropped from images of varying size."""
         request = request_of(values(self.recipe.data))
         return crop_settings(request) if request.changes_size else None
 
     @property
     def tokenizer_by(self) -> str | None:
-        """The unit of the run's own tokenizer: `byte`, `character`, or `tokenizer` for a tokenizer file.
+        """The kind of tokenizer that the run has: `byte`, `character`, or `tokenizer` for a tokenizer file.
 
-        None if the run doesn't have its tokenizer.
+        None if the run doesn't have its own tokenizer.
         """
         unit = (self.facts.tokenizer or {}).get("by")
         return unit if unit in ("byte", "character", "tokenizer") else None
 
     def open_data(self) -> DataSet:
-        """Open the data that the run was trained on. Nothing is downloaded."""
+        """Open the data that the run was trained on. Data isn't downloaded."""
         data = self.recipe.data.model_copy(update={"download": False})
         return open_recipe_data(self.recipe.model_copy(update={"data": data}))
 
     def construction(self) -> Construction:
-        """Return the function that builds the model, with its arguments."""
+        """Return the function that builds the model, and its arguments."""
         model = self.recipe.model
         return construction(name=model.name, source=model.source, options=model.options, facts=self.known)
 
     def task(self, example: Batch = None) -> Task:
         """Return the task of the run.
 
-        `example` is a batch of a few samples, which is needed if the facts don't determine the task.
+        `example` is a batch of a few samples. It is needed if the facts don't determine the task.
         """
         return find_task(values(self.recipe), self.name, self.known, example).task
 
     def model(self) -> nn.Module:
         """Build the model on the CPU in evaluation mode, without chunks, and load the trained weights.
 
-        Raises UsageError if the weights don't fit the model of the recipe.
+        Raises UsageError if the weights don't match the model of the recipe.
         """
         recipe = self.recipe
-        # Built without pretrained weights, since the checkpoint has all weights.
+        # Pretrained weights aren't needed, because the checkpoint contains all weights.
         plain = plain_model(recipe, self.known)
         model = initialise(partial(build_finetuned, plain, tuning_of(recipe)), recipe.seed)
         check_tensors(self.path, self.tensors, model.state_dict())
@@ -152,7 +153,7 @@ class SavedModel:
         return model.eval().requires_grad_(False)
 
     def computing(self) -> "Computing":
-        """Return the model on its device, ready to compute as in an evaluation of the run.
+        """Return the model on its device, ready to run as in an evaluation of the run.
 
         Unlike in the run, the model isn't split into chunks.
         """
@@ -163,7 +164,7 @@ class SavedModel:
 
 @final
 class Computing:
-    """A model on its device with the forward pass of an evaluation: precision, dtypes and memory format."""
+    """A model on its device that runs evaluation forward passes, with the run's precision, dtypes and memory format."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device) -> None:
         self.device = device
@@ -173,7 +174,7 @@ class Computing:
         self._autocast = autocast(recipe.precision, device)
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
-        if self._numerics.stored is not None:  # the weights are stored in that dtype
+        if self._numerics.stored is not None:  # the weights are stored in this dtype
             widen_batchnorm(self._model)
             store_in(self._model, self._numerics.stored)
         else:
@@ -181,7 +182,7 @@ class Computing:
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
-        """Move the inputs to the device and return the outputs of the model."""
+        """Move the inputs to the device, and return the outputs of the model."""
         device_inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
         with self._autocast, OwnCode(self._name):
             outputs = call(self._model, self._numerics.prepare_inputs(device_inputs))
@@ -191,8 +192,8 @@ class Computing:
 def open_saved(request: EvalRequest, weights: Weights | None = None) -> SavedModel:
     """Open a checkpoint as `lockstep eval` does. Code that its recipe names only runs if the user allows it.
 
-    `weights` default to those of an evaluation, which are averaged weights if the run has them. Raises UsageError if
-    averaged weights are required but the run has none.
+    `weights` defaults to the weights that an evaluation uses, which are averaged weights if the run has them. If
+    averaged weights are requested but the run has none, raises UsageError.
     """
     if weights not in (None, "model", "ema"):
         raise UsageError(f"weights: expected 'model' or 'ema', got {weights!r}")
@@ -224,7 +225,7 @@ def _facts(path: Path, facts: Mapping[str, Any]) -> Facts:
     except ValidationError as error:
         lines: Sequence[str] = [
             f"data.{'.'.join(map(str, problem['loc']))}: {problem['msg'].lower()}"
-            for problem in error.errors()[:_SHOWN]
+            for problem in error.errors()[:_MAX_PROBLEMS]
         ]
         raise UsageError(
             "\n".join([f"{path / store.STATE}: does not have the format of this version:", *lines])

@@ -1,6 +1,6 @@
 """Predictions for a new table.
 
-Its rows become inputs of the model with the column statistics that the checkpoint holds.
+Its rows are converted to inputs of the model using the column statistics in the checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,20 +18,20 @@ from lockstep.inference.pictures import Row, top_classes
 from lockstep.inference.saved import Computing, SavedModel
 from lockstep.tasks.batches import predictions
 
-_WRITTEN: Final = (".csv", ".parquet")
+_OUTPUT_SUFFIXES: Final = (".csv", ".parquet")
 
 
 def predict_rows(saved: SavedModel, computing: Computing, file: Path, out: Path | None = None) -> Iterator[Row]:
-    """Yield the predicted class, or the predicted target values, for each row of a .csv or .parquet file.
+    """Yield the predicted class or the predicted target values of each row of a .csv or .parquet file.
 
-    With `out`, the whole table is also written to that file, with the predictions as additional columns. The table may
-    lack columns that the run didn't learn from.
+    With `out`, the full table is also written to that file, with the predictions as additional columns. The table
+    doesn't need columns that the run wasn't trained on.
     """
     table = read(file)
     rows = _rows(saved, table)
     if out is not None:
-        if out.suffix not in _WRITTEN:
-            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_WRITTEN)}")
+        if out.suffix not in _OUTPUT_SUFFIXES:
+            raise UsageError(f"--out {out}: the name of a table must end in {' or '.join(_OUTPUT_SUFFIXES)}")
         if out.exists():
             raise UsageError(f"--out {out}: already exists; use a different name")
         if not out.parent.is_dir():

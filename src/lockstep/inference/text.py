@@ -1,6 +1,6 @@
 """Continues a prompt with a language model, token by token.
 
-Each token is the likeliest token, or is drawn by its probability.
+Each token is either the most likely token, or is sampled.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ from lockstep.tasks.batches import predictions
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a text.
+    """The settings for generating text.
 
-    `tokens` is the number of new tokens. With a `temperature` of 0, each token is the likeliest token. Otherwise,
-    tokens are drawn with `seed`.
+    `tokens` is the number of new tokens. With a `temperature` of 0, each token is the most likely token. Otherwise,
+    tokens are sampled using `seed`.
     """
 
     tokens: int = 100
@@ -33,10 +33,10 @@ class Sampling:
 def continue_prompt(
     saved: SavedModel, computing: Computing, prompt: str, sampling: Sampling, tokenizer: str | None = None
 ) -> Iterator[Row]:
-    """Yield the prompt, the text that follows it, and the numbers of prompt tokens and new tokens.
+    """Yield the prompt, its continuation, and the numbers of prompt tokens and new tokens.
 
-    `tokenizer` is a file of the tokenizers library. It is needed if the run doesn't have a tokenizer, or if the file of
-    the run's tokenizer was moved.
+    `tokenizer` is a file of the tokenizers library. It is required if the run doesn't have its own tokenizer, or if the
+    file of the run's tokenizer was moved.
     """
     run_tokenizer = tokenizer_for(saved, tokenizer)
     prompt_ids = run_tokenizer.encode(prompt).astype(np.int64).tolist()
@@ -49,14 +49,15 @@ def continue_prompt(
 def continue_tokens(
     saved: SavedModel, computing: Computing, tokenizer: Tokenizer, prompt_ids: list[int], sampling: Sampling
 ) -> tuple[str, str, int]:
-    """Return the text of the given tokens, the text that follows it, and the number of new tokens."""
+    """Return the text of the prompt, its continuation, and the number of new tokens."""
 
     def scores(ids: list[int]) -> Tensor:
         outputs = predictions(computing((torch.tensor([ids]),)), saved.name)
-        return outputs[0, -1, : tokenizer.vocabulary]  # a model can have more tokens than its tokenizer
+        return outputs[0, -1, : tokenizer.vocabulary]  # a model may have more tokens than its tokenizer
 
     new_ids = generate_tokens(scores, prompt_ids, sampling, saved.facts.context)
-    # With a byte tokenizer, the prompt can end within a character, so the prompt and new tokens are decoded together.
+    # With a byte tokenizer, the prompt may end within a character. Therefore, the prompt and the new tokens are decoded
+    # together.
     prompt_text, text = (tokenizer.decode(np.array(ids)) for ids in (prompt_ids, prompt_ids + new_ids))
     return prompt_text, text.removeprefix(prompt_text), len(new_ids)
 
@@ -64,9 +65,10 @@ def continue_tokens(
 def generate_tokens(
     scores: Callable[[list[int]], Tensor], prompt_ids: list[int], sampling: Sampling, context: int | None
 ) -> list[int]:
-    """Return the tokens that follow those in `prompt_ids`. The model sees at most the last `context` tokens.
+    """Return the tokens that continue `prompt_ids`. The model sees at most the last `context` tokens.
 
-    `scores` returns the logits of the next token, floats of shape [vocabulary]. Tokens are drawn on the CPU in float64.
+    `scores` returns the logits of the next token, which are floats of shape [vocabulary]. Tokens are sampled on the CPU
+    in float64.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt_ids)
@@ -83,7 +85,7 @@ def generate_tokens(
 def tokenizer_for(saved: SavedModel, file: str | None = None) -> Tokenizer:
     """Return the tokenizer of a run, or the tokenizer in `file`.
 
-    Raises UsageError if the run needs a file and there is none, or if the tokenizer doesn't match the run.
+    Raises UsageError if a file is required but not available, or if the tokenizer doesn't match the run.
     """
     unit = saved.tokenizer_by
     path = file or saved.recipe.data.options.get("tokenizer")

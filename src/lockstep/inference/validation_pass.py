@@ -1,4 +1,4 @@
-"""Runs the validation data of a saved run through its model as in an evaluation of the run, in a single process."""
+"""Evaluates the model of a saved run on its validation data, in a single process."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from lockstep.inference.saved import Computing, SavedModel
 from lockstep.setup.data_facts import check_facts
 from lockstep.setup.examples import examples, transforms_of
 from lockstep.tasks.base import Task
-from lockstep.training.evaluate import batch_sums, figures_of
+from lockstep.training.evaluate import batch_sums, task_metrics
 
 
 class EvaluatedBatch(NamedTuple):
-    """The sample indices, the batch that the model saw, and its outputs. Batch and outputs are on the device."""
+    """The sample indices of a batch, the batch, and the outputs. The batch and the outputs are on the device."""
 
     numbers: NDArray[np.int64]
     batch: Batch
@@ -42,9 +42,9 @@ class Validation:
     transforms: DeviceTransforms
 
     def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Compute each sample once, and add the sums of each batch to `sums`.
+        """Evaluate each sample once, yield the batches, and add the sums of each batch to `sums`.
 
-        If all samples are evaluated, the batches are those of an evaluation of the run.
+        If all samples are evaluated, the batches are the same as in an evaluation of the run.
         """
         for number, first in enumerate(self._firsts):
             numbers = self.numbers[first : first + self.computing.batch]
@@ -55,23 +55,23 @@ class Validation:
             yield EvaluatedBatch(numbers, batch, outputs)
 
     def figures(self, sums: NamedSums) -> dict[str, float]:
-        """Return the loss and the task's figures over all batches, by their names in the event log."""
-        return figures_of(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
+        """Return the loss and the metrics of the task over all batches, by their names in the event log."""
+        return task_metrics(self.task, sums.total(World(ALONE, torch.device("cpu")), len(self._firsts)))
 
     @property
     def _firsts(self) -> range:
         return range(0, len(self.numbers), self.computing.batch)
 
     def name(self, number: int) -> str:
-        """Return the name of a sample, which consists of its index and its file if it has one."""
+        """Return the name of a sample, which consists of its index and its file, if it has one."""
         file = f" {self.data.files[1](number)}" if self.data.files else ""
         return f"sample {number}{file}"
 
 
 def open_validation(saved: SavedModel, limit: int) -> Validation:
-    """Open the validation data of a saved run, and choose at most `limit` of its samples.
+    """Open the validation data of a saved run, and select at most `limit` samples.
 
-    Nothing is downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
+    Data isn't downloaded. Raises UsageError if the data isn't on this machine, differs from the data that the run was
     trained on, or has no validation split.
     """
     recipe, data = saved.recipe, saved.open_data()

@@ -1,1 +1,1 @@
-"""Starts jobs with a launcher, submits them to a cluster, and reads their run folders."""
+"""Starts jobs with a launcher, submits jobs to a cluster, and reads run folders."""

@@ -1,4 +1,4 @@
-"""Starts a job with a launcher, by replacing this process with it or by running a command for each host."""
+"""Starts a job with a launcher, by replacing this process with the launcher or by running a command for each host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.ranks.secret import job_secret, new_secret
 if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
-_UP_S: Final = 600.0  # the longest wait for the name of the first node
+_FIRST_NODE_TIMEOUT_S: Final = 600.0  # maximum time to wait for the name of the first node
 
 
 def starters() -> dict[str, Launcher]:
@@ -34,7 +34,7 @@ def starters() -> dict[str, Launcher]:
 
 
 def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
-    """Start a job with a launcher and return its exit code. With `dry_run`, only print the command lines.
+    """Start a job with a launcher, and return its exit code. With `dry_run`, only print the command lines.
 
     `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
@@ -46,9 +46,10 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
             "run.dir: not set, but with --restarts or --nodes MIN:MAX the run can be restarted, and each start would "
             "begin a new run; set it, for example run.dir=runs/a"
         )
-    if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it at once
+    if dry_run or name not in ("local", "node"):  # otherwise, the ranks on this host report it immediately
         _check_work(job)
-    # The user's secret. Otherwise a new one, but only if this command starts all ranks, so that all of them get it.
+    # Use the user's secret. If there is none, generate a secret, but only if this command starts all ranks, because all
+    # ranks need it.
     user_secret = os.fsdecode(job_secret(os.environ))
     secret = user_secret or (
         new_secret() if launcher.signed and launcher.starts_all(job) and job.fewest is None else ""
@@ -67,16 +68,16 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
         _wait_for(job.first)
     if lines:
         return _run_on_hosts(launcher, lines, job, secret)
-    if launcher.elastic and not job.standalone and (problem := host_problem(job.meets_on)):
+    if launcher.elastic and not job.standalone and (problem := host_problem(job.rendezvous_host)):
         raise UsageError(f"{problem}; {GIVE_ADDRESS}")
-    _become(line, launcher, secret)
+    _exec_launcher(line, launcher, secret)
     return EXIT_DONE
 
 
 def read_hosts(file: Path) -> tuple[str, ...]:
-    """Return the host names in a file, which has one name per line.
+    """Return the host names in a file, which contains one name per line.
 
-    Lines that begin with # are comments. Anything after the name is ignored.
+    Lines that start with # are comments. Anything after the name is ignored.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -91,7 +92,7 @@ def read_hosts(file: Path) -> tuple[str, ...]:
 
 
 def number_of_hosts(text: str) -> tuple[int | None, int]:
-    """Return the minimum number of hosts, or None if all are required, and the maximum."""
+    """Return the minimum and the maximum number of hosts. The minimum is None if all hosts are required."""
     numbers = text.split(":")
     if len(numbers) > 2 or not all(number.isdecimal() and int(number) for number in numbers):
         raise UsageError(f"--nodes: expected a number such as 2, or MIN:MAX such as 1:3, got {text}")
@@ -99,12 +100,12 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
-    """Return the job. Raise UsageError if it needs something that the launcher doesn't support."""
+    """Return the job. If it requires something that the launcher doesn't support, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         *names, last = [starter.name for starter in starters().values() if starter.elastic]
         raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
-    if job.id and (job.standalone or job.meets_by == "static"):
+    if job.id and (job.standalone or job.rendezvous_backend == "static"):
         raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
     if options and not launcher.resources:
         raise UsageError(f"{options}: {unsupported}; use --on slurm, or lockstep submit")
@@ -114,18 +115,18 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
 
 
 def _with_id(launcher: Launcher, job: Job) -> Job:
-    """Return the job with a rendezvous id, if it needs one and this command starts all hosts."""
-    if job.id or job.meets_by == "static":
+    """Return the job with a rendezvous ID, if it needs one and this command starts all hosts."""
+    if job.id or job.rendezvous_backend == "static":
         return job
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
-    if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous and rejects its id
+    if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous and rejects its ID
         raise UsageError("--rendezvous: etcd-v2 requires an id for this start, the same on all hosts; pass it in --id")
     return job
 
 
 def _check_node_rank(launcher: Launcher, job: Job, node_rank: int | None) -> None:
-    needs_node_rank = not launcher.starts_all(job) and job.meets_by == "static"
+    needs_node_rank = not launcher.starts_all(job) and job.rendezvous_backend == "static"
     if node_rank is not None and not (needs_node_rank and node_rank < job.nodes):
         raise UsageError(
             f"--node-rank: got {node_rank} with --on {launcher.name} and {job.nodes} hosts; it must be below the "
@@ -142,7 +143,7 @@ def _check_work(job: Job) -> None:
     """Raise UsageError if `lockstep train` would reject this number of ranks."""
     if job.words[0] != "train" or job.fewest is not None or any(word.startswith("-") for word in job.words[1:]):
         return
-    from lockstep.setup.strategy import check_strategy, find_strategy  # torch takes seconds
+    from lockstep.setup.strategy import check_strategy, find_strategy  # imported lazily, because torch takes seconds
 
     config = _loaded(job).config
     name, strategy = find_strategy(config.placement, job.processes)
@@ -150,16 +151,16 @@ def _check_work(job: Job) -> None:
 
 
 def _loaded(job: Job) -> Loaded:
-    """Return the configuration of a training job. Raises ConfigError if its arguments are invalid."""
+    """Return the configuration of a training job. Raise ConfigError if its arguments are invalid."""
     from lockstep.config.load import load, split
 
     return load(*split(job.words[1:]))
 
 
-def _become(line: list[str], launcher: Launcher, secret: str) -> None:
+def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
     """Replace this process with the launcher, so that the launcher receives all signals.
 
-    The environment of the processes that it starts contains the secret.
+    The secret is in the environment of the processes that the launcher starts.
     """
     env = {**os.environ, SECRET: secret} if secret else dict(os.environ)
     if shutil.which(line[0]) is None:
@@ -182,7 +183,7 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
     if shutil.which(program) is None:
         raise UsageError(f"{program} not found; install it, or use a different --on")
     before = _result(job) if launcher.elastic else {}
-    # Without torchrun's agents, the lines are ranks on this host, and the exit codes are those of the ranks.
+    # Without torchrun's agents, the lines are ranks on this host, so their exit codes are those of the ranks.
     ended = run_on_hosts(lines, _report, required=job.fewest, secret=secret, is_local=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:
@@ -193,31 +194,31 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
 
 
 def _wait_for(host: str) -> None:
-    """Wait until the name of the first node resolves.
+    """Wait until the name of the first node can be resolved.
 
-    Platforms only register the name once that node is up.
+    Platforms only register the name once the node is up.
     """
     if host_problem(host):
-        _report(f"waiting for an address of {host}, at most {_UP_S / 60:.0f} minutes")
-        if problem := host_problem(host, _UP_S):
+        _report(f"waiting for an address of {host}, at most {_FIRST_NODE_TIMEOUT_S / 60:.0f} minutes")
+        if problem := host_problem(host, _FIRST_NODE_TIMEOUT_S):
             raise UsageError(f"{problem}; set the variable of the first node to its address")
 
 
 def _report(text: str) -> None:
-    with suppress(OSError):  # the terminal may be closed; SIGHUP follows
+    with suppress(OSError):  # the terminal may be closed, and SIGHUP follows
         print(text, file=sys.stderr, flush=True)
 
 
 def _result(job: Job) -> dict[str, Any]:
     """Return the result that a training job wrote to its run folder.
 
-    Returns an empty mapping if it hasn't ended, or if there is no run folder.
+    Returns an empty dict if the job hasn't ended, or if there is no run folder.
     """
-    from lockstep.runs.runs import RESULT, json_in
+    from lockstep.runs.runs import RESULT, read_json_dict
 
     if job.words[0] != "train":
         return {}
     with suppress(LockstepError):  # the ranks report invalid arguments
         folder = _loaded(job).config.run.dir
-        return json_in(Path(folder, RESULT)) if folder else {}
+        return read_json_dict(Path(folder, RESULT)) if folder else {}
     return {}

@@ -1,6 +1,6 @@
-"""Reads run folders and Slurm's queue for `jobs`, `watch` and `report`.
+"""Reads run folders and the Slurm queue for `jobs`, `watch` and `report`.
 
-Nothing is written or executed, and torch isn't imported.
+This writes and executes nothing, and doesn't import torch.
 """
 
 import time
@@ -20,19 +20,19 @@ from lockstep.reporting.run_log import History, RunLog, RunStart
 from lockstep.reporting.run_view import RunView, state
 from lockstep.runs.runs import Submitted, failure, is_held, job_of, machine_of, run_folders
 
-_AT_ONCE: Final = 20_000  # events, about half a second, so that Ctrl-C works while a log of millions is read
-_NOTICES: Final = 50  # the last notices of a run that are kept
-_QUERY_S: Final = 30.0  # between two queries to Slurm
-_SEARCH_S: Final = 3.0  # between two searches for new runs
+_EVENTS_PER_REFRESH: Final = 20_000  # maximum number of events per refresh (about half a second), so that Ctrl-C works
+_NOTICES: Final = 50  # maximum number of notices that are kept for a run
+_QUERY_S: Final = 30.0  # seconds between two queries to Slurm
+_SEARCH_S: Final = 3.0  # seconds between two searches for new runs
 
-Queue = Mapping[int, tuple[str, str]] | None  # states and reasons by job; None if Slurm isn't available
+Queue = Mapping[int, tuple[str, str]] | None  # state and reason by job ID; None if Slurm isn't available
 
 
 @final
 class RunReader:
-    """Reads a run folder. Each `refresh` reads new events, and `view` returns the run by all events so far.
+    """Reads a run folder. `refresh` reads new events, and `view` returns the state of the run after all events so far.
 
-    A line that isn't an event of this version is skipped with a notice. If the reader is `strict`, it makes the run
+    A line that isn't an event of this version is skipped with a notice. With `strict`, such a line makes the run
     unreadable, and `problem` describes it.
     """
 
@@ -52,43 +52,43 @@ class RunReader:
 
     @property
     def job(self) -> int | None:
-        """The number of the last job in Slurm."""
+        """The Slurm ID of the last job, or None."""
         return self._submitted.job if self._submitted else None
 
     def refresh(self) -> None:
         """Read new events.
 
-        Unless the reader is strict, each call reads a limited number of events. `is_whole` is false until the rest is
-        read.
+        Unless the reader is strict, each call reads a limited number of events. `is_whole` is false until the remaining
+        events are read.
         """
-        at_most = None if self._strict else _AT_ONCE
+        limit = None if self._strict else _EVENTS_PER_REFRESH
         if self._tail.is_replaced():
             self._begin()
-        self._is_in_use = is_held(self.folder)  # before reading: if the run ends now, its last events are read below
+        self._is_in_use = is_held(self.folder)  # first, so that if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
-            for event in islice(self._tail.new(), at_most):
+            for event in islice(self._tail.new(), limit):
                 number += 1
-                self._take(event)
+                self._add_event(event)
         except UsageError as error:
             problem = str(error)
         if problem and problem != self.problem:
             self._warn(problem)
         self.problem = problem
-        self.is_whole = number != at_most
+        self.is_whole = number != limit
         while self._tail.problems:
             self._warn(self._tail.problems.popleft())
         if not self._configuration.recipe:
             self._configuration = read_recorded_config(self.folder / CONFIG)
 
     def view(self, queue: Queue) -> RunView:
-        """Return the run by all events so far. `queue` contains the state of its job, with the reason."""
+        """Return the state of the run after all events so far. `queue` has the state and reason of each Slurm job."""
         history = History() if self.problem and self._strict else self._log.history()
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
         judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
-        # A saved run has failed if a later start ended before its first event.
+        # A saved run counts as failed if a later start ended before its first event.
         has_ended = judged in ("died", "saved")
         failed = failure(self.folder, ignore_transient=judged == "saved") if has_ended else ""
         return RunView(
@@ -110,11 +110,11 @@ class RunReader:
         self._tail = jsonl.Tail(self.folder / jsonl.EVENTS, strict=self._strict)
         self._log = RunLog()
         self._notices: deque[Notice] = deque(maxlen=_NOTICES)
-        self._notice_count = 0  # all notices so far, including those that were dropped
+        self._notice_count = 0  # number of all notices so far, including dropped notices
         self.is_whole = False
         self._is_in_use = True
 
-    def _take(self, event: dict[str, object]) -> None:
+    def _add_event(self, event: dict[str, object]) -> None:
         try:
             self._log.take(event)
         except (KeyError, ValueError) as error:
@@ -124,7 +124,7 @@ class RunReader:
             self._warn(f"an event of unknown form was skipped ({error!r})")
             return
         if event.get("event") == "started":
-            self._configuration = RecordedConfig({}, {})  # read again, since the placement may have changed
+            self._configuration = RecordedConfig({}, {})  # reread it, because the placement may have changed
         if (new_notice := notice(event, self._log.fractions)) is not None:
             self._note(new_notice)
 
@@ -137,7 +137,7 @@ class RunReader:
 
 
 def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
-    """Return the placement with the strategy and number of processes that the last start chose."""
+    """Return the placement with the actual strategy and number of processes of the last start."""
     if not placement or not starts:
         return placement
     started = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
@@ -145,7 +145,7 @@ def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) 
 
 
 def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders without duplicates, most recently active first, and warnings."""
+    """Return the runs in the folders, with the most recently active first, and warnings. Duplicates are removed."""
     readers = [RunReader(run, strict=True) for run in run_folders(*folders)]
     for reader in readers:
         reader.refresh()
@@ -156,7 +156,7 @@ def read_runs(folders: Iterable[Path]) -> tuple[list[RunView], list[str]]:
 
 
 def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
-    """Return the runs in the folders, sorted by name, and warnings. Raises UsageError if there are none.
+    """Return the runs in the folders, sorted by name, and warnings. Raise UsageError if there are no runs.
 
     Folders are searched as in `lockstep jobs`. No code of a run is executed, and nothing is unpickled.
     """
@@ -168,7 +168,7 @@ def runs_by_name(folders: Sequence[Path]) -> tuple[list[RunView], list[str]]:
 
 @final
 class Watch:
-    """The runs in some folders, as they change.
+    """Watches the runs in some folders.
 
     A run folder that you name is always watched. In a folder of runs, only runs that are in progress or start later are
     watched. With `wait`, the folders don't have to exist yet.
@@ -180,12 +180,12 @@ class Watch:
         self._readers: dict[Path, RunReader] = {}
         self._queue: Queue = None
         self._last_query_s = self._last_search_s = -float("inf")
-        self.warning = ""  # set if Slurm didn't answer
+        self.warning = ""  # set if Slurm didn't respond
 
     def refresh(self) -> list[RunView]:
-        """Read new events, and return the runs in the order in which they were found.
+        """Read new events. Return the runs in the order in which they were found.
 
-        On the first call without `wait`, UsageError is raised if a folder doesn't exist or if no run is in progress.
+        The first call raises UsageError if a folder doesn't exist or if no run is in progress, unless `wait` is set.
         """
         time_s = time.monotonic()
         if time_s - self._last_search_s >= _SEARCH_S:
@@ -196,7 +196,7 @@ class Watch:
         return [reader.view(self._queue) for reader in self._readers.values()]
 
     def _find_runs(self, first: bool) -> None:
-        """Find new runs to watch."""
+        """Find new runs, and start to watch them."""
         runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
         unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
         jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}
@@ -210,13 +210,13 @@ class Watch:
                 "list all runs with lockstep jobs, or wait for the next run with --wait"
             )
 
-    def _runs(self, folder: Path, must_be_there: bool) -> Iterator[tuple[Path, bool]]:
-        """Yield the runs in a folder, each with whether it is the folder itself."""
+    def _runs(self, folder: Path, must_exist: bool) -> Iterator[tuple[Path, bool]]:
+        """Yield each run in a folder, and whether the run is the folder itself."""
         try:
             for run in run_folders(folder):
                 yield run, run == folder
         except UsageError as error:
-            if must_be_there:
+            if must_exist:
                 raise UsageError(f"{error}; to wait for a run that is about to start, use --wait") from None
 
     def _query_slurm(self, jobs: set[int]) -> None:

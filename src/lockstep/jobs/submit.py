@@ -1,7 +1,4 @@
-"""Implements `lockstep submit` below its options.
-
-Checks the training, builds the batch script or manifest, and submits it.
-"""
+"""Implements `lockstep submit`: checks the training, builds the batch script or the manifest, and submits it."""
 
 import re
 import shlex
@@ -22,16 +19,16 @@ from lockstep.training.checkpoint import durable
 
 
 def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> tuple[Path, str]:
-    """Return the run folder of a training and its batch script. Raises UsageError if it can't run.
+    """Return the run folder and the batch script of a training job. Raise UsageError if the job can't run.
 
-    `name` is the name of the job and defaults to that of the recipe. `limit` and `warn_before_s` are the fields `time`
-    and `warn_before_s` of Batch.
+    `name` is the name of the job, which defaults to the name of the recipe. `limit` and `warn_before_s` are the fields
+    `time` and `warn_before_s` of Batch.
     """
     loaded = _check_training(job)
     from lockstep.setup import recipe_folder
 
-    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.fresh(loaded)
-    # Fix everything that could change between two starts.
+    run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
+    # Set everything that could change between two starts explicitly.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
     resume = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)
@@ -41,20 +38,20 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
 
 
 def submit(run: Path, script: str) -> int:
-    """Write the batch script into the run folder, submit it, record the job number and return it."""
+    """Write the batch script into the run folder and submit it. Record the job ID and return it."""
     if shutil.which("sbatch") is None:
         raise UsageError("sbatch not found; submit from a host of the cluster, or load Slurm's module")
     new_folders = [folder for folder in (run, run / "logs") if not folder.exists()]
     file = run / JOB_SCRIPT
     with os_error_as(UsageError, f"run.dir {run}: cannot be used", "; use a different run.dir"):
-        (run / "logs").mkdir(parents=True, exist_ok=True)  # Slurm doesn't create it, and runs the job without a log
+        (run / "logs").mkdir(parents=True, exist_ok=True)  # otherwise, Slurm runs the job without a log
         durable.replace(file, script.encode())
         file.chmod(0o755)
     submitted = time.time()
     try:
         job = batch.submit(file)
     except LockstepError:
-        if run in new_folders:  # nothing is lost, since --dry-run shows the script
+        if run in new_folders:  # nothing is lost, because --dry-run shows the script
             file.unlink()
         for folder in reversed(new_folders):
             with suppress(OSError):
@@ -65,9 +62,9 @@ def submit(run: Path, script: str) -> int:
 
 
 def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
-    """Return the Kubernetes objects of a training as YAML. Raises UsageError if it can't run.
+    """Return the Kubernetes objects of a training job as YAML. Raise UsageError if the job can't run.
 
-    A new secret is created for the objects. Their name defaults to that of the recipe or script.
+    The objects contain a new secret. Their name defaults to the name of the recipe or script.
     """
     if job.is_script:
         name, run = Path(job.words[1]).stem, None
@@ -85,7 +82,7 @@ def manifest(job: Job, cluster: kubernetes.Cluster) -> str:
 
 
 def create(objects: str, namespace: str) -> list[str]:
-    """Create all objects of a manifest and return their names. If one of them fails, none are left."""
+    """Create all objects of a manifest, and return their names. If an object fails, all objects are deleted."""
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl not found; install it, or create the output of --dry-run on a host that has kubectl")
     options = ["--namespace", namespace] if namespace else []
@@ -102,10 +99,10 @@ def create(objects: str, namespace: str) -> list[str]:
 
 
 def _check_training(job: Job) -> Loaded:
-    """Return the configuration of a training.
+    """Return the configuration of a training job.
 
-    Raises UsageError for everything that `lockstep train` would reject with this number of processes, except for the
-    data.
+    Raises UsageError for everything that `lockstep train` would reject with this number of processes, except for
+    problems with the data.
     """
     if not job.words or job.words[0] != "train":
         raise UsageError(
@@ -115,7 +112,7 @@ def _check_training(job: Job) -> Loaded:
     loaded = load(*split(job.words[1:]))
     if problems := other_processes(loaded.config.placement.processes, job.processes):
         raise UsageError(*problems)
-    # Imported late, because torch takes seconds.
+    # Imported lazily, because torch takes seconds.
     from lockstep.setup import recipe_folder
     from lockstep.setup.prepare import check
 

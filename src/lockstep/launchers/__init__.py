@@ -1,4 +1,4 @@
-"""Launcher detection. Each launcher has a file of pure functions; side effects are here. Never imports torch."""
+"""Launcher detection. Each launcher has a file of pure functions, and side effects are here. Never imports torch."""
 
 import os
 from collections.abc import Mapping
@@ -14,33 +14,33 @@ from lockstep.launchers.base import Launcher
 
 @dataclass(frozen=True)
 class Detection:
-    """The result of one launcher's detection: a rank, a problem, or neither if it did not start this process."""
+    """The result of detecting a launcher: a rank, a problem, or neither if the launcher didn't start this process."""
 
     launcher: Launcher
     info: RankInfo | None
     problem: str | None
 
 
-# Launchers are tried in this order until one of them recognizes the process. Inner launchers come first, because a
-# process inherits the variables of every launcher above it.
+# Launchers are tried in this order until one recognizes the process. Inner launchers come first, because a process
+# inherits the variables of all outer launchers.
 ORDER: Final = (
     local.LAUNCHER,
     node.LAUNCHER,
-    torchrun.LAUNCHER,  # srun and mpirun start it once on each host
-    environment.LAUNCHER,  # a script set them from the variables of its launcher
-    horovodrun.LAUNCHER,  # over MPI it sets no rank, so mpirun is detected
-    openmpi.LAUNCHER,  # in a Slurm job it starts its daemons with srun
-    mpich.LAUNCHER,  # same here: SLURM_PROCID belongs to the daemon
+    torchrun.LAUNCHER,  # srun and mpirun may start it once per host
+    environment.LAUNCHER,  # a script sets them from the variables of its launcher
+    horovodrun.LAUNCHER,  # with MPI, it sets no rank, so mpirun is detected
+    openmpi.LAUNCHER,  # in a Slurm job, it starts its daemons with srun
+    mpich.LAUNCHER,  # also starts daemons with srun, so SLURM_PROCID belongs to the daemon
     slurm.LAUNCHER,
     ssh.LAUNCHER,
 )
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this process according to its launcher, or None if no launcher started it.
+    """Return the rank that a launcher assigned to this process, or None if no launcher started it.
 
-    Raises UsageError if a launcher's variables are invalid. Setting only one of RANK and WORLD_SIZE is an error too,
-    unless a launcher is detected: scripts for Slurm often set WORLD_SIZE and leave the rank to srun.
+    Raises UsageError if a launcher's variables are invalid. Setting only one of RANK and WORLD_SIZE is also an error,
+    unless a launcher is detected, because Slurm scripts often set WORLD_SIZE and leave the rank to srun.
     """
     for launcher in ORDER:
         info = launcher.detect(env) if launcher.detect else None
@@ -51,13 +51,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def check_alone(work: str) -> None:
-    """Raise UsageError if a launcher started this process. For commands that start their own processes."""
+    """Raise UsageError if a launcher started this process. Used by commands that start their own processes."""
     if detect(os.environ):
         raise UsageError(f"{work} itself; run it once, without a launcher")
 
 
 def detect_rank() -> RankInfo | None:
-    """Return the rank of this process, or None without a launcher. The process will exit when its launcher exits."""
+    """Return the rank of this process, or None without a launcher. The process is set up to exit with its launcher."""
     info = detect(os.environ)
     if info is None:
         return None
@@ -66,7 +66,7 @@ def detect_rank() -> RankInfo | None:
 
 
 def detect_all(env: Mapping[str, str]) -> tuple[Detection, ...]:
-    """Return the detection result of every launcher, in order. The first with a rank or a problem takes effect."""
+    """Return the detection results of all launchers, in order. The first result with a rank or a problem applies."""
     looks = []
     for launcher in ORDER:
         if launcher.detect:

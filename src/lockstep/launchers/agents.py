@@ -1,22 +1,22 @@
-"""The command line of a torchrun agent, for all launchers that start one agent per host."""
+"""The command line of a torchrun agent, for launchers that start one agent per host."""
 
 from typing import Final
 
 from lockstep.errors import UsageError
 from lockstep.launchers.job import Job
 
-# If ranks share the store of the agents and rank 0 moves to a different host, the agents keep passing on the old
-# address (pytorch#182375 fixed only the opposite case). With this setting, rank 0 opens a new store at each start.
+# If ranks share the store of the agents and rank 0 moves to a different host, the agents continue to pass the old
+# address (pytorch#182375 only fixed the opposite case). With this setting, rank 0 opens a new store at each start.
 OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-_LAST_CALL_S: Final = 5  # to wait for more hosts once there are enough; torch waits 30 s at each start
+_LAST_CALL_S: Final = 5  # time to wait for more hosts once there are enough; torch waits 30 s at each start
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, and the warning signal of batch systems
 
 
 def command(job: Job) -> list[str]:
     """Return the command line for host number `job.host`. With static rendezvous, rank 0 is on the first host.
 
-    If the number of hosts is fixed, ranks are told how many processes to expect: when clocks differ, an agent can
-    mistake the other agents for dead and start alone.
+    If the number of hosts is fixed, the command line includes the expected number of processes. If clocks differ, an
+    agent may consider the other agents dead and start alone.
     """
     words = [job.python, "-m", "torch.distributed.run", *_rendezvous(job), f"--nproc-per-node={job.processes_per_node}"]
     if job.fewest is not None:
@@ -37,10 +37,10 @@ def _rendezvous(job: Job) -> list[str]:
             f"or list the hosts in --hosts FILE"
         )
     nodes = f"--nnodes={job.nodes if job.fewest is None else f'{job.fewest}:{job.nodes}'}"
-    if job.meets_by == "static":
-        host, _, port = job.meets_at.rpartition(":")
+    if job.rendezvous_backend == "static":
+        host, _, port = job.rendezvous_endpoint.rpartition(":")
         return [nodes, f"--node-rank={job.host}", f"--master-addr={host}", f"--master-port={port}"]
-    arguments = [nodes, f"--rdzv-backend={job.meets_by}", f"--rdzv-endpoint={job.meets_at}"]
+    arguments = [nodes, f"--rdzv-backend={job.rendezvous_backend}", f"--rdzv-endpoint={job.rendezvous_endpoint}"]
     if job.id:
         arguments.append(f"--rdzv-id={job.id}")
     if job.fewest is not None:

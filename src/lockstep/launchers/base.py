@@ -1,4 +1,4 @@
-"""The interface of a launcher. Each file in this folder that defines a `LAUNCHER` implements it."""
+"""The interface of a launcher. Each file in this folder with a `LAUNCHER` implements it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,27 +9,28 @@ from lockstep.launchers.job import Job
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher, as a set of pure functions. `detect` takes an environment, the other functions take a job.
+    """A launcher, as a set of pure functions. `detect` takes an environment, and the other functions take a job.
 
     Fields for detecting ranks:
 
-    - `detect`: Returns the rank of this process, or None if this launcher did not start it. Raises UsageError with all
-      problems if the launcher's own variables are invalid. Don't rely on variables that are also set outside of the
-      launched processes.
+    - `detect`: Returns the rank of this process, or None if this launcher didn't start it. If the launcher's own
+      variables are invalid, raises UsageError with all problems. Don't rely on variables that are also set outside of
+      the launched processes.
     - `variables`: The variables that `detect` reads, for `lockstep doctor launch`.
 
-    Fields for launchers that `lockstep launch --on` can start. They have a `command` or `commands`:
+    Fields for launchers that `lockstep launch --on` can start. These have a `command` or `commands`:
 
     - `command`: Returns the command line that starts the job.
-    - `commands`: Returns several command lines that start the job together, by host or rank. Like `command`, raises
+    - `commands`: Returns several command lines that start the job together, by host or rank. Like `command`, it raises
       UsageError if the launcher can't start the job.
-    - `starts_all`: Whether one `lockstep launch` starts all ranks of the job. If so, it generates the secret and the
-      rendezvous ID of the job. Otherwise you pass the values that all hosts must share.
-    - `unused_port`: Returns why the launcher doesn't use --port, or "" if it does.
-    - `elastic`: It starts torchrun agents, so it accepts --rendezvous, --endpoint, --id, --restarts and MIN:MAX hosts.
-    - `resources`: It accepts --partition, --account, --gpus-per-node and --cpus-per-task.
-    - `signed`: Its rendezvous can be reached from outside the job, so its ranks need a secret.
-    - `followed`: Its tasks exit when the process that `lockstep launch` became exits (follow_parent.py).
+    - `starts_all`: Whether a single `lockstep launch` starts all ranks of the job. If so, it generates the secret and
+      the rendezvous ID of the job. Otherwise, you must pass these values, which must be the same on all hosts.
+    - `unused_port`: Returns the reason why the launcher doesn't use --port, or "" if it does.
+    - `elastic`: Whether it starts torchrun agents, and therefore accepts --rendezvous, --endpoint, --id, --restarts and
+      MIN:MAX hosts.
+    - `resources`: Whether it accepts --partition, --account, --gpus-per-node and --cpus-per-task.
+    - `signed`: Whether its rendezvous can be reached from outside the job, so that its ranks need a secret.
+    - `followed`: Whether its tasks exit when the process that `lockstep launch` became exits (follow_parent.py).
     """
 
     name: str

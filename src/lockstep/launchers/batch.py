@@ -1,4 +1,4 @@
-"""Slurm's queue: the batch script of a training job, its submission with sbatch, and its state from squeue."""
+"""Training jobs in the Slurm queue: writes batch scripts, submits them, and reads job states from squeue."""
 
 import re
 import shlex
@@ -15,18 +15,18 @@ from lockstep.launchers.job import Job, Resources, resource_problems, template
 from lockstep.launchers.slurm import command
 
 _SCRIPT: Final = Path(__file__).with_name("batch.sh")
-_LONGEST_WARNING_S: Final = 65_535  # Slurm's own limit
-_PATIENCE_S: Final = 5.0  # for squeue, which can take minutes if the controller is overloaded
+_MAX_WARNING_S: Final = 65_535  # limit in Slurm
+_PATIENCE_S: Final = 5.0  # timeout of squeue, which can take minutes if the controller is overloaded
 _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A job for Slurm's queue. The options of `job` are passed to sbatch; it trains in the run folder `run`.
+    """A job for the Slurm queue. It trains in the run folder `run`.
 
-    Relative paths start at `folder`. `time` is the time limit in Slurm's format, or empty for the default of the
-    partition. Ranks get a warning signal `warn_before_s` seconds before the limit. `on_again` has additional arguments
-    for the case that the folder already contains the run.
+    The options of `job` are passed to sbatch. Relative paths are relative to `folder`. `time` is the time limit in
+    Slurm's format, or empty for the default of the partition. Ranks receive a warning signal `warn_before_s` seconds
+    before the limit. `on_again` contains extra arguments that are used if the folder already contains the run.
     """
 
     job: Job
@@ -39,19 +39,19 @@ class Batch:
 
     @property
     def log(self) -> str:
-        """The absolute path of the job's log, where Slurm replaces %j by the job ID. Other % signs are escaped."""
+        """The absolute path of the job's log. Slurm replaces %j with the job ID. Other % signs are escaped."""
         folder = self.run if self.run.startswith("/") else f"{self.folder}/{self.run}"
         return f"{folder.replace('%', '%%')}/logs/slurm-%j.log"
 
 
 def check_batch(batch: Batch) -> Batch:
-    """Return the batch, or raise UsageError with all problems if Slurm could not run it."""
+    """Return the batch. If Slurm can't run it, raise UsageError with all problems."""
     limit = _seconds(batch.time) if batch.time else None
     problems = []
     if batch.time and limit is None:
         problems.append(f"--time: expected minutes, HH:MM:SS, D-HH or D-HH:MM:SS, got {batch.time}")
-    if not 0 < batch.warn_before_s <= _LONGEST_WARNING_S:
-        problems.append(f"--warn-before: expected 1 to {_LONGEST_WARNING_S} seconds, got {batch.warn_before_s}")
+    if not 0 < batch.warn_before_s <= _MAX_WARNING_S:
+        problems.append(f"--warn-before: expected 1 to {_MAX_WARNING_S} seconds, got {batch.warn_before_s}")
     elif limit is not None and batch.warn_before_s >= limit:
         problems.append(
             f"--warn-before: {batch.warn_before_s} s must be less than --time {batch.time}; reduce it, or raise --time"
@@ -71,7 +71,7 @@ def check_batch(batch: Batch) -> Batch:
 
 
 def script(batch: Batch) -> str:
-    """Return the batch script for bash. Its comments are for people who find it in the run folder."""
+    """Return the bash script of a batch job. Its comments help people who find it in the run folder."""
     # A job step inherits the resources of the job.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
     words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
@@ -86,21 +86,21 @@ def submit(file: Path) -> int:
         raise LockstepError(
             f"sbatch failed with exit code {result.returncode}, and the job was not submitted; it printed:\n{printed}"
         )
-    job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by the name of a cluster
+    job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by a cluster name
     if not job_id.isdecimal():
         raise LockstepError(f"sbatch: expected a job ID, got {result.stdout!r}; look for the job in squeue --me")
     return int(job_id)
 
 
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
-    """Return the state and reason of each job that Slurm knows, and a warning or "".
+    """Return the state and reason of each job that Slurm knows, and a warning or an empty string.
 
-    The states are None if there are no jobs, if squeue isn't installed, or if it fails. If it fails, the warning has
-    the cause.
+    The states are None if there are no jobs, if squeue isn't installed, or if it fails. In case of a failure, the
+    warning contains the reason.
     """
     if not jobs or shutil.which("squeue") is None:
         return None, ""
-    # Each ID twice: squeue fails for a single job that it no longer knows, but not for several jobs.
+    # Pass each ID twice. squeue fails for a single unknown job, but not for several jobs.
     line = ["squeue", "--noheader", "--format=%i|%T|%r", f"--jobs={','.join(map(str, 2 * sorted(jobs)))}"]
     try:
         result = subprocess.run(line, capture_output=True, text=True, timeout=_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE, set by hand or by any launcher that uses the names of torch."""
+"""RANK and WORLD_SIZE, set manually or by any launcher that uses the variable names of torch."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -8,11 +8,11 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import Variables, check_range
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MISSING: Final = "set RANK and WORLD_SIZE"
+_MISSING_ADVICE: Final = "set RANK and WORLD_SIZE"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank from the environment, or None unless both RANK and WORLD_SIZE are set."""
+    """Return the rank from the environment, or None if RANK and WORLD_SIZE aren't both set."""
     return from_variables(env, "environment") if "RANK" in env and "WORLD_SIZE" in env else None
 
 
@@ -23,11 +23,11 @@ def check_half_set(env: Mapping[str, str]) -> None:
 
 
 def from_variables(env: Mapping[str, str], launcher: str) -> RankInfo:
-    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0: one process per host.
+    """Return the rank from the variables of torch. LOCAL_RANK defaults to 0, which means one process per host.
 
-    Raises UsageError with all missing and impossible values.
+    Raises UsageError with all missing and invalid values.
     """
-    variables = Variables(env, _MISSING)
+    variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("RANK")
     size = variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", 0)

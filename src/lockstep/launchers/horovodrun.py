@@ -1,4 +1,4 @@
-"""horovodrun with gloo, which sets HOROVOD_* in each process. With MPI, mpirun sets the rank instead."""
+"""horovodrun with gloo, which sets HOROVOD_* in each process. With MPI, mpirun sets the rank."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -12,18 +12,18 @@ VARIABLES: Final = (
     *(f"HOROVOD_{each}" for each in PLACE),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT", *MASTER),
 )
-_MISSING: Final = "horovodrun sets it in each process"
-# HOROVOD_GLOO_RENDEZVOUS_ADDR is the host of horovodrun itself, which may not be one of the hosts of the job.
+_MISSING_ADVICE: Final = "horovodrun sets it in each process"
+# HOROVOD_GLOO_RENDEZVOUS_ADDR is the host that runs horovodrun, which may not be a host of the job.
 _ADVICE: Final = "horovodrun does not provide the host of rank 0: export MASTER_ADDR=HOST before horovodrun"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that horovodrun gave this process, or None."""
+    """Return the rank that horovodrun assigned to this process, or None."""
     if "HOROVOD_RANK" not in env and "HOROVOD_SIZE" not in env:
         return None
-    rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # unique to the job and the same on all ranks
+    rendezvous = ":".join(env.get(name, "") for name in VARIABLES[4:6])  # unique to the job, and the same on all ranks
     port = port_of(crc32(rendezvous.encode()))
-    return rank_info(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "horovodrun", VARIABLES[:4], port=port, missing=_MISSING_ADVICE, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("horovodrun", detect, VARIABLES)

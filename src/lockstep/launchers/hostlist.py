@@ -6,7 +6,7 @@ from itertools import product
 from math import prod
 from typing import Final
 
-MOST: Final = 65_536  # hosts or counts in one list, which is Slurm's own limit
+MOST: Final = 65_536  # maximum number of entries in a list, as in Slurm
 
 _BRACKETS: Final = re.compile(r"\[([^\[\]]*)\]")
 _RANGE: Final = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
@@ -14,13 +14,13 @@ _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """Expand a host list, in order and with leading zeros. Raises ValueError if the list is invalid.
+    """Expand a host list, keeping the order and leading zeros. Raises ValueError if the list is invalid.
 
-    If a name has several brackets, the last one varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
+    If a name has several brackets, the last bracket varies fastest: `a[1-2]b[3-4]` is a1b3, a1b4, a2b3, a2b4.
     """
     names: list[str] = []
     for part in _parts(text):
-        pieces = _BRACKETS.split(part)  # text, inside of brackets, text, ...
+        pieces = _BRACKETS.split(part)  # alternates between text and the content of brackets
         if not part or any(mark in piece for piece in pieces[::2] for mark in "[]"):
             raise ValueError("expected host names such as n[1-2,5],login")
         choices = [_expand_numbers(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
@@ -30,7 +30,7 @@ def hosts(text: str) -> tuple[str, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Expand the number of tasks per host: `2(x3),1` is 2, 2, 2, 1. Raises ValueError if the list is invalid."""
+    """Expand a list of task counts per host: `2(x3),1` is 2, 2, 2, 1. Raises ValueError if the list is invalid."""
     numbers: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part)
@@ -43,7 +43,7 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Split at commas outside of brackets."""
+    """Split a text at commas that aren't in brackets."""
     begin = depth = 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -54,7 +54,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _expand_numbers(text: str) -> list[str]:
-    """Expand `1-2,5`. Numbers of a range are padded to the width of its first number."""
+    """Expand number ranges such as `1-2,5`. Numbers are padded to the width of the first number in their range."""
     numbers: list[str] = []
     for item in text.split(","):
         match = _RANGE.fullmatch(item)

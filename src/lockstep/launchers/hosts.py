@@ -1,4 +1,4 @@
-"""Runs one command per host, or per rank of a host, and ends all of them if one fails."""
+"""Runs a command per host, or per rank of a host. If a command fails, all commands are ended."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
 _POLL_S: Final = 0.1
-_ASKING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP_S: Final = 75.0  # slightly more than lockstep.common.follow_parent gives a command on its host
+_STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+STOP_S: Final = 75.0  # slightly longer than lockstep.common.follow_parent allows a command
 
 
 class Ended(NamedTuple):
-    """The exit of a command: its exit code in shell convention, and the signal that asked all commands to end."""
+    """The exit of a command: its exit code in shell convention, and the signal that ended all commands, if any."""
 
     host: str
     code: int
@@ -31,18 +31,18 @@ def run_on_hosts(
     secret: str = "",
     is_local: bool = False,
 ) -> Ended:
-    """Run `commands`, keyed by host or rank, until all have exited. Returns the first failure, if any.
+    """Run `commands`, keyed by host or rank, until all of them have exited. Return the first failure, if any.
 
-    The stdin of a command stays open while it should run. Closing stdin asks the command to end. This happens when a
-    different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully, the others
-    have time to finish as well. A command that takes longer than `stop_s`, or that still runs at a second SIGINT, is
-    killed.
+    The stdin of a command stays open while the command should run. Closing stdin asks the command to end. This happens
+    if a different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully, the other
+    commands have time to finish. A command that takes longer than `stop_s`, or that is still running at a second
+    SIGINT, is killed.
 
     If `secret` is set, it is the first line of each command's stdin. Commands that run without ssh (`is_local`) receive
     signals directly, and the sender of the signal decides how long they may take.
 
-    If `required` is set, a failed command doesn't end the others while at least `required` commands run or have
-    succeeded, and the failure isn't returned if they succeed.
+    If `required` is set, a failed command doesn't end the other commands as long as at least `required` commands are
+    running or have succeeded. If they succeed, the failure isn't returned.
     """
     required = len(commands) if required is None else required
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
@@ -86,7 +86,7 @@ def run_on_hosts(
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
-    # In its own process group, the command doesn't receive Ctrl-C, so that it has time to save.
+    # In a separate process group, the command doesn't receive Ctrl-C, so that it has time to save.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     def wait() -> None:
@@ -105,9 +105,9 @@ def _send_secret(process: subprocess.Popen[bytes], secret: str) -> None:
 
 
 def _next(events: SimpleQueue[Ended | signal.Signals], deadline: float | None) -> Ended | signal.Signals | None:
-    """Return the next event, or None if there is none before the deadline.
+    """Return the next event, or None if there is no event before the deadline.
 
-    Polls, because a signal that the kernel delivers to a different thread doesn't wake up this one.
+    This polls, because a signal that the kernel delivers to a different thread doesn't wake up this thread.
     """
     while deadline is None or time.monotonic() < deadline:
         with suppress(Empty):
@@ -143,10 +143,10 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     """Put termination signals into the queue while the block runs."""
-    # SIGHUP stays ignored if it was, as under nohup.
+    # SIGHUP is left alone if it is ignored, as under nohup.
     signal_numbers = [
         signal_number
-        for signal_number in _ASKING
+        for signal_number in _STOP_SIGNALS
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
     ]
     before = {

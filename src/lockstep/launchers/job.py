@@ -1,4 +1,4 @@
-"""The description of a job, from which every launcher builds its command line."""
+"""The description of a job, from which each launcher builds its command line."""
 
 import re
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 PORT: Final = 29_513
-RESTARTS: Final = 10  # after failures, if the job restarts automatically
+RESTARTS: Final = 10  # number of restarts after failures, if the job restarts automatically
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # commands that accept placement.processes
 _PROCESSES: Final = "placement.processes"
-_PYTHON: Final = ("python", "python3")  # both stand for the Python of the job
-_OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path to a Python, or a name with a version
+_PYTHON: Final = ("python", "python3")  # both mean the Python interpreter of the job
+_OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path, or a name with a version
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources requested from a cluster besides hosts and processes. Empty or 0 means the default of the site."""
+    """Cluster resources to request in addition to hosts and processes. Empty or 0 means the default of the cluster."""
 
     partition: str = ""
     account: str = ""
@@ -31,13 +31,13 @@ class Resources:
     cpus_per_task: int = 0
 
     def processes_per_node(self, requested: int | None) -> int:
-        """Return the number of processes per host: `requested` if set, else one per GPU, else one."""
+        """Return the number of processes per host. It is `requested` if set, or else one per GPU, or else one."""
         gpu_count = self.gpus_per_node.rpartition(":")[2]
         return requested or (int(gpu_count) if gpu_count.isdecimal() else 0) or 1
 
     @property
     def named(self) -> dict[str, str]:
-        """The requested resources by option name, which is the same in Slurm and in Lockstep."""
+        """The requested resources by option name. The names are the same in Slurm and in Lockstep."""
         return {f"--{field.replace('_', '-')}": str(value) for field, value in vars(self).items() if value}
 
 
@@ -46,13 +46,13 @@ class Job:
     """A job to launch.
 
     - `words`: The arguments after `lockstep`.
-    - `hosts`: The host names. Empty if the launcher finds the hosts by itself.
-    - `options`: Additional options, passed to the launcher unchanged.
-    - `host`: The index of the host that a command line is for, if each host has its own command line.
+    - `hosts`: The host names. Empty if the launcher finds the hosts itself.
+    - `options`: Additional options, which are passed to the launcher unchanged.
+    - `host`: The index of the host that a command line is for, if each host has a separate command line.
     - `first`: The address of the first host, if the platform provides it.
     - `fewest`: If set, the job continues as long as at least this many of its `nodes` are available.
-    - `restarts`: How often all processes are restarted after a failure.
-    - `rendezvous`: The rendezvous backend of torchrun's agents. Chosen automatically if empty.
+    - `restarts`: The number of times that all processes are restarted after a failure.
+    - `rendezvous`: The rendezvous backend of torchrun's agents. If empty, it is chosen automatically.
     - `endpoint`: The rendezvous endpoint as HOST:PORT. Defaults to `port` on the first host.
     - `id`: The rendezvous ID, which separates jobs that share an endpoint.
     - `signed`: Whether the launcher passes a secret to the ranks in `SECRET`.
@@ -78,23 +78,23 @@ class Job:
     folder: str = ""
 
     @property
-    def meets_by(self) -> str:
-        """The rendezvous backend of torchrun's agents: the requested one, or the simplest one that works."""
+    def rendezvous_backend(self) -> str:
+        """The rendezvous backend of torchrun's agents. Defaults to the simplest backend that works."""
         return self.rendezvous or ("static" if self.fewest is None else "c10d")
 
     @property
-    def meets_at(self) -> str:
+    def rendezvous_endpoint(self) -> str:
         """The rendezvous endpoint of torchrun's agents, as HOST:PORT."""
         return self.endpoint or f"{self.hosts[0] if self.hosts else 'localhost'}:{self.port}"
 
     @property
-    def meets_on(self) -> str:
+    def rendezvous_host(self) -> str:
         """The host of the rendezvous endpoint."""
-        return self.meets_at.rpartition(":")[0].strip("[]")
+        return self.rendezvous_endpoint.rpartition(":")[0].strip("[]")
 
     @property
     def standalone(self) -> bool:
-        """Whether there is only one agent, which needs no rendezvous and picks a free port by itself."""
+        """Whether there is only one agent. It needs no rendezvous and chooses a free port itself."""
         return self.nodes == 1 and not self.endpoint and self.rendezvous in ("", "c10d")
 
     @property
@@ -111,48 +111,48 @@ class Job:
 
     @property
     def processes(self) -> int:
-        """The number of processes on all hosts."""
+        """The total number of processes on all hosts."""
         return self.nodes * self.processes_per_node
 
     @property
     def is_script(self) -> bool:
-        """Whether the command is `python SCRIPT ...`, a script of the user."""
+        """Whether the command is `python SCRIPT ...`, which runs a user's script."""
         return bool(self.words) and self.words[0] in _PYTHON
 
     @property
     def module(self) -> list[str]:
-        """The script or module for Python, and its arguments."""
+        """The script or module to run with Python, and its arguments."""
         return [*self.words[1:]] if self.is_script else ["-m", "lockstep", *self.words]
 
     @property
     def program(self) -> list[str]:
-        """The command of one process."""
+        """The command that runs a single process."""
         return [self.python, *self.module]
 
 
 def followed(job: Job, line: Sequence[str]) -> list[str]:
     """Wrap a command line so that the command ends when its stdin is closed (follow_parent.py).
 
-    If the job has a secret, it is the first line of stdin.
+    If the job has a secret, the first line of stdin contains it.
     """
     secret = [READS_SECRET] if job.signed else []
     return [job.python, "-m", "lockstep.common.follow_parent", *secret, *line]
 
 
 def with_python(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Insert `python` before a command that starts with a script, as torchrun accepts it."""
+    """Insert `python` if a command starts with a script, which torchrun also accepts."""
     return (_PYTHON[0], *words) if words and words[0].endswith(".py") else words
 
 
 def template(file: Path) -> "Template":
     """Load the Jinja template of a batch script or manifest."""
-    from jinja2 import Environment  # imported here so that other commands start faster
+    from jinja2 import Environment  # imported lazily, so that other commands start faster
 
     return Environment(trim_blocks=True, keep_trailing_newline=True).from_string(file.read_text("utf-8"))
 
 
 def check_job(job: Job) -> Job:
-    """Return the job, or raise UsageError with all problems if its options are incomplete or contradict each other."""
+    """Return the job. If its options are incomplete or contradict each other, raise UsageError with all problems."""
     problems = []
     if not job.words or (job.is_script and len(job.words) == 1):
         problems.append("no command to start; pass one after --, such as -- train digits")
@@ -188,7 +188,7 @@ def check_job(job: Job) -> Job:
 
 
 def resource_problems(job: Job) -> list[str]:
-    """Return the problems of the resources requested from Slurm."""
+    """Return the problems of the resources that are requested from Slurm."""
     problems, gpus = [], job.resources.gpus_per_node
     if not _GPUS.fullmatch(gpus):
         problems.append(f"--gpus-per-node: expected a number such as 4, or a100:4, got {gpus}")
@@ -200,7 +200,7 @@ def resource_problems(job: Job) -> list[str]:
 
 
 def other_processes(requested: str | int, processes: int) -> list[str]:
-    """Return a problem if placement.processes differs from the number of processes of the job."""
+    """Return a problem if placement.processes isn't the number of processes of the job."""
     if str(requested) in ("auto", str(processes)):
         return []
     started = f"--nodes and --processes-per-node start {processes}"

@@ -1,6 +1,6 @@
 """Kubernetes: the manifest of a training job. Each node is a pod that runs `lockstep launch --on node`.
 
-Sources: the APIs of Jobs (pod failure policy), JobSet (failure policy) and Kubeflow Trainer v2 (runtimes).
+Based on the APIs of Jobs (pod failure policy), JobSet (failure policy) and Kubeflow Trainer v2 (runtimes).
 """
 
 import re
@@ -16,15 +16,15 @@ from lockstep.launchers.node import FIRST_NODE, NODES
 KINDS: Final = ("jobset", "trainjob", "job")
 _MANIFEST: Final = Path(__file__).with_name("kubernetes.yaml")
 _NAME: Final = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_NAME: Final = 63  # of a pod's host
+_MAX_NAME_CHARS: Final = 63  # limit of a pod's host name
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a job runs: `kind` is one of KINDS, `image` contains Lockstep, and `claim` is mounted at `mount`.
+    """The cluster settings of a job. `kind` is one of KINDS. `image` contains Lockstep. `claim` is mounted at `mount`.
 
     The job is restarted up to `restarts` times. A node has `grace_s` seconds to save before it is evicted. `secret` is
-    the secret of the job. `queue` is a queue of Kueue, or empty.
+    the secret of the job. `queue` is a Kueue queue, or empty.
     """
 
     name: str
@@ -40,14 +40,14 @@ class Cluster:
 
 
 def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
-    """Raise UsageError if the cluster would reject the manifest, or if nodes could not share the run folder.
+    """Raise UsageError if the cluster would reject the manifest, or if the nodes couldn't share the run folder.
 
-    `run` is None for a script, whose run folder isn't known here.
+    `run` is None for a script, because its run folder isn't known here.
     """
     problems = []
     longest_name = f"{cluster.name}-node-0-{job.nodes - 1}-12345"
-    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _LONGEST_NAME:
-        limit = _LONGEST_NAME - len(longest_name) + len(cluster.name)
+    if not _NAME.fullmatch(cluster.name) or len(longest_name) > _MAX_NAME_CHARS:
+        limit = _MAX_NAME_CHARS - len(longest_name) + len(cluster.name)
         problems.append(
             f"--name: expected at most {limit} characters from a-z, 0-9 and -, with a letter first, "
             f"got {cluster.name!r}"
@@ -67,7 +67,7 @@ def check_cluster(job: Job, cluster: Cluster, run: str | None) -> None:
 
 
 def manifest(job: Job, cluster: Cluster) -> str:
-    """Return the manifest as YAML, with the objects in the order in which they must be created."""
+    """Return the manifest as YAML. Objects appear in the order in which they must be created."""
     arguments = ("launch", "--on", "node", "--processes-per-node", str(job.processes_per_node), "--", *job.words)
     return template(_MANIFEST).render(
         job=job,

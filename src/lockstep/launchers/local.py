@@ -1,4 +1,4 @@
-"""Lockstep's own launcher, which starts processes on this host."""
+"""Lockstep's own launcher, which starts all processes on this host."""
 
 from typing import Final
 

@@ -9,18 +9,18 @@ from lockstep.launchers.variables import rank_info
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
 PORT: Final = 29_500  # torch's default, because Hydra doesn't pass a job ID to its processes
-_MISSING: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
+_MISSING_ADVICE: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
 _ADVICE: Final = "mpiexec does not provide the host of rank 0: mpiexec -genv MASTER_ADDR HOST ..."
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that Hydra gave this process, or None.
+    """Return the rank that Hydra assigned to this process, or None.
 
-    PMI_RANK is not sufficient, since `srun --mpi=pmi2` sets it too.
+    PMI_RANK alone doesn't identify Hydra, because `srun --mpi=pmi2` also sets it.
     """
     if "MPI_LOCALRANKID" not in env and "MPI_LOCALNRANKS" not in env:
         return None
-    return rank_info(env, "mpich", VARIABLES[:4], port=PORT, missing=_MISSING, advice=_ADVICE)
+    return rank_info(env, "mpich", VARIABLES[:4], port=PORT, missing=_MISSING_ADVICE, advice=_ADVICE)
 
 
 LAUNCHER: Final = Launcher("mpich", detect, VARIABLES)

@@ -1,7 +1,7 @@
-"""One node of a job, on platforms that start the same command on every node. The command starts the node's ranks.
+"""A node of a job, on platforms that start the same command on every node. The command starts the ranks of its node.
 
 The platform sets variables with the index of the node, the number of nodes and the address of the first node. It
-restarts one or all nodes depending on the exit code of the command, which is the exit code of the ranks.
+restarts one node or all nodes depending on the exit code of the command, which is the exit code of the ranks.
 """
 
 import socket
@@ -15,7 +15,7 @@ from lockstep.launchers import environment
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, followed
 
-_STARTED: Final = "LOCKSTEP_NODE_STARTED"  # the index of the node that started this rank
+_STARTED: Final = "LOCKSTEP_NODE_STARTED"  # index of the node that started this rank
 VARIABLES: Final = (_STARTED, *environment.VARIABLES)
 NODES: Final = "LOCKSTEP_NODES"
 FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
@@ -23,10 +23,11 @@ FIRST_NODE: Final = "LOCKSTEP_FIRST_NODE"
 
 @dataclass(frozen=True)
 class Platform:
-    """The names of a platform's variables.
+    """The names of the variables that a platform sets.
 
-    `rank` has the index of the node. `main` has the index of the first node, for platforms where it can differ from 0.
-    `first` has the address of the first node, possibly followed by other addresses, one per line.
+    `rank` is the variable with the index of the node. `main` is the variable with the index of the first node, for
+    platforms on which it isn't always 0. `first` is the variable with the address of the first node. More addresses may
+    follow, one per line.
     """
 
     name: str
@@ -67,7 +68,7 @@ PLATFORMS: Final = (
 
 
 def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
-    """Return the job for this node, from the variables in `env`. Raises UsageError if they are missing or invalid."""
+    """Return the job for this node, using the variables in `env`. Raises UsageError if they are missing or invalid."""
     platform = next((entry for entry in PLATFORMS if entry.rank in env and entry.nodes in env), None)
     if platform is None:
         known_names = "; ".join(f"{entry.name}: {entry.rank} and {entry.nodes}" for entry in PLATFORMS)
@@ -83,7 +84,7 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
             f"nodes from 0"
         )
     rank %= nodes
-    # The first node may not know its own address. If it is the only node, no other node has to find it.
+    # The first node may not know its own address. If it is the only node, no other node needs the address.
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, so node {rank} cannot find the first node; set it")
@@ -106,14 +107,14 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this process if `lockstep launch --on node` started it, or None."""
+    """Return the rank of this process if `lockstep launch --on node` started it, or else None."""
     if _STARTED not in env:
         return None
     return replace(environment.from_variables(env, "node"), restarted_alone=True)
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the command line of each rank on this node. The commands end when their stdin is closed."""
+    """Return the command line of each rank on this node. Each command ends when its stdin is closed."""
     if job.options:
         raise UsageError(f"--on node: there is no launcher to pass {' '.join(job.options)} to; remove --option")
     processes_per_node = job.processes_per_node

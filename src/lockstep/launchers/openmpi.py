@@ -11,34 +11,35 @@ from lockstep.launchers.job import Job
 from lockstep.launchers.variables import MASTER, PLACE, port_of, rank_info
 
 VARIABLES: Final = (*(f"OMPI_COMM_WORLD_{suffix}" for suffix in PLACE), "PMIX_NAMESPACE", *MASTER)
-_MISSING: Final = "mpirun of Open MPI sets it in each process"
-# OMPI_MCA_orte_hnp_uri is the host of mpirun itself, which may not be one of the hosts of the job.
+_MISSING_ADVICE: Final = "mpirun of Open MPI sets it in each process"
+# OMPI_MCA_orte_hnp_uri is the host that runs mpirun, which may not be a host of the job.
 _ADVICE: Final = "mpirun does not provide the host of rank 0: mpirun -x MASTER_ADDR=HOST ..."
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank that mpirun gave this process, or None."""
+    """Return the rank that mpirun assigned to this process, or None."""
     if "OMPI_COMM_WORLD_RANK" not in env and "OMPI_COMM_WORLD_SIZE" not in env:
         return None
-    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # the job ID, the same on all ranks
-    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING, advice=_ADVICE)
+    port = port_of(crc32(env.get("PMIX_NAMESPACE", "").encode()))  # job ID, which is the same on all ranks
+    return rank_info(env, "openmpi", VARIABLES[:4], port=port, missing=_MISSING_ADVICE, advice=_ADVICE)
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of mpirun. Without host names, it runs here or on the hosts of a batch system."""
+    """Return the command line of mpirun. Without host names, it runs on this host or on the hosts of a batch system."""
     per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
-    secret = ["-x", SECRET] if job.signed else []  # passed through the environment, not on the command line
-    # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves.
+    secret = ["-x", SECRET] if job.signed else []  # passed as an environment variable, not on the command line
+    # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves, but
+    # scripts don't.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []
     layout = [
         "--map-by",
         f"ppr:{per_node}:node",
         "--bind-to",
         "none",
-    ]  # by default it binds a process and its threads to one core
+    ]  # by default, mpirun binds a process and its threads to one core
     return [
         "mpirun",
         "-n",
@@ -54,7 +55,7 @@ def command(job: Job) -> list[str]:
 
 
 def unused_port(job: Job) -> str:
-    """Return why the job doesn't use --port, or "" if it does."""
+    """Return the reason why the job doesn't use --port, or an empty string if it does."""
     return "" if len(job.hosts) > 1 else "the port is derived from the job ID, or set by mpirun -x MASTER_PORT=PORT"
 
 

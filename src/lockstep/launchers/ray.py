@@ -1,4 +1,4 @@
-"""Ray Train, whose workers are actors. Ranks come from Ray's API, and workers rendezvous in Ray's store."""
+"""Ray Train, whose workers are actors. Ranks come from Ray's API, and the workers rendezvous in Ray's store."""
 
 import sys
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ class Worker(Protocol):
 
 
 def worker() -> Worker | None:
-    """Return the train context if this process is a worker of Ray Train, else None."""
-    train = sys.modules.get("ray.train")  # already imported in a worker
+    """Return the train context if this process is a Ray Train worker, or else None."""
+    train = sys.modules.get("ray.train")  # a worker has already imported it
     if train is None:
         return None
     try:
@@ -39,7 +39,7 @@ def worker() -> Worker | None:
 
 
 def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
-    """Return the rank of a worker. The store of Ray's process group listens at MASTER_ADDR and MASTER_PORT."""
+    """Return the rank of a worker. The store of Ray's process group listens on MASTER_ADDR and MASTER_PORT."""
     variables = Variables(env, _ADVICE)
     port = variables.port(None)
     variables.check()
@@ -48,20 +48,17 @@ def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
 
 
 def preempted() -> bool:
-    """Return whether a node of this run will be preempted soon. All workers must call it; it synchronizes them."""
+    """Return whether a node of this run will be preempted soon. All workers must call it, and they are synchronized."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 
 def run_folder(worker: Worker, folder: str) -> str:
-    """Return the path of a run folder. A relative path is resolved in the folder of the Ray run, `Result.path`.
-
-    The working directory of a worker is local to its node and lost with the cluster.
-    """
+    """Return the path of a run folder. A relative path is relative to the folder of the Ray run, `Result.path`."""
     if Path(folder).is_absolute():
         return folder
     try:
         storage = worker.get_storage()
-    except NotImplementedError:  # no workers, num_workers=0: this is the driver
+    except NotImplementedError:  # with num_workers=0, there are no workers, and this is the driver
         return folder
     if (kind := storage.storage_filesystem.type_name) != "local":
         raise UsageError(

@@ -1,4 +1,4 @@
-"""srun of Slurm, which sets SLURM_* in each task of a job step. The queue is in batch.py."""
+"""Slurm's srun, which sets SLURM_* in each task of a job step. For the queue, see batch.py."""
 
 import re
 import socket
@@ -19,21 +19,21 @@ VARIABLES: Final = (
     *(f"SLURM_STEP_{suffix}" for suffix in ("NUM_TASKS", "TASKS_PER_NODE", "NODELIST")),
     *("SLURM_DISTRIBUTION", *MASTER),
 )
-_PSEUDO_STEPS: Final = 4_294_967_290  # and above (0xfffffffa): batch scripts, interactive shells and so on
-_ANSWER_S: Final = 5.0
-_STEPS: Final = 16  # ports between two jobs, so that the first steps of consecutive jobs have different ports
-_MISSING: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
+_PSEUDO_STEPS: Final = 4_294_967_290  # step IDs of batch scripts, shells and so on are at least this (0xfffffffa)
+_SCONTROL_TIMEOUT_S: Final = 5.0
+_STEPS: Final = 16  # port distance of consecutive jobs, so that their first steps use different ports
+_MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly with srun, and do not change its variables"
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this task of a job step, or None.
+    """Return the rank of this process if it is a task of a Slurm job step, or else None.
 
-    The variables of a job are not sufficient, because batch scripts and shells have them too, and batch scripts even
-    have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated like any other machine.
+    The variables of a job aren't sufficient, because batch scripts and shells have them too, and batch scripts even
+    have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were no launcher.
     """
     if not _is_task_of_many(env):
         return None
-    variables = Variables(env, _MISSING)
+    variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("SLURM_PROCID")
     size = variables.number("SLURM_STEP_NUM_TASKS")
     local_rank = variables.number("SLURM_LOCALID")
@@ -58,10 +58,10 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
-    """Return a warning for a process that no launcher started, in a job with several tasks, or "".
+    """Return a warning if no launcher started this process in a job with several tasks, or else an empty string.
 
-    `processes` is the number of processes that Lockstep starts itself on this host. There is no warning if it is the
-    number of tasks, and all tasks are on this host.
+    `processes` is the number of processes that Lockstep starts on this host. If it is the number of tasks and all tasks
+    are on this host, there is no warning.
     """
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
@@ -75,31 +75,30 @@ def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
 
 
 def resolve_master(info: RankInfo, env: Mapping[str, str]) -> RankInfo:
-    """Replace the host name of rank 0 by its address from Slurm, if this host can't resolve the name.
+    """If this host can't resolve the host name of rank 0, replace the name with the address that Slurm reports.
 
-    If Slurm doesn't know the address either, the name is kept, and the error comes from the rendezvous.
+    If Slurm doesn't know the address either, the name is kept, and the rendezvous raises the error.
     """
     name = info.master or ""
     if info.launcher != "slurm" or env.get("MASTER_ADDR") or _can_resolve(name):
         return info
     address = node_address(_show_node(name))
     if not address and env.get("ENVIRONMENT") == "BATCH" and name in _first_host(env.get("SLURM_JOB_NODELIST", "")):
-        address = env.get(
-            "SLURM_LAUNCH_NODE_IPADDR", ""
-        )  # the host of srun: batch scripts run on the first host of the job
+        # Address of the host that called srun; batch scripts run on the first host of the job.
+        address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
     return replace(info, master=address) if _can_resolve(address) else info
 
 
 def node_address(text: str) -> str:
-    """Parse the address of a node from the output of `scontrol show node NAME`. Returns "" if there is none."""
+    """Return the address in the output of `scontrol show node NAME`, or an empty string if there is none."""
     match = re.search(r"(?:^|\s)NodeAddr=(\S+)", text)
     return match[1] if match else ""
 
 
 def _show_node(name: str) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):  # scontrol is missing, or Slurm doesn't respond
+    with suppress(OSError, subprocess.TimeoutExpired):  # scontrol isn't installed, or Slurm doesn't respond
         command = ["scontrol", "show", "node", name]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=False).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False).stdout
     return ""
 
 
@@ -117,7 +116,7 @@ def _can_resolve(host: str) -> bool:
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of srun, inside an allocation or with a new one. A failed task ends all tasks."""
+    """Return the command line of srun, for an existing or new allocation. If a task fails, srun ends all tasks."""
     per_node = job.processes_per_node
     layout = [f"--nodes={job.nodes}", f"--ntasks={job.processes}", f"--ntasks-per-node={per_node}"]
     host_words = [f"--nodelist={','.join(job.hosts)}"] if job.hosts else []
@@ -140,7 +139,7 @@ def _is_task_of_many(env: Mapping[str, str]) -> bool:
 def _check_consistency(
     variables: Variables, rank: int, size: int, local_rank: int, node: int, on_nodes: tuple[int, ...], nodes: int
 ) -> None:
-    """Record problems if the values contradict each other."""
+    """Record a problem if the values contradict each other."""
     check_range(variables, "SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", size)
     if not len(on_nodes) == nodes > node or sum(on_nodes) != size:
         variables.problems.append(
@@ -155,6 +154,6 @@ def _check_consistency(
 
 
 def _rank_0_is_on_first_host(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
-    """Return whether rank 0 is on the first host. Only an arbitrary distribution can place it elsewhere."""
+    """Return whether rank 0 is on the first host. It is, unless the task distribution is arbitrary."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return nodes == 1 or not (arbitrary or (rank == 0 and node))

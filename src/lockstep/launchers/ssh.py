@@ -1,10 +1,10 @@
-"""ssh, which starts torchrun on several hosts. Each torchrun exits when its ssh exits."""
+"""ssh, which starts torchrun on several hosts. Each torchrun exits when its ssh connection ends."""
 
 import shlex
 from dataclasses import replace
 from typing import Final
 
-from lockstep.common.follow_parent import KNOWS
+from lockstep.common.follow_parent import RESOLVE_FLAG
 from lockstep.errors import UsageError
 from lockstep.launchers import agents
 from lockstep.launchers.base import Launcher
@@ -12,20 +12,20 @@ from lockstep.launchers.job import Job, followed
 
 
 def commands(job: Job) -> dict[str, list[str]]:
-    """Return the command line for each host. It starts torchrun in the folder of the job.
+    """Return the command line for each host. It starts torchrun in the working directory of the job.
 
     The remote processes end when the local ssh ends.
     """
     if not job.hosts:
         raise UsageError("--on ssh: no hosts; name the hosts in --hosts FILE, one per line")
-    return {host: _line(replace(job, host=index)) for index, host in enumerate(job.hosts)}
+    return {host: _ssh_command(replace(job, host=index)) for index, host in enumerate(job.hosts)}
 
 
-def _line(job: Job) -> list[str]:
-    # Detects a dead host within 45 s. Never asks for a password, since there may be no terminal.
+def _ssh_command(job: Job) -> list[str]:
+    # Detects an unreachable host within 45 s. Never asks for a password, because there may be no terminal.
     ssh_options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
-    # Without this check, torchrun would retry for minutes if the rendezvous host can't be resolved.
-    resolve_check = [] if job.standalone else [KNOWS, job.meets_on]
+    # Check that the host can be resolved. Otherwise, torchrun would retry for minutes.
+    resolve_check = [] if job.standalone else [RESOLVE_FLAG, job.rendezvous_host]
     agent = followed(job, [*resolve_check, *agents.command(replace(job, options=()))])
     remote_command = f"cd {shlex.quote(job.folder)} && exec {shlex.join(agent)}"
     return ["ssh", *ssh_options, *job.options, job.hosts[job.host], remote_command]

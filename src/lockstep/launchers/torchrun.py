@@ -1,4 +1,4 @@
-"""torchrun, and everything else that is built on torch's elastic agent, such as torch.distributed.launch."""
+"""torchrun, and other tools based on torch's elastic agent, such as torch.distributed.launch."""
 
 import os
 import signal
@@ -18,18 +18,18 @@ VARIABLES: Final = ("TORCHELASTIC_RUN_ID", *environment.VARIABLES)
 
 
 def detect(env: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this process if an elastic agent started it, or None."""
+    """Return the rank of this process if an elastic agent started it, or else None."""
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
     return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
 def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if torchrun, with the command line `agent`, started with fewer hosts than requested.
+    """Raise UsageError if torchrun started with fewer hosts than its command line `agent` requests.
 
-    An agent whose clock is ahead mistakes the other agents for dead as soon as they join, and starts alone. Agents
-    tell their workers the actual number of agents, not the requested one, which is on the command line (--nnodes,
-    default 1).
+    An agent whose clock is ahead considers the other agents dead as soon as they join, and starts alone. Agents tell
+    their workers the actual number of agents. The requested number is only on the command line (--nnodes, which
+    defaults to 1).
     """
     (fewest, _), hosts = _hosts(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
@@ -41,7 +41,7 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
-    """Raise UsageError if torchrun could restart a training without a run `folder` to resume from."""
+    """Raise UsageError if torchrun may restart a training run, but there is no run `folder` to resume from."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
     fewest, most = _hosts(agent, env)
     if not folder and (restarts != "0" or fewest < most):
@@ -53,7 +53,7 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
 
 
 def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if a host can't leave the job, or if the remaining hosts can't restart without it."""
+    """Raise UsageError if no host can leave the job, or if the remaining hosts can't restart without it."""
     fewest, most = _hosts(agent, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
@@ -68,7 +68,7 @@ def leave() -> None:
 
 
 def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return a warning for an elastic torchrun with an unsuitable environment, or ""."""
+    """Return a warning if the environment of an elastic torchrun isn't suitable, or else an empty string."""
     fewest, most = _hosts(agent, env)
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
@@ -79,7 +79,7 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the minimum and maximum number of hosts that were requested from torchrun."""
+    """Return the minimum and maximum number of hosts that torchrun was asked for."""
     values = [env.get("PET_NNODES", "")]
     for word, next_word in zip(agent, [*agent[1:], ""], strict=True):
         option, _, value = word.partition("=")
@@ -91,7 +91,7 @@ def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
 
 
 def unused_port(job: Job) -> str:
-    """Return why the job doesn't use --port, or "" if it does."""
+    """Return the reason why the job doesn't use --port, or an empty string if it does."""
     if job.endpoint:
         return f"the agents rendezvous at --endpoint {job.endpoint}"
     return "a single host picks a free port" if job.standalone else ""

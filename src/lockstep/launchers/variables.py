@@ -1,4 +1,4 @@
-"""Reads integers and lists from the variables of a launcher, and reports all problems together."""
+"""Reads integers and lists from the environment variables of a launcher, and reports all problems at once."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, TypeVar, final
@@ -8,15 +8,15 @@ from lockstep.errors import UsageError
 
 Parsed = TypeVar("Parsed")
 
-PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # the names after the prefix of a launcher
+PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # suffixes of the variable names of a launcher
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT: Final = 20_000  # below the range of ephemeral ports (Linux: from 32768)
-PORTS: Final = 8_999  # prime, so that job IDs with any stride spread over all ports
+FIRST_PORT: Final = 20_000  # below the ephemeral ports, which start at 32768 on Linux
+PORTS: Final = 8_999  # number of ports; a prime, so that job IDs with any stride spread over all ports
 
 
 @final
 class Variables:
-    """Reads variables of an environment and collects `problems`. `missing` is the advice for an unset variable."""
+    """Reads environment variables and collects `problems`. `missing` is advice that is shown for an unset variable."""
 
     def __init__(self, env: Mapping[str, str], missing: str) -> None:
         self._env = env
@@ -24,7 +24,7 @@ class Variables:
         self.problems: list[str] = []
 
     def number(self, name: str, default: int | None = None) -> int:
-        """Return a non-negative integer, or `default` if the variable isn't set. Returns 0 after a problem."""
+        """Return a non-negative integer, or `default` if the variable isn't set. If there is a problem, returns 0."""
         text = self._env.get(name)
         if text is not None and text.isdecimal():
             return int(text)
@@ -36,7 +36,7 @@ class Variables:
         return 0
 
     def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
-        """Apply `parse` to a variable. If it raises ValueError, records a problem and returns an empty tuple."""
+        """Return the result of `parse` for a variable. If it raises ValueError, record a problem and return ()."""
         text = self._env.get(name)
         if text is None:
             self.problems.append(f"{name} is not set; {self._missing}")
@@ -57,7 +57,7 @@ class Variables:
         return port or default
 
     def check(self) -> None:
-        """Raise UsageError with all problems if there are any."""
+        """Raise UsageError with all problems, if there are any."""
         if self.problems:
             raise UsageError("\n".join(self.problems))
 
@@ -65,12 +65,12 @@ class Variables:
 def rank_info(
     env: Mapping[str, str], launcher: str, names: Sequence[str], *, port: int, missing: str, advice: str = ""
 ) -> RankInfo:
-    """Return the rank from four variables: `names` of the rank, the world size, the local rank and the local size.
+    """Return the rank of this process. `names` are the variables of rank, world size, local rank and local size.
 
-    MASTER_ADDR and MASTER_PORT take precedence if they are set. Otherwise, rank 0 listens on 127.0.0.1 if all processes
-    are on one host. On several hosts the address of rank 0 is unknown, and `advice` says how to set it.
+    MASTER_ADDR and MASTER_PORT take precedence if they are set. Otherwise, if all processes are on one host, rank 0
+    listens on 127.0.0.1. On several hosts, the address of rank 0 is unknown, and `advice` says how to set it.
 
-    Raises UsageError with all missing and impossible values.
+    Raises UsageError with all missing and invalid values.
     """
     variables = Variables(env, missing)
     rank, size, local_rank, local_size = map(variables.number, names)
@@ -86,11 +86,11 @@ def rank_info(
 
 
 def check_range(variables: Variables, rank_name: str, rank: int, size_name: str, size: int) -> None:
-    """Record a problem if a rank isn't below the size."""
+    """Record a problem if the rank isn't less than the size."""
     if rank >= size:
         variables.problems.append(f"{rank_name}={rank} with {size_name}={size}: expected a rank from 0 to {size - 1}")
 
 
 def port_of(number: int) -> int:
-    """Map a job ID to a port from 20000 to 28998. Ranks of a job get the same port, different jobs mostly don't."""
+    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Different jobs rarely do."""
     return FIRST_PORT + number % PORTS

@@ -1,1 +1,1 @@
-"""Training loops written by the user: the run, its steps, and the guards around the model."""
+"""Custom training loops, which the user writes: the run, its steps, and the checks around the model."""

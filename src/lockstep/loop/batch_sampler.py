@@ -22,16 +22,16 @@ class BatchSampler(Sampler[list[int]]):
 
     Pass it to a DataLoader: `DataLoader(dataset, batch_sampler=lockstep.BatchSampler(len(dataset), ...))`. A step takes
     `batch` samples across all ranks. These are the same samples in the same order as in a recipe or in `run.steps`.
-    Each step is split into `microbatches`. A rank gets a contiguous part of them, and yields one micro-batch at a time.
+    Each step is split into `microbatches`. Each rank gets a contiguous range of them, and yields one at a time.
     If you don't set `microbatches`, each rank yields one list of samples per step. An iteration ends with the epoch,
     and the next iteration continues with the next epoch. Use `set_epoch` to go to a different epoch. Memory use doesn't
     grow with `length`, unless `order` is a function.
 
     `steps_done` is the step to start from. It is the only state of the sampler, and it is the same on all ranks and for
     any world size. DataLoader workers prefetch batches, so the sampler can be ahead of your training loop. To resume
-    correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If something else
-    calls `state_dict`, set `sampler.steps_done` after each update. This changes the saved state, but not where the next
-    iteration starts, which is set by the constructor and by `load_state_dict`.
+    correctly, pass the number of steps that your loop has completed (`global_step` in most trainers). If a different
+    component calls `state_dict`, set `sampler.steps_done` after each update. This changes the saved state, but not the
+    start of the next iteration. Only the constructor, `load_state_dict` and `set_epoch` change the start.
 
     `order` works as in `run.steps`: `shuffled`, `sequential`, or a function of the epoch that returns sample indices.
 
@@ -71,13 +71,13 @@ class BatchSampler(Sampler[list[int]]):
         self._order = SampleOrder(order, seed, length, "BatchSampler")
         self._steps = Steps(self._order.length, batch, drop_last)
         self._uneven = uneven
-        self._assigned_steps: int | None = None  # the value that was set
+        self._assigned_steps: int | None = None  # the value assigned to `steps_done`, if any
         self._check(microbatches)
         self.load_state_dict({"steps": steps_done})
 
     @property
     def steps_done(self) -> int:
-        """The number of completed steps: the number that you set last, or else the steps yielded on this rank."""
+        """The number of completed steps. Defaults to the number of steps that this rank has yielded."""
         return self._yielded if self._assigned_steps is None else self._assigned_steps
 
     @steps_done.setter
@@ -89,7 +89,7 @@ class BatchSampler(Sampler[list[int]]):
         return {"steps": self.steps_done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Start the next iteration after `state["steps"]` steps, anywhere in an epoch and on any number of ranks."""
+        """Start the next iteration after `state["steps"]` steps, which may be in the middle of an epoch."""
         steps = state.get("steps")
         if not isinstance(steps, int) or steps < 0 or len(state) > 1:
             raise UsageError(
@@ -100,19 +100,19 @@ class BatchSampler(Sampler[list[int]]):
         self._assigned_steps = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration with `epoch`, from 0. If it already starts within this epoch, nothing changes."""
+        """Start the next iteration at the first step of `epoch`, from 0. No-op if it already starts in this epoch."""
         if self._first_step // self._steps.per_epoch != epoch:
             self._first_step = self._yielded = epoch * self._steps.per_epoch
 
     def __len__(self) -> int:
-        """Return the number of batches that this rank yields in a whole epoch."""
+        """Return the number of batches that this rank yields in a full epoch."""
         full_steps, last_step = self._steps.per_epoch - 1, self._steps[self._steps.per_epoch - 1]
         return full_steps * len(self._own_microbatches(self._steps.batch)) + len(
             self._own_microbatches(last_step.samples)
         )
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the sample indices of this rank, from the first step that isn't done to the end of its epoch."""
+        """Yield the sample indices of this rank, from the first step that isn't completed to the end of its epoch."""
         if not self._fixed_rank and (rank_and_size := process_group() or self._rank[:2]) != self._rank[:2]:
             raise UsageError(
                 f"BatchSampler: created on rank {self._rank.replica} of {self._rank.replicas}, but this process is "
@@ -128,13 +128,13 @@ class BatchSampler(Sampler[list[int]]):
             for index in earlier_indices:
                 yield order(np.arange(microbatches[index].start, microbatches[index].stop)).tolist()
             self._yielded = step.number + 1
-            if step.last_of_epoch:  # here, since a trainer that counts batches stops at the last one
+            if step.last_of_epoch:  # before the last yield: a trainer that counts batches never resumes the iterator
                 self._first_step = end
             yield order(np.arange(microbatches[last_index].start, microbatches[last_index].stop)).tolist()
 
     @property
     def batch_size(self) -> NoReturn:
-        """Raises UsageError, because Accelerate and Lightning read it to shard the sampler over the ranks again."""
+        """Raise UsageError. Accelerate and Lightning read this attribute to shard the sampler across ranks again."""
         raise UsageError(
             "BatchSampler: yields only the samples of this rank, and must not be sharded across ranks again; do not "
             "pass its DataLoader to accelerator.prepare, and set use_distributed_sampler=False in Lightning"
@@ -142,7 +142,7 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def batch_sampler(self) -> "BatchSampler":
-        """The sampler itself: transformers.Trainer looks here for an object with `set_epoch`."""
+        """The sampler itself. transformers.Trainer reads this attribute to find an object with `set_epoch`."""
         return self
 
     def _own_microbatches(self, samples: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a custom training loop: everything that the script needs to resume, the same on every rank."""
+"""Checkpoints of a custom training loop. They contain everything that the script needs to resume."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
 from lockstep.loop.record import LoopRecord
-from lockstep.loop.resume import read_own
+from lockstep.loop.resume import read_loop_checkpoint
 from lockstep.loop.state import ScriptState, check_copied, compare_tensors
 from lockstep.run.checkpoints import Checkpoints
 from lockstep.training.events import Saved
@@ -19,10 +19,10 @@ from lockstep.training.progress import Progress
 
 @final
 class LoopCheckpoints:
-    """The checkpoints in the run folder. All ranks must call each method.
+    """Saves and loads the checkpoints in the run folder. All ranks must call each method.
 
-    A checkpoint holds the state of the engine, the `record` of the loop, the script's `state`, and the current
-    optimizer settings, scheduler state and module modes.
+    A checkpoint contains the state of the engine, the `record` of the loop, the `run.state` of the script, and the
+    current optimizer settings, scheduler state and module modes.
     """
 
     def __init__(self, member: Member, placed: Placed, record: LoopRecord, state: ScriptState) -> None:
@@ -40,25 +40,28 @@ class LoopCheckpoints:
         return self._checkpoints.weights
 
     def resume(self) -> None:
-        """Resume from the checkpoint in the run folder, if any. Raises UsageError if a different loop saved it."""
+        """Resume from the checkpoint in the run folder, if there is one.
+
+        Raises UsageError if a loop with different settings saved the checkpoint.
+        """
         path = self._member.checkpoint
         if path is None:
             return
-        resumed, loop = read_own(self._member, path, self._placed)
+        resumed, loop = read_loop_checkpoint(self._member, path, self._placed)
         self._checkpoints.resume(resumed)
         self._record.resume(loop)
         saved: Mapping[str, Any] = resumed.state.recipe
-        self._placed.take_settings(saved, self._rank.warn)
+        self._placed.load_settings(saved, self._rank.warn)
         self._state.load(path, saved.get("state", {}), whole_tensors(resumed.snapshot.script or {}))
 
     def save(self) -> list[Saved]:
-        """Save a checkpoint, or start to save it, and return the saves that are complete.
+        """Save a checkpoint and return the completed saves. With `save_async`, the save continues in the background.
 
-        Raises UsageError if ranks have different values to save.
+        Raises UsageError if the values to save differ between ranks.
         """
         placed, world = self._placed, self._rank.world
         placed.check_structure()
-        if self._member.replay is None:  # the folder of a replay is deleted
+        if self._member.replay is None:  # nonfinite weights are fine in a replay, which deletes its folder
             self._check_finite()
         changes = placed.changes()
         plain_values, tensors = self._state.split()
@@ -75,19 +78,22 @@ class LoopCheckpoints:
         return self._checkpoints.save()
 
     def save_last(self, progress: Progress) -> list[Saved]:
-        """Save at the end of a loop or on a signal, unless this step is saved already. Return the finished saves."""
+        """Save at the end of a loop or on a signal, wait for the save, and return the completed saves.
+
+        Does nothing if the current step is already saved.
+        """
         return [] if self.has(progress.step) else [*self.save(), *self.wait()]
 
     def has(self, step: int) -> bool:
-        """Return whether the last checkpoint was saved after this step."""
+        """Return whether the last checkpoint was saved at this step."""
         return self._checkpoints.has(step)
 
     def wait(self) -> list[Saved]:
-        """Wait for a save in progress and return it."""
+        """Wait for the save in progress, if any, and return the completed saves."""
         return self._checkpoints.wait()
 
     def close(self) -> None:
-        """Shut down the saver. Call `wait` first. No save may be in progress."""
+        """Shut down the background saver. Call `wait` first, because no save may be in progress."""
         self._checkpoints.close()
 
     def _check_finite(self) -> None:
@@ -95,11 +101,11 @@ class LoopCheckpoints:
             self._placed.check_finite(self._rank.progress.step)
         except TrainingError:
             if self._rank.digests is not None:
-                self._rank.digests.collect()  # so that you can examine the steps so far
+                self._rank.digests.collect()  # the digests let the user find the step that went wrong
             raise
 
     def _decisive_values(self) -> dict[str, Any]:
-        """Return the values of a checkpoint that determined its weights."""
+        """Return the part of a checkpoint's metadata that determines the resulting weights."""
         loop = self._record.saved(self._placed)
         plain_values, _ = self._state.split()
         return {"recipe": {"loop": loop, "state": plain_values, **self._placed.changes()}, "data": {}}

@@ -1,4 +1,4 @@
-"""Compares the chunks of a placed model with the whole model at the first call of the model in a custom loop."""
+"""Compares a model that is split into chunks with the original model, at its first call in a custom loop."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from lockstep.device.cached_tensors import new_tensors_dropped
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
-_NOT_COMPARED: Final = "run.place: the chunked model was not compared with the whole model"
+_SKIPPED: Final = "run.place: the chunked model was not compared with the whole model"
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @final
 class FirstCallCheck:
-    """Keeps a copy of a model that will be split into chunks, and compares both at the first call of the model.
+    """Copies a model before it is split into chunks, and compares the outputs of both at the first call of the model.
 
-    The comparison uses two samples of the first micro-batch, in float32. It needs the inputs of the model, so it can't
-    run earlier. If the model can't be copied or the copy can't be called, `warn` reports it.
+    The comparison uses two samples of the first micro-batch, in float32. It can't run before the first call, because it
+    needs inputs for the model. If the model can't be copied or the copy can't be called, the check only warns.
     """
 
     def __init__(
@@ -36,14 +36,13 @@ class FirstCallCheck:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         if parameters > LARGEST:
             warn(
-                f"{_NOT_COMPARED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller "
-                f"model"
+                f"{_SKIPPED}: this would copy its {parameters:,} parameters twice; check the plan with a smaller model"
             )
             return
         try:
             whole_model = copy.deepcopy(model).eval()
         except Exception as error:  # a custom model may raise any exception when it is copied
-            warn(f"{_NOT_COMPARED}: copy.deepcopy cannot copy it: {error}")
+            warn(f"{_SKIPPED}: copy.deepcopy cannot copy it: {error}")
             return
         self._whole_model = whole_model
         names = {module: name for name, module in model.named_modules()}
@@ -51,7 +50,7 @@ class FirstCallCheck:
         self._hooks = {entry: entry.register_forward_pre_hook(self._check, with_kwargs=True) for entry in self._names}
 
     def _check(self, entry: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare at the first call of an entry module: the model, or a model in a container."""
+        """Compare the outputs at the first call of an entry module: the model, or a module in a container."""
         self._hooks.pop(entry).remove()
         whole_model, name = self._whole_model, self._names.pop(entry)
         if not self._names:
@@ -72,5 +71,5 @@ class FirstCallCheck:
             try:
                 return quick_departure(whole_model.to(device), self._cut, inputs, run)
             except Exception as error:  # a custom model may raise any exception
-                self._warn(f"{_NOT_COMPARED}: {type(error).__name__}: {error}")
+                self._warn(f"{_SKIPPED}: {type(error).__name__}: {error}")
         return None

@@ -1,4 +1,4 @@
-"""Checks of a dataset before a custom loop trains on it."""
+"""Checks the dataset of a custom loop before training."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,21 +10,21 @@ from lockstep.training.sample_digest import digest_ends
 
 
 class DatasetFault(NamedTuple):
-    """The part of a dataset that returns a different sample when it is asked again, and how the difference shows."""
+    """A part of a dataset that doesn't return the same sample twice, and a description of the difference."""
 
     culprit: str
     text: str
 
 
 class DatasetCheck(NamedTuple):
-    """The digest of the first and last sample, and the faults of the dataset."""
+    """The digest of the first and last sample of a dataset, and the faults found in the dataset."""
 
     ends: str
     faults: Sequence[DatasetFault]
 
 
 def warn_of_set_epoch(member: Member, dataset: Any) -> None:
-    """Warn if the dataset has `set_epoch`, which the loop would call after samples were fetched."""
+    """Warn if the dataset has `set_epoch`, because samples are prefetched before the loop can call it."""
     if callable(getattr(dataset, "set_epoch", None)):
         member.rank.warn(
             "run.steps: the dataset has set_epoch, but samples are fetched before the loop calls it, and in other "
@@ -33,8 +33,8 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
 
 
 def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
-    """Fetch the first and last sample of a dataset, and look for faults if the run is new."""
-    with generators_kept():  # a single rank fetches them, too, since a dataset may count its calls
+    """Compute the digest of the first and last sample of a dataset. In a new run, also check the dataset for faults."""
+    with generators_kept():  # also on a single rank, so that a dataset that counts its calls behaves the same
         # Look for faults first, since a dataset may cache the samples that it returned.
         is_examined = member.checkpoint is None and not items.in_memory
         findings = items_of_a_loop(items, type(dataset).__getitem__) if is_examined else []

@@ -1,4 +1,4 @@
-"""Evaluation in a custom loop: the passes over `run.each`, and the sums that `run.sum` computes over them."""
+"""Evaluation in a custom loop: iteration over `run.each`, and reduction of the results with `run.sum`."""
 
 from collections.abc import Iterator
 from typing import Any, final
@@ -8,27 +8,27 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
 from lockstep.loop.meeting import Meeting
-from lockstep.loop.model import Gate, modes_kept
+from lockstep.loop.model import Gate, preserve_modes
 from lockstep.loop.placed import Placed
 from lockstep.loop.seeding import seed_all
-from lockstep.loop.sums import Pass, sum_values
+from lockstep.loop.sums import EvaluationPass, sum_values
 from lockstep.run.rank import Rank
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class Evaluation:
-    """The passes over datasets that evaluate the model. `run.sum` adds up values of the last pass."""
+    """Implements `run.each` and `run.sum`. An evaluation pass is one iteration over `run.each`."""
 
     def __init__(self, rank: Rank, gate: Gate, meeting: Meeting, seed: int) -> None:
         self._rank = rank
         self._gate = gate
         self._meeting = meeting
         self._seed = seed
-        self._pass = Pass()
+        self._pass = EvaluationPass()
         self._warned = False
-        self.default_batch = 0  # samples per batch, unless the script passes a number
+        self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
     @property
     def computing(self) -> int:
@@ -36,22 +36,22 @@ class Evaluation:
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:
-        """Return the number of samples per batch: `batch` if set, else the size of the largest micro-batch."""
+        """Return the number of samples per batch. Defaults to the size of the largest micro-batch of `run.steps`."""
         samples = batch or self.default_batch
         if not samples:
             raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
     def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
-        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and without gradients."""
-        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients off
+        """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
+        self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
         self.end_pass()
-        current_pass = self._pass = Pass(loader.validation_batches(samples))
+        current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))
         gate, guard, world = self._gate, placed.guard, self._rank.world
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
-            with modes_kept(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
+            with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
                 for number, batch, _ in loader.validation(samples):
                     current_pass.numbers.append(number)
@@ -66,18 +66,18 @@ class Evaluation:
                 current_pass.is_complete = True
         finally:
             if not current_pass.is_complete:
-                self._meeting.note_left(calling() or "run.each")
+                self._meeting.note_early_exit(calling() or "run.each")
             gate.open = False
-            seed_all(world, draws)  # ranks had different batches
+            seed_all(world, draws)  # ranks drew random numbers for different batches
             guard.mark(moved=True)
 
     def sum(self, values: Any) -> Any:
-        """Add values of the last pass over its batches and all ranks. See `Run.sum`."""
-        # `values` may be a generator that runs the pass.
+        """Sum values of the last evaluation pass over its batches and all ranks. See `Run.sum`."""
+        # Look up the pass only after `values` is consumed, since `values` may be a generator that runs the pass.
         return sum_values(self._rank.world, values, lambda: self._pass)
 
     def end_pass(self) -> None:
-        """Warn, once, if several ranks went through a pass and the script didn't sum its results over the ranks."""
+        """Warn once if the script didn't sum the results of the last evaluation pass over several ranks."""
         if self._rank.world.size > 1 and self._pass.is_local and not (self._gate.exchanged or self._warned):
             self._warned = True
             self._rank.warn(

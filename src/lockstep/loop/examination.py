@@ -1,8 +1,8 @@
-"""Examines a step of a custom loop for a replay: each rank observes the step while it computes.
+"""Examines a step of a custom loop for `lockstep replay`: each rank records norms and nonfinite values as it computes.
 
-The script's code within a step runs only once, so Lockstep can't compute the step a second time, as it does for a
-recipe. Each rank writes its observations after every micro-batch, since a script may raise its own error if a loss is
-nan.
+For a recipe, Lockstep computes the examined step a second time. This isn't possible in a custom loop, because the
+script's code within a step runs only once. Each rank writes its observations after every micro-batch, since a script
+may raise its own error if a loss is nan.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,14 +23,15 @@ from lockstep.training.checkpoint import durable
 from lockstep.training.observer import Examined, LayerNorms, Observer
 from lockstep.training.update_norms import measure_update
 
-_LARGEST: Final = 1 << 28  # bytes, the largest file that is read
+_MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file in bytes
 
 
 class Seen(BaseModel):
-    """The observations of one rank, or of all ranks, in a step.
+    """The observations of one rank in a step, or the combined observations of all ranks.
 
-    `samples` holds the sample indices of the step, one list per micro-batch. A step with several updates iterates over
-    its micro-batches several times. `iteration` is the iteration, from 0, with the first nonfinite value.
+    `samples` contains the sample indices of the step, one list per micro-batch. A step with several updates iterates
+    over its micro-batches several times. `iteration` is the index, from 0, of the iteration with the first nonfinite
+    value.
     """
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
@@ -43,9 +44,9 @@ class Seen(BaseModel):
 
 @final
 class Examination:
-    """The observations of one rank: around the micro-batches and the updates of a step.
+    """Observes the micro-batches and updates of this rank in a step, and writes the observations to a file.
 
-    `report` is called at the end of the step, before the script sees its results. All ranks have an examination.
+    `report` is called at the end of the step, before the script can read the results. All ranks examine the same step.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Examination:
         self._microbatch: MicroBatch | None = None
 
     def enter(self, microbatch: MicroBatch, iteration: int) -> None:
-        """Start to observe before the forward of a micro-batch, unless it is a dummy."""
+        """Start to observe a micro-batch, before its forward. A dummy micro-batch isn't observed."""
         if microbatch.dummy:
             return
         examined = self._observations.examined
@@ -70,22 +71,22 @@ class Examination:
         self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
     def note_loss(self, *losses: Tensor) -> None:
-        """Note the loss of the micro-batch, as passed by the script, or the sum of several losses."""
+        """Record the loss that the script passed for the micro-batch, or the sum of several losses."""
         if self._microbatch is not None:
             total = sum(float(loss.detach()) for loss in losses)
             self._observations.examined.microbatches[self._microbatch.index] = total
 
     def leave(self) -> None:
-        """Stop observing, and write the observations."""
+        """Stop observing the micro-batch, and write the observations so far."""
         if self._microbatch is not None:
             self._observers.close()
             self._microbatch = None
             self._write()
 
     def update(self, update: Callable[[], Update], *, whole: bool) -> Update:
-        """Run an update and measure it. All ranks call it.
+        """Run an update and measure the gradient and update norms of each layer. All ranks must call this method.
 
-        `whole` is true if the update moves all groups of the optimizer.
+        `whole` is true if the update changes all groups of the optimizer.
         """
         engine = self._placed.canonical
 
@@ -93,13 +94,13 @@ class Examination:
             yield from wholes(self._world, engine.state().model)
 
         updated, layers = measure_update(update, wholes(self._world, engine.gradients()), weights(), weights())
-        # Groups without an update have no gradient and don't move.
+        # Skip the layers of groups that this update doesn't change: they have no gradient and no update.
         self._observations.layers += [layer for layer in layers if whole or layer.gradient or layer.update]
         self._write()
         return updated
 
     def finish(self) -> None:
-        """Report the step. All ranks call it."""
+        """Report the step. All ranks must call this method."""
         self._report()
 
     def _write(self) -> None:
@@ -109,7 +110,7 @@ class Examination:
 def read_seen(folder: Path) -> Seen | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
-    observations = [Seen.model_validate_json(plainfile.content(path, _LARGEST)) for path in paths]
+    observations = [Seen.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
     examined = Examined()
@@ -117,12 +118,12 @@ def read_seen(folder: Path) -> Seen | None:
         examined.microbatches |= observation.examined.microbatches
         for name, largest in observation.examined.activations.items():
             examined.note_activation(name, largest)
-    # The nonfinite value that a single process would reach first, since it computes all micro-batches in order.
+    # Report the nonfinite value that a single process, which computes all micro-batches in order, would reach first.
     candidates = [
         (observation.iteration, nonfinite.microbatch, nonfinite)
         for observation in observations
         if (nonfinite := observation.examined.nonfinite) is not None
     ]
     iteration, _, examined.nonfinite = min(candidates, key=lambda candidate: candidate[:2], default=(0, 0, None))
-    layers = max((observation.layers for observation in observations), key=len)  # rank 0 has all layers
+    layers = max((observation.layers for observation in observations), key=len)  # only rank 0 has all layers
     return Seen(samples=observations[0].samples, examined=examined, iteration=iteration, layers=layers)

@@ -1,4 +1,4 @@
-"""The metrics of `run.log`, and the check that all ranks log the same values."""
+"""Implements `run.log`, and checks that all ranks log the same values."""
 
 from collections.abc import Mapping
 from typing import final
@@ -10,16 +10,16 @@ from lockstep.common.reserved_metrics import OF_ALL, first_taken
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
-class LoggedFigures:
-    """The last value of each metric that a script logged."""
+class LoggedMetrics:
+    """Writes the metrics that a script logs, and keeps the last value of each metric to compare it between ranks."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._values: dict[str, str] = {}  # with all digits
+        self._values: dict[str, str] = {}  # the `repr` of each value, which has all digits
         self._compared = False
 
     def log(self, figures: Mapping[str, float | Tensor]) -> None:
@@ -35,7 +35,7 @@ class LoggedFigures:
         self._rank.write(Logged(**self._rank.progress.at, figures=values))
 
     def compare(self) -> None:
-        """Warn of metrics with different values on different ranks, the first time that there are any."""
+        """Warn, at most once per run, if metrics have different values on different ranks."""
         world = self._rank.world
         if not world.figures_differ or self._compared:
             return

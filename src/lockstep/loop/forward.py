@@ -1,4 +1,4 @@
-"""The forward of a micro-batch, which a custom loop computes between two calls of Lockstep."""
+"""The context in which a custom loop computes the forward of a micro-batch."""
 
 from contextlib import AbstractContextManager
 from typing import final
@@ -13,32 +13,34 @@ from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
 from lockstep.tasks.base import MicroBatch
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class Forward:
-    """The surroundings of the user's code in a micro-batch: the engine's context, the open gate, and the observers.
+    """Prepares the forward of each micro-batch in a step: enters the engine's context and allows calls of the model.
 
-    If a replay asks for it, an `examination` observes the step.
+    If a replay examines the step, `examination` observes each forward.
     """
 
     def __init__(self, step: Step, placed: Placed, gate: Gate, examination: Examination | None) -> None:
-        self.microbatch: MicroBatch | None = None  # the micro-batch that still needs its backward
+        self.microbatch: MicroBatch | None = None  # the current micro-batch, until its backward begins
         self._step = step
         self._placed = placed
         self._gate = gate
         self._examination = examination
         self._context: AbstractContextManager[None] | None = None
         self._stray_check: StrayModuleCheck | None = None
-        self._versions: dict[int, list[int]] = {}  # the tensor versions of each micro-batch in the first iteration
+        self._versions: dict[int, list[int]] = {}  # the version counters of each micro-batch's tensors, by id
 
     def enter(
         self, microbatch: MicroBatch, stray_check: StrayModuleCheck | None, *, beside: bool, first: bool, iteration: int
     ) -> None:
-        """Begin a micro-batch in an iteration over the step.
+        """Begin a micro-batch of the step.
 
-        `beside` marks a micro-batch that an audit adds to the step, `first` the first micro-batch of the iteration.
+        - `beside`: Whether an audit added this micro-batch to the step.
+        - `first`: Whether this is the first micro-batch of the current iteration over the step.
+        - `iteration`: The index of the current iteration. A step has one iteration per update.
         """
         number, engine = self._step.number + 1, self._placed.engine
         if self._examination is not None and not beside:
@@ -51,7 +53,7 @@ class Forward:
         if first:
             self._placed.modes.check(number)
         self._placed.guard.mark(modes=first)
-        # An earlier iteration over the step may have changed the tensors in place.
+        # An earlier iteration over the step may have modified the tensors in place.
         versions = [tensor._version for tensor in tensors_of(microbatch.batch) if not tensor.is_inference()]
         if self._versions.setdefault(id(microbatch), versions) != versions:
             raise refusal(
@@ -64,14 +66,14 @@ class Forward:
         """Raise UsageError if a loss of the micro-batch depends on a parameter outside the placed model."""
         if self._stray_check is not None:
             for loss in losses:
-                self._stray_check.check_leaves(self._step.number + 1, loss)
+                self._stray_check.check_parameters(self._step.number + 1, loss)
         if self._examination is not None:
             self._examination.note_loss(*losses)
 
     def leave(self, *, early: bool = False) -> None:
-        """Leave the current forward, if any, with its precision and its observers.
+        """Leave the context of the current forward, if there is one, and close its checks and observers.
 
-        `early` means that an error ended the forward. In this case, the state that it left behind isn't checked.
+        `early` means that the forward ended with an error. In this case, the state of the engine isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
         self._gate.returned.clear()

@@ -1,17 +1,16 @@
 """Checks that user code between two calls of Lockstep leaves weights, buffers, gradients and modes unchanged.
 
-When a call of Lockstep ends, the guard notes the state of the model: the version counters of PyTorch, addresses and
-identities of tensors, modes and structure. When the next call begins, the state must be the same. Changes made by the
-engine in between are noted again. This way, every strategy rejects the same changes, even if a change would have no
-effect under that strategy.
+When a call of Lockstep ends, the guard records the state of the model: the version counters, addresses and identities
+of tensors, and the modes and structure of modules. When the next call begins, the state must be the same. Changes that
+the engine makes within a call are part of the recorded state. This way, every strategy rejects the same changes, even
+if a change would have no effect under that strategy.
 
 Two kinds of writes need extra care:
 
-- Writes through `.data`, which PyTorch doesn't count. While a model is placed, `.data` of its tensors shares their
-  version counters.
-- Writes to gradients, which each strategy keeps in a different place. The user's code finds a stand-in in `grad` that
-  rejects writes. The sum of the gradients is only known at the update, and until then it is in a different place under
-  each strategy. Therefore the stand-in has the value nan under every strategy.
+- Writes through `.data`, for which PyTorch doesn't increment the version counter. While a model is placed, `.data` of
+  its tensors shares their version counters.
+- Writes to gradients. Each strategy keeps gradients in a different place, and their sum is only known at the update.
+  Therefore user code finds a stand-in in `grad`, which rejects writes. Its value is nan under every strategy.
 """
 
 import sys
@@ -30,48 +29,50 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.common.own_code import Place, between, is_own, refusal
-from lockstep.loop.placing import REST
+from lockstep.loop.placing import FREEZING_ADVICE
 
-Refuse = Callable[[bool], Exception]  # called with whether a backward writes
+Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if a backward writes
 
 
 @final
-class Withheld(Tensor):
-    """A stand-in for a gradient. It has no memory, and a write to it raises the error that `refuse` returns."""
+class GradientStandIn(Tensor):
+    """A stand-in for a gradient, without storage. A write to it raises the error that `refuse` returns."""
 
     refuse: Refuse
 
     @staticmethod
-    def __new__(cls, like: Tensor, refuse: Refuse) -> "Withheld":
-        stand_in: Withheld = Tensor._make_wrapper_subclass(
+    def __new__(cls, like: Tensor, refuse: Refuse) -> "GradientStandIn":
+        stand_in: GradientStandIn = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
         stand_in.refuse = refuse
         return stand_in
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Withheld(shape={tuple(self.shape)})"
+        return f"GradientStandIn(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute with nan instead of withheld gradients. See `torch.Tensor`."""
+        """Run an operation with nan in place of each stand-in, or raise the error if it writes to a stand-in."""
         keywords = dict(kwargs or {})
-        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, Withheld)]
+        withheld = [leaf for leaf in tree_leaves((args, keywords)) if isinstance(leaf, GradientStandIn)]
         is_view = False
         for index, argument in enumerate(func._schema.arguments):
             alias = argument.alias_info
             value = args[index] if index < len(args) else keywords.get(argument.name)
-            if alias is None or not any(isinstance(leaf, Withheld) for leaf in tree_leaves(value)):
+            if alias is None or not any(isinstance(leaf, GradientStandIn) for leaf in tree_leaves(value)):
                 continue
             if alias.is_write:
                 raise withheld[0].refuse(torch._C._current_graph_task_id() != -1)
             is_view = True
-        outputs = func(*tree_map_only(Withheld, _nan, args), **tree_map_only(Withheld, _nan, keywords))
-        # A view could be written in place, so it must be withheld too.
+        outputs = func(*tree_map_only(GradientStandIn, _nan, args), **tree_map_only(GradientStandIn, _nan, keywords))
+        # The result of a view operation could be modified in place, so it must be a stand-in too.
         return (
-            tree_map_only(Tensor, lambda output: Withheld(output, withheld[0].refuse), outputs) if is_view else outputs
+            tree_map_only(Tensor, lambda output: GradientStandIn(output, withheld[0].refuse), outputs)
+            if is_view
+            else outputs
         )
 
 
@@ -79,7 +80,7 @@ def _nan(tensor: Tensor) -> Tensor:
     return torch.full(tensor.shape, torch.nan, dtype=tensor.dtype, device=tensor.device)
 
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 T = TypeVar("T")
 
@@ -87,41 +88,43 @@ _ADVICE: Final = (
     "let only step.update change weights and buffers; set them before run.place, average or clip a copy outside the "
     "model, and remove DistributedDataParallel, which writes to them too"
 )
-_GRADIENT: Final = (
+_GRADIENT_ADVICE: Final = (
     "scale the loss that you pass to step.backward, and clip with step.update(clip=...); step.norm is the gradient norm"
 )
-_MODE: Final = (
+_MODE_ADVICE: Final = (
     "call train() and eval() before or after the loop over the micro-batches, and leave the mode within run.each, "
     "which sets evaluation mode"
 )
-_SHARDED_FREEZING: Final = (
+_SHARDED_FREEZING_ADVICE: Final = (
     "do not change requires_grad, because this strategy gathers weights as they were at run.place; to freeze an "
     "optimizer group, set its lr_scale to 0 or update only the other groups with step.update(of=...); or use strategy "
     "ddp or zero1"
 )
-_HOOK: Final = "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
-_CALLED_WITH: Final = (
+_HOOK_ADVICE: Final = (
+    "compute the change in the model's forward, which every strategy differentiates, or scale the loss"
+)
+_FUNCTIONAL_CALL_ADVICE: Final = (
     "torch.func.functional_call cannot replace sharded weights; use strategy ddp or zero1, or put the other weights "
     "into a separate module of the model"
 )
-_IN_LOSS: Final = (
+_LOSS_ADVICE: Final = (
     "compute a penalty on the weights in the model's forward, set weight_decay in the optimizer, or use strategy ddp, "
     "zero1 or zero2"
 )
-# Checks look for more in the first updates, and in every n-th update after them.
-_FIRST_UPDATES: Final = 8
-_EVERY: Final = 16
-_PLAIN_DATA: Final[Any] = TensorBase.data
+# The guard also runs its expensive checks up to this number of updates, and in every n-th update after that.
+_CAREFUL_UPDATES: Final = 8
+_CAREFUL_INTERVAL: Final = 16
+_TORCH_DATA: Final[Any] = TensorBase.data
 _TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 @final
 class Guard:
-    """Watches a placed model, and the `original_parameters` that it had before it was placed, by name.
+    """Checks a placed model for changes. Each call of Lockstep begins with `check` and ends with `mark`.
 
-    `kept_buffers` are the buffers that the engine keeps the same on all ranks. A training forward may write to them.
-    `gathered` returns the tensors that the engine computes with instead of the parameters. Each call of Lockstep begins
-    with `check` and ends with `mark`.
+    - `original_parameters`: The parameters that the model had before it was placed, by name. They are checked too.
+    - `kept_buffers`: The buffers that the engine keeps the same on all ranks. A training forward may write to them.
+    - `gathered`: Returns the full tensors that the engine computes with, mapped to the parameters that they replace.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class Guard:
     ) -> None:
         self.step = 0
         self.last: Place = "", 0
-        # The lines where the last checks of each kind were.
+        # The line of user code at the last check of each kind.
         self._compared_at = self._fully_checked_at = self._autograd_checked_at = self.last
         self._frozen = False  # whether the last check found temporarily frozen parameters
         kept_ids = {id(tensor) for tensor in kept_buffers}
@@ -145,36 +148,36 @@ class Guard:
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
         uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
         self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
-        # leading buffers that a forward updates uncounted
+        # the number of leading buffers that a forward updates without incrementing their version counters
         self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
-        self._parts: list[tuple[str, dict[str, Any]]] = [  # the dicts of the modules themselves
+        self._parts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
             (f"{name}." if name else "", part)
             for module, name in self._modules.items()
             for part in (module._parameters, module._buffers, module._modules)
             if part
         ]
-        self._part_values = [part.values() for _, part in self._parts]  # views, which follow the dicts
+        self._part_values = [part.values() for _, part in self._parts]  # views, which reflect changes of the dicts
         self._trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        self._stand_ins = [Withheld(parameter, self._write_error) for parameter in self._trained]
+        self._stand_ins = [GradientStandIn(parameter, self._write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
-        self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the stand-ins in place of gradients
+        self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the expected value of each `grad`
         self._withheld: list[Tensor | None] = []  # the gradients while stand-ins replace them
-        self._summing = False  # whether the step has had a backward
+        self._summing = False  # whether a backward of the current step has run
         self._get_gathered = gathered
-        self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # of a sharded model: original and version
-        self._files: dict[str, bool] = {}  # whether each file is the user's
+        self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # gathered tensor -> (parameter, version)
+        self._files: dict[str, bool] = {}  # whether each source file is user code
         self._running = False  # whether user code is running
-        self._was_compared = self._was_autograd_check = self._was_full_check = True  # what the last check looked for
-        self._full_check_step = self._last_step = 0  # of the last full check, and of the last check
+        self._was_compared = self._was_autograd_check = self._was_full_check = True  # the kinds of the last check
+        self._full_check_step = self._last_step = 0  # the step of the last full check, and of the last check
         self._updates = 0
-        self._careful = True  # whether the checks of this step look for more
+        self._careful = True  # whether the checks of this step include the expensive ones
         if any(type(parameter) is not Parameter for parameter in model.parameters()):
             self._watch_forwards(model)
-            for parameter in model.parameters():  # only user code can make a graph lead to shards
+            for parameter in model.parameters():  # the engine computes with gathered tensors, and never with shards
                 if parameter.requires_grad and type(parameter) is not Parameter:
                     parameter.register_hook(partial(self._refuse_dependence, self._names[parameter]))  # type: ignore[no-untyped-call]
-        _Data.install().guards.append(ref(self))
+        _DataDescriptor.install().guards.append(ref(self))
         self._addresses = [*map(Tensor.data_ptr, self._plain)]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._hook_ids = self._gradient_hooks()
@@ -183,9 +186,9 @@ class Guard:
         self.mark(moved=True)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop checking the model."""
         self._running = False
-        _Data.install().remove(self)
+        _DataDescriptor.install().remove(self)
 
     def check(
         self,
@@ -196,18 +199,18 @@ class Guard:
         forward: bool = False,
         frozen: bool = False,
     ) -> None:
-        """Raise UsageError if something changed since the last call of Lockstep ended.
+        """Raise UsageError if the model changed since the last call of Lockstep ended.
 
         - `whole`: Check everything. Otherwise only check the gradients, the kept buffers, and `modes` if it is set.
-        - `updating`: The weights are about to be updated. Also check writes, replaced parts and `requires_grad`. An
-          update would hide these changes, and their effect would stay.
-        - `modes`: All modules must be in the marked mode.
+        - `updating`: The weights are about to be updated. Also check for writes, replaced parts and changes of
+          `requires_grad`, because the update would hide such a change, and the weights would keep its effect.
+        - `modes`: Check that all modules are in the mode recorded by `mark`.
         - `forward`: A forward ran, so it may have written to the kept buffers.
-        - `frozen`: Parameters may be frozen for an evaluation, and must be unfrozen before the next update.
+        - `frozen`: Allow parameters that are frozen for an evaluation. They must be unfrozen before the next update.
 
-        In the steps after the first updates, and in some later steps, checks that aren't `whole` look for more, so that
-        the error can name the lines that the change is between. All other changes accumulate until the next update, or
-        until the next save or call of the run.
+        In the first steps, and in every 16th step after that, the cheaper checks also look for writes, so that the
+        error can name the two lines that the change is between. In other steps, such a change is only found at the next
+        update, save or call of the run.
         """
         self._running = False
         self._last_step = self.step or self._last_step
@@ -220,7 +223,7 @@ class Guard:
         if modes and (training_modes := [module.training for module in self._modules]) != self._modes:
             module = _first_changed(self._modules, training_modes, self._modes)
             mode = "training" if module.training else "evaluation"
-            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE)
+            raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE_ADVICE)
         if self._withheld or forward:
             gradients = [parameter.grad for parameter in self._trained]
             if not all(map(is_, gradients, self._shown_gradients)):
@@ -239,16 +242,20 @@ class Guard:
             raise self._refusal(problem, since=self._fully_checked_at, first_step=self._full_check_step)
 
     def mark(self, *, moved: bool = False, modes: bool = False) -> None:
-        """Note the current state, and let user code run. Weights are only noted if they `moved`."""
+        """Record the current state before user code runs.
+
+        - `moved`: Also record the weights, because Lockstep changed them.
+        - `modes`: Also record the modes of all modules.
+        """
         if moved:
             self._summing = False
-            self._careful = self._updates <= _FIRST_UPDATES or not self._updates % _EVERY
+            self._careful = self._updates <= _CAREFUL_UPDATES or not self._updates % _CAREFUL_INTERVAL
             self._versions = [tensor._version for tensor in self._tensors]
         if modes:
             self._modes = [module.training for module in self._modules]
         if self._kept_buffers:
             self._kept_versions = [buffer._version for buffer in self._kept_buffers]
-        if not self._running:  # otherwise nothing was checked since
+        if not self._running:  # otherwise there was no check since the last `mark`
             self.last = self.line(3)
             if moved or self._was_compared:
                 self._compared_at = self.last
@@ -259,9 +266,9 @@ class Guard:
             self._running = True
 
     def line(self, depth: int = 1) -> Place:
-        """Return the calling line of user code. This is faster than `own_code.calling`.
+        """Return the line of user code that made the current call. This is faster than `own_code.calling`.
 
-        It looks from the frame that is `depth` frames above this one.
+        The search starts `depth` frames above this one.
         """
         frame = sys._getframe(depth)
         while frame is not None:
@@ -282,18 +289,18 @@ class Guard:
         self._summing = bool(self.step)
 
     def give_back(self) -> None:
-        """Put the gradients back in place."""
+        """Replace the stand-ins with the gradients again."""
         for parameter, gradient in zip(self._trained, self._withheld, strict=False):
             parameter.grad = gradient
         self._withheld, self._shown_gradients = [], self._no_gradients
 
     def watches(self, tensor: Tensor) -> bool:
-        """Return whether a tensor belongs to the model while user code is running."""
+        """Return whether user code is running and the tensor belongs to the model."""
         return self._running and (tensor in self._names or tensor in self._gathered)
 
     def refuse_data(self, tensor: Tensor) -> None:
         """Raise UsageError if user code sets `.data` of a watched tensor."""
-        if self._running and isinstance(tensor, Withheld):
+        if self._running and isinstance(tensor, GradientStandIn):
             raise self._write_error(False)
         if self.watches(tensor):
             name = self._names[self._gathered[tensor][0] if tensor in self._gathered else tensor]
@@ -309,10 +316,10 @@ class Guard:
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient, shown in zip(self._trained, gradients, self._shown_gradients, strict=True):
-            # zero_grad() before the first backward is harmless.
+            # Calling zero_grad() before the first backward of a step is harmless.
             if gradient is not shown and (self._summing or gradient is not None):
                 change = "removed" if gradient is None else "set"
-                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT)
+                raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
 
     def _check_autograd(self, *, hooks: bool = True, frozen: bool = False, is_sharded: bool = False) -> None:
         requires_grad = [parameter.requires_grad for parameter in self._parameters]
@@ -324,12 +331,12 @@ class Guard:
             if is_trained != was_trained:
                 self._frozen = True
                 if not frozen:
-                    advice = _SHARDED_FREEZING if is_sharded else REST
+                    advice = _SHARDED_FREEZING_ADVICE if is_sharded else FREEZING_ADVICE
                     change = "frozen" if was_trained else "unfrozen"
                     raise self._refusal(f"{self._names[parameter]} was {change}", advice, self._autograd_checked_at)
             if own_hooks != previous_hooks:
                 problem = f"a gradient hook was added to {self._names[parameter]}"
-                raise self._refusal(problem, _HOOK, self._fully_checked_at, self._full_check_step)
+                raise self._refusal(problem, _HOOK_ADVICE, self._fully_checked_at, self._full_check_step)
 
     def _write_error(self, by_backward: bool) -> Exception:
         if by_backward:
@@ -338,11 +345,11 @@ class Guard:
                 "pass the whole loss to step.backward(mean=loss), once for each micro-batch; to compute a derivative "
                 "without changing gradients, call torch.autograd.grad",
             )
-        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT)
+        return refusal(f"{self._prefix}a gradient of the placed model was modified", _GRADIENT_ADVICE)
 
     def _check_structure(self, since: Place) -> None:
         if self._part_ids() != self._identities:
-            self._note_gathered()  # tensors that were gathered with other tensors but not called
+            self._record_gathered()  # some tensors were gathered with their block, but their module wasn't called yet
         if (part_ids := self._part_ids()) != self._identities:
             names = [f"{prefix}{part_name}" for prefix, part in self._parts for part_name in part]
             names += ["a part of the model"] * len(part_ids)
@@ -356,7 +363,7 @@ class Guard:
         ]
 
     def _part_ids(self) -> list[int]:
-        """Return the identities of all parts of the modules. A gathered tensor counts as its original."""
+        """Return the ids of all parameters, buffers and submodules. A gathered tensor has the id of its parameter."""
         ids = [*map(id, chain.from_iterable(self._part_values))]
         if not self._gathered:
             return ids
@@ -364,7 +371,7 @@ class Guard:
         return [originals.get(part_id, part_id) for part_id in ids]
 
     def _watch_forwards(self, model: nn.Module) -> None:
-        """Watch the tensors that a sharded model gathers for a forward and drops after it."""
+        """Add hooks that check the tensors which a sharded model gathers for a forward and frees after it."""
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
             if any(parameter is not None for parameter in module._parameters.values()):
@@ -375,26 +382,28 @@ class Guard:
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure(self.last)  # check first, since gathering overwrites replaced parameters
-            self._check_autograd(hooks=False, is_sharded=True)  # it decides which tensors backward gathers
+            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad decides which tensors backward gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):
-            raise refusal(f"{self._prefix}{name} is called with different weights, but would use its own", _CALLED_WITH)
+            raise refusal(
+                f"{self._prefix}{name} is called with different weights, but would use its own", _FUNCTIONAL_CALL_ADVICE
+            )
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
         self._find_foreign_module(module)
 
     def _find_foreign_module(self, module: nn.Module) -> str:
-        """Note the gathered tensors of a module. If some of its tensors aren't known, return the name of the module."""
-        if not self._knows_tensors_of(module):
-            self._note_gathered()
-        return "" if self._knows_tensors_of(module) else self._modules[module] or "the model"
+        """Return the name of the module if it has tensors that are neither its own nor gathered, and "" otherwise."""
+        if not self._has_known_tensors(module):
+            self._record_gathered()
+        return "" if self._has_known_tensors(module) else self._modules[module] or "the model"
 
-    def _knows_tensors_of(self, module: nn.Module) -> bool:
+    def _has_known_tensors(self, module: nn.Module) -> bool:
         tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
         return all(tensor in self._names or tensor in self._gathered for tensor in tensors)
 
-    def _note_gathered(self) -> None:
+    def _record_gathered(self) -> None:
         for tensor, original in self._get_gathered().items():
             self._gathered.setdefault(tensor, (original, tensor._version))
 
@@ -405,7 +414,7 @@ class Guard:
                 raise refusal(f"{self._prefix}{name} was modified in a forward", _ADVICE)
 
     def _refuse_dependence(self, name: str, _gradient: Tensor) -> None:
-        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _IN_LOSS)
+        raise refusal(f"{self._prefix}the loss depends on this rank's shard of {name}", _LOSS_ADVICE)
 
     @property
     def _prefix(self) -> str:
@@ -414,14 +423,14 @@ class Guard:
     def _refusal(
         self, problem: str, advice: str = _ADVICE, since: Place | None = None, first_step: int = 0
     ) -> Exception:
-        """Return the error for a change after the line `since`, in any step from `first_step` on."""
+        """Return the error for a change between the line `since`, in step `first_step`, and the current line."""
         prefix = f"steps {first_step} to {self.step}: " if 0 < first_step < self.step else self._prefix
         return refusal(f"{prefix}{problem}", advice, between(since or self.last, self.line()))
 
 
 @final
-class Unguarded:
-    """Replaces the guard and lets user code change anything, for tests that `lockstep.verify` finds the effects."""
+class NoGuard:
+    """Replaces the guard with no-ops. Tests use it to check that `lockstep.verify` finds the effects of changes."""
 
     step = 0
     last: Place = "", 0
@@ -441,7 +450,7 @@ class Unguarded:
         """See Guard."""
 
     def line(self, depth: int = 1) -> Place:
-        """Return an empty line."""
+        """Return a placeholder without a path."""
         return self.last
 
     def withhold(self) -> None:
@@ -455,20 +464,20 @@ class Unguarded:
 
 
 @final
-class _Data:
-    """Replaces `Tensor.data` while there are guards.
+class _DataDescriptor:
+    """Replaces the descriptor `Tensor.data` while there are guards.
 
-    For a watched tensor, it returns a tensor that shares the version counter.
+    For a tensor that a guard watches, it returns a tensor with the same version counter.
     """
 
     def __init__(self) -> None:
         self.guards: list[ref[Guard]] = []
 
     @staticmethod
-    def install() -> "_Data":
+    def install() -> "_DataDescriptor":
         descriptor = vars(Tensor).get("data")
-        if not isinstance(descriptor, _Data):
-            descriptor = Tensor.data = _Data()  # type: ignore[assignment]
+        if not isinstance(descriptor, _DataDescriptor):
+            descriptor = Tensor.data = _DataDescriptor()  # type: ignore[assignment]
         return descriptor
 
     def remove(self, guard: Guard) -> None:
@@ -478,20 +487,20 @@ class _Data:
 
     def __get__(self, tensor: Tensor | None, _owner: type | None = None) -> Any:
         if tensor is None:
-            return _PLAIN_DATA
+            return _TORCH_DATA
         if any(guard.watches(tensor) for reference in self.guards if (guard := reference()) is not None):
             return tensor.detach()
-        return _PLAIN_DATA.__get__(tensor)
+        return _TORCH_DATA.__get__(tensor)
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         for reference in self.guards:
             if (guard := reference()) is not None:
                 guard.refuse_data(tensor)
-        _PLAIN_DATA.__set__(tensor, value)
+        _TORCH_DATA.__set__(tensor, value)
 
 
 def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the buffers that BatchNorm of PyTorch updates without counting. Only other writes change their versions."""
+    """Yield the running statistics that PyTorch's BatchNorm updates without incrementing their version counters."""
     for module in model.modules():
         if (
             isinstance(module, _BatchNorm)
@@ -502,7 +511,7 @@ def _uncounted_buffers(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _first_changed(items: Iterable[T], values: Sequence[object], previous: Sequence[object]) -> T:
-    """Return the first place that has changed."""
+    """Return the first item with a changed value."""
     return next(
         item for item, value, previous_value in zip(items, values, previous, strict=False) if value != previous_value
     )

@@ -22,7 +22,7 @@ def make_loader(
     audits: AuditSchedule | None = None,
     order: SampleOrder | None = None,
 ) -> Loader:
-    """Return the loader of this rank for `items`, split into `steps` with `microbatches` micro-batches each."""
+    """Return the loader of this rank for `items`. Each of the `steps` has `microbatches` micro-batches."""
     world, settings = placed.world, placed.settings
     return Loader(
         DataSet(items, items),

@@ -1,12 +1,12 @@
-"""Checks that the loss passed to `step.backward` has the reduction of its name: a mean or a sum over the micro-batch.
+"""Checks that a loss passed as `mean` to `step.backward` is a mean over the micro-batch, and a `sum` is a sum.
 
-The graph of a loss shows its last operations. The check walks through the linear operations to the terms of the loss.
-Each term is a mean, a sum, or something else. If the loss evidently has the other reduction, the check raises an error
-with the name to use. If the graph is ambiguous, the check asks the user once, with the numbers. It never questions
-multiplications. Only a division can be a division by a count.
+The check splits the loss into terms. It walks backward through the autograd graph of the loss, as long as the
+operations are linear. Each term is a mean, a sum, or unknown. If the loss clearly has the opposite reduction, the check
+raises an error. If the graph is ambiguous, the check warns once and tells the user how to decide. It accepts all
+multiplications, because only a division can be a division by a number of samples.
 
-In the first step, the check looks at all micro-batches. Later it only compares the last few operations, and checks a
-loss again if these are new.
+In the first step, the check analyzes the loss of every micro-batch. Later it analyzes a loss again only if its last
+few operations are new.
 """
 
 import math
@@ -30,24 +30,25 @@ from lockstep.loop.loss_terms import (
     mask_totals,
     operation_name,
     reduces,
-    uncancelled,
+    uncanceled,
 )
 from lockstep.loop.losses import without_weights
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
-_SCALED: Final = 256.0  # smallest factor that counts as a scaler's, which starts at 65,536 and is halved
-_COMPARED: Final = 4  # number of operations at the end of a loss
+# The smallest factor that is attributed to a GradScaler. Its scale starts at 65,536 and is halved on overflow.
+_SCALED: Final = 256.0
+_COMPARED: Final = 4  # the number of operations at the end of a loss that are compared with earlier losses
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 @dataclass
 class LossCheck:
-    """Checks the losses that this process, one of `processes`, passes to the backward of its micro-batches.
+    """Checks the losses that the user's script passes to `step.backward` on this rank.
 
-    `name` is the name of the loss, if a step has several.
+    `processes` is the world size. `name` is the name of the loss, if a step has several losses.
     """
 
     processes: int = 1
@@ -70,12 +71,12 @@ class LossCheck:
         weighs: bool = False,
         step_weight: int = 0,
     ) -> None:
-        """Raise UsageError, with the calling line, if `loss` isn't a 0-dim tensor with a graph, or has the wrong name.
+        """Raise UsageError if `loss` isn't a 0-dim tensor with an autograd graph, or clearly has the wrong reduction.
 
         - `mean`: Whether the loss was passed as a mean over the micro-batch, and not as a sum.
         - `microbatches`: The number of micro-batches in the step.
         - `returned`: The graph nodes of the model's outputs for this micro-batch.
-        - `weighs`: Whether the script passed `weight` to run.steps, which counts the weight of the micro-batch.
+        - `weighs`: Whether the script passed `weight` to `run.steps`.
         - `step_weight`: The weight of the whole step, or 0 if it isn't known.
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
@@ -96,9 +97,9 @@ class LossCheck:
                 "loss.backward()",
             )
         if not microbatch.weight:
-            return  # a mean over nothing isn't finite and shows nothing
+            return  # the mean of an empty micro-batch is nan, and its graph shows no counts
         self._first_step = self._first_step or step
-        form = (mean, *_last_operations(root))  # compared in every micro-batch
+        form = (mean, *_last_operations(root))
         if form in self._forms and step != self._first_step:
             return
         self._forms.add(form)
@@ -131,7 +132,7 @@ class LossCheck:
         return f"step.weights[{self.name!r}]" if self.name else "step.weight"
 
     def _check_factors(self, step: int, graph: "_LossGraph") -> None:
-        """Raise UsageError for the factor of a GradScaler, and warn of a factor equal to the number of processes."""
+        """Raise UsageError if a GradScaler scaled the loss. Warn if the loss is multiplied by the world size."""
         for scale in graph.shared:
             if _is_scaler_factor(scale):
                 raise refusal(
@@ -147,7 +148,7 @@ class LossCheck:
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
-        """Reject a division of the whole loss by an integer in the first step of a run, and warn of it later."""
+        """Raise UsageError if the whole loss is divided by an integer in step 1. In later steps, only warn."""
         for scale in graph.unexplained():
             problem = f"step {step}: {self._loss} is divided by {scale.value:g}"
             advice = (
@@ -159,10 +160,10 @@ class LossCheck:
             self._ask("division", f"{problem} ({calling()}); {advice}")
 
     def _check_sum(self, step: int, graph: "_LossGraph", weighs: bool, step_weight: int) -> None:
-        """Raise UsageError for a mean that is passed as a sum, and ask if a sum has more terms than weight.
+        """Raise UsageError if a mean was passed as a sum. Warn if a sum has more values than the micro-batch's weight.
 
-        If the script multiplies the sum by the weight of the step, the update divides it by the same weight again. Such
-        a script wants a plain sum, so the check doesn't ask.
+        If the script multiplies the sum by the weight of the step, the update divides it by the same weight. In this
+        case, the script clearly wants a plain sum, and there is no warning.
         """
         means = [term for term, kind in graph.kinds() if kind == "mean"]
         if means:
@@ -194,11 +195,11 @@ class LossCheck:
             )
 
     def _check_mean(self, step: int, graph: "_LossGraph", microbatches: int) -> None:
-        """Raise UsageError for a sum that is passed as a mean, and ask if a part of the loss is a sum."""
+        """Raise UsageError if a sum was passed as a mean. Warn if only a part of the loss is a sum."""
         sums = [term for term, kind in graph.kinds() if kind == "sum"]
         if not sums:
             return
-        divisors = [scale.value for scale in uncancelled(sums[0]) if not graph.is_usual(scale)]
+        divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.is_over_samples, sums)):
             raise refusal(
                 f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
@@ -218,7 +219,7 @@ class LossCheck:
             )
 
     def _compare_counts(self, step: int, graph: "_LossGraph", microbatches: int, weighs: bool) -> None:
-        """Ask for `weight` if the means are over different counts than the weights of the micro-batches."""
+        """Warn if the means divide by counts that aren't proportional to the weights of the micro-batches."""
         weight = graph.microbatch.weight
         counts = [graph.count_of_mean(term) for term, kind in graph.kinds() if kind == "mean"]
         (step_before, weight_before, counts_before), self._counts = self._counts, (step, weight, counts)
@@ -239,7 +240,7 @@ class LossCheck:
             )
 
     def _ask_about_function(self, step: int, graph: "_LossGraph") -> None:
-        """Ask about a term that is a function of all samples of the micro-batch together."""
+        """Warn if a term is a nonlinear function of all samples of the micro-batch together."""
         for term in graph.terms:
             if not term.kind and reduces(term.node) and term.node not in graph.returned:
                 name = term.node.name().partition("Backward")[0].lower()
@@ -280,7 +281,7 @@ class _LossGraph:
         self.shared = [scale for scale in terms[0].scales if scale.node in common] if terms else []
 
     def kinds(self) -> Iterator[tuple[LossTerm, Kind]]:
-        """Yield each term with its kind, taking multiplications and divisions by counts into account."""
+        """Yield each term with its reduction, after applying multiplications and divisions by counts."""
         for term in self.terms:
             multipliers = [scale.value for scale in term.scales if not scale.divides]
             if term.kind == "mean" and term.size == 1:
@@ -293,56 +294,56 @@ class _LossGraph:
                 yield term, term.kind
 
     def divisor_of_mean(self, term: LossTerm) -> Scale | None:
-        """Return the division by a count that turns a sum into a mean, or None if there is none."""
+        """Return the division by a count that turns this sum into a mean, or None if there is no such division."""
         if term.kind != "sum":
             return None
         samples = self.microbatch.samples
-        for scale in uncancelled(term):
+        for scale in uncanceled(term):
             value = scale.value
             divides_size = samples > 1 and value > 1 and not value % samples and not term.size % value
-            # No script divides by a literal 1, so this is a count that happens to be 1.
+            # No script divides by the literal 1, so the divisor is a count that happens to be 1.
             is_one = self._mean and value == 1
             if (value in self.counts or divides_size or is_one) and not self._averages_terms(scale):
                 return scale
         return None
 
     def count_of_mean(self, term: LossTerm) -> float:
-        """Return the number of values that a mean is over."""
+        """Return the number of values that a mean averages."""
         scale = self.divisor_of_mean(term)
         return term.size if scale is None else scale.value
 
     def count_of_sum(self, term: LossTerm) -> float:
         """Return the number of values that a sum adds up.
 
-        If the sum is divided by the length of a dim, each of these values is a mean over the dim.
+        If the sum is divided by the length of a dim, the mean over this dim counts as a single value.
         """
         if term.kind != "sum":
             return 0
-        return term.size / math.prod(scale.value for scale in uncancelled(term) if scale.value in term.sizes[1:])
+        return term.size / math.prod(scale.value for scale in uncanceled(term) if scale.value in term.sizes[1:])
 
     def is_over_samples(self, term: LossTerm) -> bool:
-        """Return whether a sum is certainly over the samples of the micro-batch."""
+        """Return whether a sum clearly includes all samples of the micro-batch."""
         is_loss = getattr(term.node, "_saved_reduction", None) is not None
         return is_loss or not {self.microbatch.samples, self.microbatch.weight}.isdisjoint(term.sizes)
 
     def unexplained(self) -> Iterator[Scale]:
-        """Yield divisions of the whole loss by integers from 2, except usual divisions and those that make a mean."""
+        """Yield the divisions of the whole loss by an integer of at least 2 that neither make a mean nor are usual."""
         for scale in self.shared:
             is_integer = scale.divides and scale.value >= 2 and scale.value.is_integer()
-            if not is_integer or any(scale not in uncancelled(term) for term in self.terms):
+            if not is_integer or any(scale not in uncanceled(term) for term in self.terms):
                 continue
             makes_mean = any(self.divisor_of_mean(term) == scale for term in self.terms)
             if not (makes_mean or self.is_usual(scale)):
                 yield scale
 
     def is_usual(self, scale: Scale) -> bool:
-        """Return whether a division averages several losses, halves squares, or is a mean over a dim."""
+        """Return whether a division averages several losses, halves squared errors, or averages over a dim."""
         half = scale.value == 2 and any(operation_name(term.node).startswith(_SQUARES) for term in self.terms)
         over_dim = all(term.kind == "sum" and scale.value in term.sizes[1:] for term in self.terms)
         return half or over_dim or self._averages_terms(scale)
 
     def _averages_terms(self, scale: Scale) -> bool:
-        """Return whether a division by n averages n losses that aren't the losses of individual samples."""
+        """Return whether a division by n averages n losses, and these aren't the losses of individual samples."""
         terms_below = [term for term in self.terms if scale in term.scales]
         is_same_factor = len({term.factor(scale.node) for term in terms_below}) == 1
         are_single_values = all(term.size == 1 for term in terms_below)
@@ -350,7 +351,7 @@ class _LossGraph:
 
 
 def _last_operations(node: Node) -> list[type]:
-    """Return the types of the last operations of a loss, starting at the end."""
+    """Return the types of the last operations of a loss, last operation first."""
     operations = []
     for _ in range(_COMPARED):
         operations.append(type(node))
@@ -364,7 +365,7 @@ def _last_operations(node: Node) -> list[type]:
 
 
 def _is_scaler_factor(scale: Scale) -> bool:
-    """Return whether a factor is a tensor, as in GradScaler, and a large power of two."""
+    """Return whether a factor looks like the scale of a GradScaler: a 0-dim tensor with a large power of two."""
     if scale.divides or scale.value < _SCALED or math.frexp(scale.value)[0] != 0.5:
         return False
     operands = [getattr(scale.node, name) for name in ("_saved_self", "_saved_other")]
@@ -372,7 +373,7 @@ def _is_scaler_factor(scale: Scale) -> bool:
 
 
 def _suggest_weight(graph: _LossGraph) -> str:
-    """Return the `weight` to pass to run.steps, as far as the loss and the batch show it."""
+    """Return the `weight` argument to suggest for `run.steps`: a lambda if the loss has an `ignore_index`."""
     for term in graph.terms:
         ignore_index = getattr(term.node, "_saved_ignore_index", None)
         if ignore_index is None or getattr(term.node, "_saved_weight", None) is not None:
@@ -385,7 +386,7 @@ def _suggest_weight(graph: _LossGraph) -> str:
 
 
 def _name_in_batch(batch: Any, target: Tensor) -> str:
-    """Return the part of the batch that equals the target, such as `batch[1]`, or "" if there is none."""
+    """Return the expression for the part of the batch that equals the target, such as `batch[1]`, or ""."""
     parts: Mapping[Any, Any] = {}
     if isinstance(batch, Mapping):
         parts = batch

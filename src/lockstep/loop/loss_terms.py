@@ -1,4 +1,4 @@
-"""The terms of a loss, read from its graph: which values are averaged or summed, and which constants scale them."""
+"""Splits a loss into terms by walking its autograd graph, and finds the reduction and the scale of each term."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from lockstep.parallel.gradients import nodes_behind
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # a node of an autograd graph
-Kind = Literal["mean", "sum", ""]  # "" is unknown
+Kind = Literal["mean", "sum", ""]  # the reduction of a term, or "" if it is unknown
 
 _REDUCTIONS: Final[Mapping[int, Kind]] = {1: "mean", 2: "sum"}  # at::Reduction
 _LINEAR: Final = (
@@ -26,7 +26,7 @@ _ADDING: Final = ("DotBackward", "TraceBackward", "MeanBackward")
 
 
 class Scale(NamedTuple):
-    """A constant in a loss. It multiplies or divides all terms below `node`."""
+    """A constant factor or divisor in a loss. It applies to all terms below `node` in the graph."""
 
     node: Node
     value: float
@@ -34,10 +34,13 @@ class Scale(NamedTuple):
 
 
 class LossTerm(NamedTuple):
-    """A term of a loss: the node where the walk through the graph ended, and its reduction.
+    """A term of a loss, at the graph node where the walk ended.
 
-    `size` is the number of values that are averaged or summed. They are in a tensor of shape `sizes`. `masks` are the
-    tensors that the values were multiplied by on the way.
+    - `scales`: The constants between the loss and the node.
+    - `kind`: The reduction.
+    - `size`: The number of values that are averaged or summed.
+    - `sizes`: The shape of the tensor of these values.
+    - `masks`: The tensors between the loss and the node that multiply or select the values.
     """
 
     node: Node
@@ -48,14 +51,17 @@ class LossTerm(NamedTuple):
     masks: tuple[Tensor, ...] = ()
 
     def factor(self, start: Node) -> float:
-        """Return the product of the constants below a node."""
+        """Return the product of the constants below the node `start`."""
         nodes = [scale.node for scale in self.scales]
         inner = self.scales[nodes.index(start) + 1 :]
         return math.prod(1 / scale.value if scale.divides else scale.value for scale in inner if scale.value)
 
 
 def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms of a loss. The walk ends at means, losses, nonlinear operations and outputs of the model."""
+    """Return the terms of a loss.
+
+    The walk ends at means, at loss functions with a reduction, at nonlinear operations and at outputs of the model.
+    """
     terms, pending = [], [LossTerm(root)]
     while pending:
         term = pending.pop()
@@ -68,8 +74,8 @@ def find_terms(root: Node, samples: int, returned: Collection[Node]) -> list[Los
     return terms
 
 
-def uncancelled(term: LossTerm) -> Sequence[Scale]:
-    """Return the divisions of a term that aren't undone by a multiplication with the same number."""
+def uncanceled(term: LossTerm) -> Sequence[Scale]:
+    """Return the divisions of a term, without those that a multiplication by the same number cancels."""
     multipliers = [scale.value for scale in term.scales if not scale.divides]
     divisions = []
     for scale in term.scales:
@@ -81,9 +87,10 @@ def uncancelled(term: LossTerm) -> Sequence[Scale]:
 
 
 def mask_totals(mask: Tensor) -> Iterator[float]:
+    """Yield the possible numbers of values that a mask keeps."""
     total = float(mask.sum())
     yield total
-    if mask.dtype == torch.bool:  # if the mask marks filled values, the other values count
+    if mask.dtype == torch.bool:  # masked_fill marks the values that don't count
         yield mask.numel() - total
 
 
@@ -93,15 +100,15 @@ def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
 
 
 def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
-    """Return whether a part of the loss depends on an output of the model, or True if that isn't known."""
+    """Return whether a part of the loss depends on an output of the model. True if the outputs aren't known."""
     return not returned or any(ancestor in returned for ancestor in nodes_behind(node))
 
 
 def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
-    """Return whether a term is a mean over one value per sample that a forward has computed.
+    """Return whether a term is a mean over one value per sample, computed by a forward of the model.
 
-    This detects a penalty on gradients or on values inside the model, which doesn't depend on any output. A mean over
-    weights can have the same number of values, but weights share no operation with a forward.
+    This detects a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
+    weights may have the same number of values, but its graph shares no operation with the forward.
     """
     if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
@@ -112,7 +119,7 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Colle
 
 
 def reduces(node: Node) -> bool:
-    """Return whether a PyTorch operation other than a sum or a loss returns a single number."""
+    """Return whether a node is a PyTorch operation that returns a single number, but is neither a sum nor a loss."""
     name = operation_name(node)
     if not name or name.startswith(_ADDING) or getattr(node, "_saved_reduction", None) is not None:
         return False
@@ -120,13 +127,13 @@ def reduces(node: Node) -> bool:
 
 
 def operation_name(node: Node) -> str:
-    """Return the name of a PyTorch operation, or "" for a custom function, which may have the same name."""
+    """Return the name of a PyTorch operation, or "" for a custom autograd function, which may use the same name."""
     name: str = node.name()
     return name if name[-1:].isdigit() else ""
 
 
 def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms that an operation is linear in, or an empty list."""
+    """Return the operands of a linear operation as terms, or an empty list if the operation isn't linear."""
     node, name = term.node, operation_name(term.node)
     if name.startswith(_SCALING):
         return _scaling_operands(term, [next_node for next_node, _ in node.next_functions], returned)
@@ -143,19 +150,22 @@ def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTer
 
 
 def _mask_of(node: Node) -> Tensor | None:
-    """Return the mask of an operation that fills or selects values, if the operation has kept its mask."""
+    """Return the mask of an operation that fills or selects values, if the operation saved it for backward."""
     try:
         return (
             getattr(node, "_saved_mask", None)
             if operation_name(node).startswith("Masked")
             else getattr(node, "_saved_condition", None)
         )
-    except RuntimeError:  # modified in place, which its backward will report
+    except RuntimeError:  # the saved tensor was modified in place, which backward will report
         return None
 
 
 def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collection[Node]) -> list[LossTerm]:
-    """Return the terms below a product or quotient with one side that is constant or depends only on weights."""
+    """Return the operand of a product or quotient as a term, if the other side is constant or only has weights.
+
+    `sides` are the nodes of the two sides. Returns an empty list if both sides depend on outputs of the model.
+    """
     node = term.node
     divides = node.name().startswith("DivBackward")
     model_sides = [side for side in sides if side is not None]
@@ -168,7 +178,7 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
         return [inner]
     try:
         constant = node._saved_other if model_sides[0] is sides[0] else node._saved_self
-    except RuntimeError:  # modified in place, which its backward will report
+    except RuntimeError:  # the saved tensor was modified in place, which backward will report
         return [inner]
     if constant is None:
         return [inner]
@@ -178,7 +188,7 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
 
 
 def _reduction(node: Node, samples: int) -> Kind:
-    """Return how an operation reduces samples, from its name or from the reduction that it has kept."""
+    """Return the reduction of an operation over the samples, from its name or from its saved `reduction` argument."""
     if not operation_name(node).startswith("MeanBackward"):
         return _REDUCTIONS.get(getattr(node, "_saved_reduction", None) or 0, "")
     sizes = node._saved_self_sym_sizes
@@ -189,20 +199,20 @@ def _reduction(node: Node, samples: int) -> Kind:
 
 
 def _reduced_count(node: Node) -> float:
-    """Return the number of values that a mean or a loss reduces itself, or 0 if it hasn't kept the number."""
+    """Return the number of values that a mean or a loss function reduces, or 0 if the node doesn't have the number."""
     if operation_name(node).startswith("MeanBackward"):
         count = float(math.prod(node._saved_self_sym_sizes[dim] for dim in _dims(node)))
-        inner = node.next_functions[0][0]  # a mean of means counts the values of both
+        inner = node.next_functions[0][0]  # a mean of a mean reduces the values of both
         return count * (_reduced_count(inner) if operation_name(inner).startswith("MeanBackward") else 1)
     try:
         total = getattr(node, "_saved_total_weight", None)
         return float(node._saved_self.numel() if total is None else total)
-    except (AttributeError, RuntimeError):  # modified in place, which its backward will report
+    except (AttributeError, RuntimeError):  # the saved tensor was modified in place, which backward will report
         return 0
 
 
 def _stack_size(node: Node) -> int:
-    """Return the number of stacked losses that a node averages, or 0 if it isn't such a mean."""
+    """Return the number of losses if the node averages losses from torch.stack, and 0 otherwise."""
     inner = node.next_functions[0][0]
     stacks = inner is not None and operation_name(inner).startswith("StackBackward")
     return len(inner.next_functions) if stacks and _dims(node) == [0] and not inner._saved_dim else 0

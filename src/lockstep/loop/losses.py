@@ -14,7 +14,7 @@ from lockstep.loop.loss_terms import Node
 from lockstep.parallel.losses import Losses, Root
 from lockstep.tasks.base import MicroBatch
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 class NamedArgument(NamedTuple):

@@ -4,11 +4,12 @@ from typing import Final, final
 
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
-from lockstep.loop.model import AlikeCalls, Gate
+from lockstep.loop.model import CallConsistencyCheck, Gate
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-# Places where a rank can be between two steps, as error messages name them. Ranks in `turns` are at the first place.
+# The calls that a rank can make between two steps, as error messages name them. Ranks exchange the index of their call.
+# Ranks that run steps are at the first place.
 _PLACES: Final = (
     "the loop over run.steps",
     "run.place",
@@ -23,16 +24,16 @@ _PLACES: Final = (
 
 @final
 class Meeting:
-    """The calls that all ranks make together, and the loops over `run.each` that they leave together."""
+    """Checks that all ranks make the same calls, and that they leave loops over `run.each` at the same batch."""
 
     def __init__(self, world: World, gate: Gate) -> None:
         self._world = world
         self._gate = gate
-        self._left_at = ""  # the line that left a loop over `run.each` early, until it is compared with the other ranks
+        self._left_at = ""  # the line that left a loop over `run.each` early, until `check_early_exits`
 
     def meet(self, call: str) -> None:
-        """Wait until all ranks reach this call. Raises UsageError if a rank is at a different call."""
-        self.compare_left()
+        """Wait until all ranks reach this call. Raises UsageError if a rank has made a different call."""
+        self.check_early_exits()
         mismatch = self._world.meet(_PLACES.index(call))
         if mismatch is not None:
             place, rank = mismatch
@@ -42,19 +43,19 @@ class Meeting:
                 "the same step",
             )
 
-    def note_left(self, call_site: str) -> None:
-        """Note the line where the script left a loop over `run.each` before its last batch."""
+    def note_early_exit(self, call_site: str) -> None:
+        """Record the line where the script left a loop over `run.each` before its last batch."""
         self._left_at = call_site
 
-    def compare_left(self) -> None:
-        """Raise UsageError if this rank left a loop over `run.each` early and other ranks of its group didn't.
+    def check_early_exits(self) -> None:
+        """Raise UsageError if this rank left a loop over `run.each` early, but not all ranks of its group did.
 
-        Call it at the next call of Lockstep, and not when the loop is left, because an error in the script also leaves
-        the loop.
+        Each Lockstep call runs this check first. The check can't run when the script leaves the loop, because an error
+        in the script also leaves the loop.
         """
         call_site, self._left_at = self._left_at, ""
         if call_site and self._gate.alike is not None:
-            self._gate.alike.call(AlikeCalls.LEFT, "", call_site)
+            self._gate.alike.call(CallConsistencyCheck.LEFT, "", call_site)
 
     def refuse_within_batch(self, call: str) -> None:
         """Raise UsageError if `call` is made within a batch of `run.each`."""

@@ -1,4 +1,4 @@
-"""The lifetime of a rank in a custom training loop: how it joins the other ranks, where it writes, and how it ends."""
+"""The lifetime of a rank in a custom training loop: it joins the other ranks, sets up its outputs, and exits."""
 
 import atexit
 import os
@@ -26,7 +26,7 @@ from lockstep.loop.replaying import Replaying, replaying
 from lockstep.loop.settings import Settings
 from lockstep.ranks.external import alone, join_ranks, membership, refuse
 from lockstep.ranks.failure import failure_of
-from lockstep.ranks.open_group import rank_in_open_group
+from lockstep.ranks.open_group import hosted_by_open_group, rank_in_open_group
 from lockstep.ranks.rank_log import log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import EXIT_CODES, Reason
@@ -41,15 +41,16 @@ from lockstep.runs.worker_context import WORKER_CONTEXT, Observe, OpenRun
 from lockstep.training.checkpoint.signing import signing_key
 
 R = TypeVar("R", bound=OpenRun)
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
-# The open runs of this process. In a notebook, an error doesn't end the process, and it keeps the loop alive.
+# The open runs of this process. There can be several, because an error in a notebook doesn't end the process or close
+# the run.
 _OPEN: Final[list[OpenRun]] = []
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """The state of a rank after `join`. `checkpoint` is the checkpoint that the run resumes from."""
+    """The state of a rank after `join`. `checkpoint` is the checkpoint that the run resumes from, if any."""
 
     settings: Settings
     rendezvous: Rendezvous
@@ -59,20 +60,23 @@ class Member:
     strategy: str | dict[str, Any] | None = None
     observe: Observe | None = None
     guarded: bool = True
-    replay: Replaying | None = None  # set if this is a replay
+    replay: Replaying | None = None  # set if `lockstep replay` runs the script
     is_ray_worker: bool = False  # a worker of Ray Train, where Ray handles the process and its errors
 
     @staticmethod
     def join(read: Callable[[], Settings]) -> "Member":
-        """Join the other ranks and set up this one.
+        """Join the other ranks and set up this rank. `read` returns the settings of the run.
 
-        An error ends this process. If the rank is alone or a worker of Ray Train, the error is raised instead.
+        An error ends this process. On a single rank, or in a worker of Ray Train, the error is raised instead.
         """
         context, resources = WORKER_CONTEXT.get(), ExitStack()
         worker = ray.worker() if context is None else None
-        info = (detect_rank() or rank_in_open_group()) if context is None and worker is None else None
-        if context is None and worker is None and not _interactive():
-            sys.excepthook = _report  # `register` replaces it, once there is a run
+        info = None
+        if context is None and worker is None:
+            launched = detect_rank()
+            info = rank_in_open_group() if launched is None else hosted_by_open_group(launched)
+        if context is None and worker is None and not _is_interactive():
+            sys.excepthook = _report_error  # `register` replaces this hook when there is a run
         settings = _read_settings(read, info)
         placement, run_config = settings.placement, settings.run
         replay = replaying()
@@ -86,7 +90,7 @@ class Member:
             run_config = run_config.model_copy(
                 update={"dir": run_config.dir and ray.run_folder(worker, run_config.dir), "save_async": False}
             )
-            # Ray watches its workers and ends all if one fails: no heartbeats are needed, and errors are raised.
+            # Ray monitors its workers and ends all of them if one fails. Therefore the ranks need no heartbeats.
             rendezvous = join_ranks(ray.rank_info(worker, os.environ), placement.rendezvous, placement.timeout_s)
             resources.callback(rendezvous.leave)
         elif info is not None:
@@ -96,7 +100,7 @@ class Member:
             _close_abandoned(run_config.dir)
             if warning := slurm.warning(os.environ):
                 print(warning, file=sys.stderr)
-            rendezvous = alone()  # errors propagate to the script, a notebook or a test
+            rendezvous = alone()  # errors propagate to the caller, such as a notebook or a test
         with _cleanup_on_error(resources):
             check_sinks(run_config)
             size, processes = rendezvous.info.size, placement.processes
@@ -119,7 +123,7 @@ class Member:
                 start = resources.enter_context(claim)
                 folder_path, checkpoint_path = start.folder, start.checkpoint
             streams = [sys.stdout]
-            if folder_path is not None and not _interactive():
+            if folder_path is not None and not _is_interactive():
                 log = folder_path / run_folder.LOGS / log_name(rendezvous.info.rank)
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
@@ -128,16 +132,16 @@ class Member:
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded
-            if context is not None and observe is not None:  # verify compares placements and needs no terminal output
+            if context is not None and observe is not None:  # `lockstep verify` runs the script and needs no console
                 rank.sinks = list(context.sinks)
             elif not world.rank:
-                rank.sinks = resources.enter_context(_sinks(run_config, decisive_settings, folder_path, streams))
+                rank.sinks = resources.enter_context(_open_sinks(run_config, decisive_settings, folder_path, streams))
                 if folder_path is not None:
                     sources = source | source_digests(own_paths(run_config))
                     run_folder.record_environment(folder_path, sources, [], {"backend": world.backend})
             if worker is not None and folder_path is not None:
                 rank.sinks = [*rank.sinks, RayReport(str(folder_path), lead=world.rank == 0)]
-            seed_generators(random.key(random.INITIAL, settings.seed))  # last, since a sink may draw random numbers
+            seed_generators(random.key(random.INITIAL, settings.seed))  # after the sinks, which may draw random numbers
         settings = settings.model_copy(update={"run": run_config})
         return Member(
             settings,
@@ -153,7 +157,7 @@ class Member:
         )
 
     def register(self, run: R) -> R:
-        """Close the run when this process, or the function that joined it, ends. Return the run."""
+        """Arrange for the run to be closed when this process or the worker function ends. Return the run."""
         context = WORKER_CONTEXT.get()
         if context is not None:
             context.runs.append(run)
@@ -161,24 +165,27 @@ class Member:
         if self.is_ray_worker:
             return run
         run_reference = weakref.ref(run)
-        atexit.register(_at_exit, run_reference)
-        if not _interactive():
-            sys.excepthook = _hook(run_reference)
+        atexit.register(_close_at_exit, run_reference)
+        if not _is_interactive():
+            sys.excepthook = _make_except_hook(run_reference)
         _OPEN.append(run)
         self.resources.callback(_OPEN.remove, run)
         return run
 
     def stop(self, reason: Reason, close: Callable[[], None]) -> NoReturn:
-        """Close the run, which is saved, because of a signal, and end the script. In a notebook, only the cell ends."""
+        """End the script because of a signal, after closing the run. In a notebook, only the current cell ends.
+
+        The caller must have saved the run.
+        """
         close()
-        if _interactive():
+        if _is_interactive():
             raise KeyboardInterrupt(reason)
         raise SystemExit(EXIT_CODES[reason])
 
     def close(self, error: BaseException | None) -> None:
-        """Leave the run.
+        """Release the resources of the run.
 
-        An error ends the process, unless the rank is alone, or Ray Train or a Lockstep worker handles the error.
+        With an error, this ends the process, except on a single rank, in a worker of Ray Train or in a Lockstep worker.
         """
         self.resources.__exit__(
             None if error is None else type(error), error, None if error is None else error.__traceback__
@@ -186,7 +193,7 @@ class Member:
 
 
 def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Settings:
-    """Return the settings passed to `join`. If they are invalid, all ranks of a launcher end, with one report."""
+    """Return the settings passed to `join`. If they are invalid, all ranks exit, and one of them reports the error."""
     try:
         return read()
     except UsageError as error:
@@ -196,10 +203,10 @@ def _read_settings(read: Callable[[], Settings], info: RankInfo | None) -> Setti
 
 
 def _close_abandoned(folder: str | None) -> None:
-    """Close this process's run in the folder of the next run, and all runs that began after it.
+    """Close the open run in `folder`, and all runs that began after it.
 
-    An error left the loop of that run. The runs must be closed in reverse order, because each run restores the process
-    state that it found when it began.
+    Such a run is left over from a loop that ended with an error. Runs must be closed in reverse order, because each run
+    restores the process state from before it began.
     """
     first_index = next((number for number, run in enumerate(_OPEN) if run._is_in(folder)), len(_OPEN))
     for run in reversed(_OPEN[first_index:]):
@@ -208,7 +215,7 @@ def _close_abandoned(folder: str | None) -> None:
 
 @contextmanager
 def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
-    """If the block fails, undo everything entered into `resources`. With several ranks, this ends the process."""
+    """Release `resources` if the block raises an exception. With several ranks, this ends the process."""
     try:
         yield
     except BaseException as error:
@@ -217,10 +224,10 @@ def _cleanup_on_error(resources: ExitStack) -> Iterator[None]:
 
 
 @contextmanager
-def _sinks(
+def _open_sinks(
     run_config: RunSettings, decisive_settings: Mapping[str, Any], folder: Path | None, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Yield the sinks of rank 0, which writes to `streams`: the terminal and, if there is a run folder, its log."""
+    """Yield the sinks of rank 0. `streams` are the terminal and, if there is a run folder, the log file of the rank."""
     if folder is None:
         with closing(Console(streams[0], None, "")) as console:
             yield [console]
@@ -229,19 +236,19 @@ def _sinks(
         yield sinks
 
 
-def _interactive() -> bool:
-    """Return whether the process is interactive, as in a notebook. An error must not end it."""
+def _is_interactive() -> bool:
+    """Return whether the process is interactive, such as a notebook. An error must not end an interactive process."""
     return "ps1" in vars(sys)
 
 
-def _at_exit(run_reference: weakref.ref[R]) -> None:
+def _close_at_exit(run_reference: weakref.ref[R]) -> None:
     run = run_reference()
     if run is not None:
         run.close()
 
 
-def _hook(run_reference: weakref.ref[R]) -> Hook:
-    """Return the exception hook that ends the run and all ranks, and reports the error once and briefly."""
+def _make_except_hook(run_reference: weakref.ref[R]) -> ExceptHook:
+    """Return an exception hook that closes the run, ends all ranks, and reports the error once."""
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         run = run_reference()
@@ -250,12 +257,12 @@ def _hook(run_reference: weakref.ref[R]) -> Hook:
             error.exit_code = EXIT_INTERRUPTED
         if run is not None:
             run.close(error)  # with several ranks, the process ends here
-        _report(kind, error, trace)
+        _report_error(kind, error, trace)
 
     return end
 
 
-def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
-    """Report the error of a script that runs as a single rank, and end it."""
+def _report_error(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    """Report the error of a script that runs as a single rank, and end the process."""
     rendezvous = alone()
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))

@@ -1,4 +1,4 @@
-"""The user's model in a custom loop: where the loop may call it, in which dtypes, and what the model must contain."""
+"""Checks calls of the user's model in a custom loop, converts its dtypes, and explains errors raised in it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,17 +21,17 @@ from lockstep.parallel.gradients import nodes_behind
 from lockstep.parallel.numerics import Numerics
 from lockstep.runs.worker_context import OpenRun
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
-_TOO_FEW: Final = (
+_BATCHNORM_ADVICE: Final = (
     "use fewer micro-batches, or drop_last=True in run.steps, because BatchNorm needs at least two samples in each "
     "micro-batch, also in the last step of an epoch"
 )
-# Words in PyTorch's error if it can't compute with a DTensor.
+# Words in the error that PyTorch raises if an operation doesn't support DTensor.
 _DTENSOR_WORDS: Final = ("DTensor", "DeviceMesh")
 _DTYPE_WORDS: Final = "uniform original parameter dtype"
-_ONE_DTYPE: Final = (
+_DTYPE_ADVICE: Final = (
     "convert the weights of each block to a single dtype, because this strategy gathers them together, or use strategy "
     "ddp or zero1"
 )
@@ -44,33 +44,33 @@ _SHARDED_ADVICE: Final = (
 
 @dataclass(eq=False)
 class Gate:
-    """Where user code may call the placed model: within a micro-batch or a batch of `run.each`."""
+    """Allows calls of the placed model only within a micro-batch or a batch of `run.each`."""
 
     open: bool = False
-    step: int = 0  # the current step, during its micro-batches. Ranks can have different numbers of them.
+    step: int = 0  # the current step, from its first micro-batch to its update, or 0
     returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
-    alike: "AlikeCalls | None" = None  # set if calls of the model communicate its weights or inputs
+    alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: Place = "", 0  # the line of the last step.backward
-    recomputing: bool = False  # whether a backward is running, which recomputes modules in the user's checkpoint()
-    exchanged: bool = False  # whether the loop called a collective itself. `run.each` resets it.
+    recomputing: bool = False  # whether a backward is running, which may recompute modules in a user's checkpoint()
+    exchanged: bool = False  # whether the user's code called a collective. `run.each` resets it.
 
     @property
     def at(self) -> str:
-        """The beginning of a message about a step."""
+        """The prefix of error messages, which names the current step."""
         return f"step {self.step}: " if self.step else ""
 
     def end_batch(self) -> None:
-        """Call this at the end of a micro-batch or of a batch of `run.each`."""
+        """End a micro-batch or a batch of `run.each`."""
         if self.alike is not None:
-            self.alike.call(AlikeCalls.OVER, self.at)
+            self.alike.call(CallConsistencyCheck.OVER, self.at)
 
     @property
     def ended(self) -> str:
-        """A description of how the previous micro-batch ended."""
+        """A text for error messages that says which line ended the previous micro-batch."""
         return f"step.backward{f' at {location(*self.ended_at)}' if self.ended_at[0] else ''} ended this micro-batch"
 
     def exchange(self, name: str) -> None:
-        """Note a collective that the user's code calls. Raises UsageError within a step."""
+        """Record that the user's code calls a collective. Raises UsageError within a step."""
         self.exchanged = True
         if self.step and name == exchanges.OF_ROWS:
             raise refusal(
@@ -86,21 +86,23 @@ class Gate:
                 "sum values with run.sum over run.each, or call the collective after step.update",
             )
 
-    def stand_before(self, model: nn.Module, numerics: Numerics, alike: "AlikeCalls | None") -> None:
-        """Reject calls of the placed model outside the gate, and convert its inputs and outputs as for a task.
+    def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
+        """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
-        A container has no forward. In this case, the gate is in front of the modules in the container.
+        Inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward, so the
+        modules in the container are wrapped instead.
         """
         self.alike = alike
         for number, module in enumerate(entry_modules(model)):
             if numerics.dtype is not None:
                 _convert_dtype(module, numerics)
-            # PyTorch stores a compiled call here, around all hooks. Hooks of our own would add 7 us to each call.
+            # PyTorch calls `_compiled_call_impl` instead of `_call_impl`, including all hooks. Hooks would add 7 us to
+            # each call.
             call = module._compiled_call_impl or module._call_impl
             vars(module)["_compiled_call_impl"] = partial(self._call, call, module, number)
 
     def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **kwargs: Any) -> Any:
-        if self.recomputing:  # torch.utils.checkpoint restores the random numbers and the precision of the forward
+        if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast of the forward itself
             return call(*args, **kwargs)
         if not self.open and self.step:
             raise refusal(
@@ -117,43 +119,46 @@ class Gate:
         if self.alike is not None:
             self.alike.call(number, self.at, training=module.training)
             if torch.is_inference_mode_enabled():
-                # Tensors gathered under inference mode stay inference tensors, which no later backward can use.
+                # Weights gathered in inference mode would stay inference tensors, which a later backward can't use.
                 with torch.inference_mode(False), torch.no_grad():
                     return call(*args, **kwargs)
         outputs = call(*args, **kwargs)
         for tensor in tensors_of(outputs):
-            if tensor.grad_fn is not None and tensor.ndim:  # the check looks into a loss that the model computes itself
+            # A loss that the model itself returns isn't an output: LossCheck must analyze its graph.
+            if tensor.grad_fn is not None and tensor.ndim:
                 self.returned.add(tensor.grad_fn)
         return outputs
 
 
 @final
-class AlikeCalls:
-    """Checks that ranks call the model in the same way if each call communicates weights or inputs, group by group.
+class CallConsistencyCheck:
+    """Checks that the ranks of a group make the same calls of the model, if a call communicates weights or inputs.
 
-    Otherwise a rank could wait for a collective that other ranks never call, or take part in the wrong one. The ranks
-    of a group have the same number of micro-batches, but groups can have different numbers.
+    Without this check, a rank could wait for a collective that the other ranks never call, or join the wrong
+    collective. The ranks of a group have the same number of micro-batches, but different groups can have different
+    numbers of micro-batches.
     """
 
+    # Two special values, which ranks send instead of a module number:
     LEFT: Final = 0xFFFE  # the loop left `run.each` before its last batch
-    OVER: Final = 0xFFFF  # the end of a micro-batch or a batch of `run.each`, instead of a module number
+    OVER: Final = 0xFFFF  # the end of a micro-batch or of a batch of `run.each`
 
     def __init__(self, world: World, groups: list[list[int]]) -> None:
         [self._ranks] = [ranks for ranks in groups if world.rank in ranks]
         self._world = world.among(groups) if len(groups) > 1 else world
 
     @staticmethod
-    def for_groups(world: World, groups: list[list[int]]) -> "AlikeCalls | None":
-        """Return the check for groups of ranks, or None if each group has one rank."""
-        return AlikeCalls(world, groups) if len(groups[0]) > 1 else None
+    def for_groups(world: World, groups: list[list[int]]) -> "CallConsistencyCheck | None":
+        """Return a check for these groups of ranks, or None if each group has a single rank."""
+        return CallConsistencyCheck(world, groups) if len(groups[0]) > 1 else None
 
     def call(self, number: int, prefix: str, call_site: str = "", training: bool = False) -> None:
-        """Raise UsageError on all ranks of a group unless all of them call the module `number` now.
+        """Raise UsageError on all ranks of the group unless they all call the same module in the same mode.
 
-        All ranks of the group must call this method. `training` is the mode of the module. `call_site` is the line to
-        name. It defaults to the calling line.
+        All ranks of the group must call this method. `number` is the number of the module. `training` is its mode.
+        `call_site` is the line that the error names. It defaults to the calling line.
         """
-        # The gradient mode and the mode of the module also decide what is communicated.
+        # The collectives of a call also depend on the gradient mode and on the mode of the module.
         messages = self._world.gather(number.to_bytes(2) + bytes([torch.is_grad_enabled(), training]))
         if len({*messages}) == 1:
             return
@@ -205,26 +210,30 @@ def _left_error(leaving: Sequence[int], staying: Sequence[int], call_site: str) 
 
 @final
 class StrayModuleCheck:
-    """Checks all modules called until `close`: trainable parameters must be in the placed model."""
+    """Checks that all trainable modules that user code calls are part of the placed model. Active until `close`."""
 
-    def __init__(self, model: nn.Module, samples: int = 0, too_few: str = "") -> None:
-        """Watch `model`. If `too_few` is set, also watch its BatchNorm layers.
+    def __init__(self, model: nn.Module, samples: int = 0, single_sample_note: str = "") -> None:
+        """Start to check all module calls.
 
-        `samples` is the number of samples in the watched micro-batch. `too_few` describes a later micro-batch with a
-        single sample, if there is one.
+        `samples` is the number of samples in the current micro-batch. `single_sample_note` describes a later
+        micro-batch with a single sample, if there is one. In this case, the BatchNorm layers of `model` are checked
+        too.
         """
         self._placed_modules = set(model.modules())
         self._samples = samples
-        self._too_few = too_few
+        self._single_sample_note = single_sample_note
         self._parameters = {*model.parameters()}
-        self._hooks = [register_module_forward_pre_hook(self._check), register_module_forward_hook(self._gather)]
+        self._hooks = [
+            register_module_forward_pre_hook(self._check),
+            register_module_forward_hook(self._collect_parameters),
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def check_leaves(self, step: int, loss: Tensor) -> None:
+    def check_parameters(self, step: int, loss: Tensor) -> None:
         """Raise UsageError if a loss depends on a parameter outside the placed model."""
         for node in nodes_behind(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
@@ -235,8 +244,8 @@ class StrayModuleCheck:
                     "make it a part of the model that you pass to run.place",
                 )
 
-    def _gather(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._placed_modules:  # in its forward, a layer of a sharded model has different parameters
+    def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if module in self._placed_modules:  # within a forward, a layer of a sharded model has gathered parameters
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
@@ -250,7 +259,7 @@ class StrayModuleCheck:
                 f"a {kind} outside the placed model: its running statistics would differ between ranks",
                 "make it a part of the model that you pass to run.place",
             )
-        # A teacher under no_grad may have parameters with requires_grad, which get no gradient.
+        # A teacher model under no_grad is fine, even if its parameters have requires_grad.
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             self.close()
             raise refusal(
@@ -260,14 +269,14 @@ class StrayModuleCheck:
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
-        """Raise UsageError if BatchNorm gets one value per channel and sample while a micro-batch has one sample."""
-        if not self._too_few or not isinstance(module, _BatchNorm) or not module.training:
+        """Raise UsageError if BatchNorm gets one value per sample and channel, and some micro-batch has one sample."""
+        if not self._single_sample_note or not isinstance(module, _BatchNorm) or not module.training:
             return
         values = inputs[0] if inputs else None
         if isinstance(values, Tensor) and values.ndim > 1 and values.numel() == self._samples * values.shape[1]:
             self.close()
             raise refusal(
-                f"{self._too_few}, but BatchNorm needs at least two values per channel",
+                f"{self._single_sample_note}, but BatchNorm needs at least two values per channel",
                 "set drop_last=True in run.steps, or set a different batch or fewer micro-batches, so that each "
                 "micro-batch has at least two samples",
             )
@@ -275,7 +284,7 @@ class StrayModuleCheck:
 
 @contextmanager
 def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
-    """Raise an error in user code with advice, as a run does if it ends the process itself."""
+    """Re-raise an error in user code with advice. See `explain_error`."""
     try:
         yield
     except Exception as error:
@@ -287,7 +296,10 @@ def explain_errors(runs: Sequence[OpenRun]) -> Iterator[None]:
 
 
 def explain_error(error: BaseException, model: nn.Module) -> BaseException:
-    """Return an error in user code, with advice if PyTorch can't compute with a micro-batch or with sharded weights."""
+    """Return the error with advice if it comes from sharded weights, mixed dtypes or a micro-batch of one sample.
+
+    All other errors are returned unchanged.
+    """
     if isinstance(error, LockstepError):
         return error
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in model.parameters())
@@ -297,16 +309,16 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
         return OwnCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
-        advice = _TOO_FEW
+        advice = _BATCHNORM_ADVICE
     if _DTYPE_WORDS in str(error):
-        advice = _ONE_DTYPE
+        advice = _DTYPE_ADVICE
     return OwnCodeError(describe_error(error, advice)) if advice else error
 
 
 def _module_called_alone(error: BaseException, model: nn.Module) -> str:
-    """Return the name of the module whose call raised the error, if it was called on its own.
+    """Return the name of the submodule that raised the error, if user code called it directly.
 
-    Returns "" if the placed model called the module, or if the error wasn't raised in a module.
+    Returns "" if the placed model called the submodule, or if the error wasn't raised in a module.
     """
     names = {module: name for name, module in model.named_modules()}
     entries = {*entry_modules(model)}
@@ -322,27 +334,27 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
+def preserve_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of all modules after the block."""
     modes = {module: module.training for module in model.modules()}
     try:
         yield
-    finally:  # the script may leave an evaluation early
+    finally:  # the script may leave an evaluation before its last batch
         for module, training in modes.items():
             module.training = training
 
 
 def structure(model: nn.Module) -> Sequence[tuple[str, int, bool]]:
-    """Return the parts of a model that must not change after `place`.
+    """Return a description of the model that must not change after `place`.
 
-    These are the names and identities of its parameters, whether they are trained, and the names of its buffers.
+    It has the name, the id and `requires_grad` of each parameter, and the name of each buffer.
     """
     parameters = [(name, id(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
     return [*parameters, *((name, 0, False) for name, _ in model.named_buffers())]
 
 
 def entry_modules(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the modules of the placed model that the user calls."""
+    """Return the modules of the placed model that user code calls: the model, or the modules in a container."""
     if not isinstance(model, nn.ModuleDict | nn.ModuleList):
         return [model]
     return [module for member in model.children() for module in entry_modules(member)]

@@ -1,4 +1,4 @@
-"""Checks whether a model trains in the mode that its author intended, and which layers depend on the mode."""
+"""Finds out whether a model is in evaluation mode, and whether a layer computes something different in this mode."""
 
 from types import CodeType
 from typing import Any, Final, cast
@@ -7,23 +7,23 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-# Parts of class names in timm, torchvision and transformers for layers that drop values at random in training.
+# Parts of the class names of random layers, such as dropout, in timm, torchvision and transformers.
 _RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
-# Attributes with the probability of such a layer, or of a dropout that a forward calls as a function.
+# Names of attributes with the probability of a random layer, or of a dropout that the forward calls as a function.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
 _CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward, so their mode has no effect
 
 
 def is_evaluating(model: nn.Module) -> bool:
-    """Return whether the whole model is in evaluation mode."""
+    """Return whether all modules of the model are in evaluation mode."""
     return not any(module.training for module in model.modules() if not isinstance(module, _CONTAINERS))
 
 
 def mode_dependent_layer(model: nn.Module) -> str:
-    """Return the name and class of the first layer that computes something different in training, or "".
+    """Return the name and class of the first layer that computes something different in training mode, or "".
 
-    Layers of PyTorch are recognized by their class and settings. Any other module depends on its mode if its class has
-    a name like a dropout, or if its forward reads `self.training`, unless all of its probabilities are 0.
+    PyTorch layers are recognized by their class and settings. Any other module counts as mode-dependent if its class is
+    named like a dropout layer or its forward reads `self.training`, unless all of its dropout probabilities are 0.
     """
     for name, module in model.named_modules():
         if _depends_on_mode(module):
@@ -50,7 +50,7 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if any(probabilities):
         return True
     is_named_random = any(word in kind.__name__ for word in _RANDOM)
-    # With gradient checkpointing, forwards of transformers also read the mode, but compute the same.
+    # The forwards of transformers also read the mode for gradient checkpointing, which doesn't change the result.
     reads_mode = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
     return (is_named_random or reads_mode) and not probabilities
 

@@ -1,4 +1,4 @@
-"""The modes of a placed model's modules, training or evaluation, saved in the checkpoints of a custom loop."""
+"""Saves the training or evaluation mode of each module in the checkpoints of a custom loop."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import final
@@ -7,15 +7,15 @@ from torch import nn
 
 from lockstep.common.own_code import calling, refusal
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class Modes:
-    """Saves and restores which modules of a model are in evaluation mode, by name. The name of the model itself is "".
+    """Saves and restores the names of the modules in evaluation mode. The name of the model itself is "".
 
-    A resumed run restores the modes at the point where the script saved. This is either right before its first step,
-    because the script may set modes anywhere before that step, or at the end of a complete loop over `run.steps`.
+    A resumed run restores the modes right before its first step, because the script may set modes anywhere before that
+    step. If no step is left, it restores the modes at the end of the loop over `run.steps`.
     """
 
     def __init__(self, model: nn.Module, placed: Sequence[str]) -> None:
@@ -23,19 +23,19 @@ class Modes:
         names = [*self._modules]  # parents before their children
         self._sizes = [_subtree_size(names, index) for index in range(len(names))]
         self.placed = [*placed]  # the modules that were in evaluation mode when the script called run.place
-        self._restored: frozenset[str] | None = None  # modes to restore
-        self._saved: frozenset[str] | None = None  # modes saved in this step
-        self._saved_at = ""  # the line of that save
-        self._changed_late: dict[str, bool] = {}  # modes set after that save
+        self._restored: frozenset[str] | None = None  # the modules in evaluation mode to restore
+        self._saved: frozenset[str] | None = None  # the modules in evaluation mode at the save in this step
+        self._saved_at = ""  # the line of the save
+        self._changed_late: dict[str, bool] = {}  # the modes that were set after the save
 
     def evaluating(self) -> list[str]:
         """Return the names of the modules in evaluation mode."""
         return evaluating(self._modules.items())
 
     def summary(self) -> str:
-        """Return a description of the modules in evaluation mode. Of nested modules, it names the outermost.
+        """Return a unique description of the set of modules in evaluation mode.
 
-        Different sets of modules have different descriptions.
+        If all submodules of a module are in evaluation mode, the description only has the name of the outermost module.
         """
         in_evaluation = [not module.training for module in self._modules.values()]
         if not any(in_evaluation):
@@ -50,7 +50,7 @@ class Modes:
         return ", ".join(descriptions)
 
     def load(self, saved: Sequence[str] | None, placed: Sequence[str] | None, warn: Callable[[str], None]) -> None:
-        """Load the modes from a checkpoint. Checkpoints of earlier versions have no modes."""
+        """Load the modes from a checkpoint. Checkpoints of earlier Lockstep versions don't have modes."""
         if saved is None:
             return
         self._restored = frozenset(saved)
@@ -61,20 +61,20 @@ class Modes:
             )
 
     def note_save(self) -> None:
-        """Note the modes saved in a checkpoint."""
+        """Record the current modes, which a checkpoint saves."""
         self._saved = frozenset(self.evaluating())
         self._saved_at = calling()
 
     def restore(self) -> None:
-        """Set the modules to the modes of the checkpoint, once."""
+        """Set the modules to the modes of the checkpoint. Only the first call after `load` changes the modes."""
         if self._restored is not None:
             for name, module in self._modules.items():
                 module.training = name not in self._restored
             self._restored = None
-        self._saved = None  # after a save between two loops, a resumed script runs the same lines
+        self._saved = None  # a resumed script runs the lines after a save between two loops again
 
     def end_step(self) -> None:
-        """Note the modes that the script set in this step after saving."""
+        """Record the modes that the script set after a save in this step."""
         if self._saved is not None:
             changed_names = self._saved.symmetric_difference(self.evaluating())
             self._changed_late = {name: self._modules[name].training for name in changed_names}
@@ -83,7 +83,7 @@ class Modes:
     def check(self, step: int) -> None:
         """Raise UsageError if a mode set after a save is still in effect, because a resumed run would lose it.
 
-        A loop that sets its modes at the start of each step may change modes after a save.
+        The check runs at the first forward of a step, so a loop that sets its modes at the start of each step passes.
         """
         late_changes, self._changed_late = self._changed_late, {}
         for name, training in late_changes.items():

@@ -21,13 +21,13 @@ from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
 from lockstep.errors import TrainingError, UsageError
 from lockstep.loop.chunk_check import FirstCallCheck
-from lockstep.loop.guard import Guard, Unguarded
+from lockstep.loop.guard import Guard, NoGuard
 from lockstep.loop.member import Member
 from lockstep.loop.model import structure
 from lockstep.loop.model_modes import is_evaluating
 from lockstep.loop.modes import Modes, evaluating
 from lockstep.loop.placing import Groups, base_rate, check_steps, hyperparameters, optimizer_factory
-from lockstep.loop.scheduler import OwnScheduler
+from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
@@ -44,7 +44,7 @@ from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
 from lockstep.training.checkpoint.tensorfile import digest
 
-_SEEDED: Final = (
+_SEED_ADVICE: Final = (
     "build the model after lockstep.join, which seeds PyTorch, NumPy and Python, and do not use values that differ "
     "between ranks"
 )
@@ -52,7 +52,7 @@ _SEEDED: Final = (
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The number of chunks that the model is split into, and the plan for it. Known models need no plan."""
+    """The number of chunks that the model is split into, and the plan for the split. Known models need no plan."""
 
     count: int = 1
     plan: Plan = field(default_factory=dict)
@@ -76,7 +76,7 @@ class ChunkPlan:
 class Placed:
     """The user's model and optimizer, and the engine that trains them.
 
-    `canonical` is the engine with the state in the shapes that the model has without `chunks`.
+    `canonical` is a view of the engine. It converts the state to the shapes that the model has without `chunks`.
     """
 
     settings: Settings
@@ -90,38 +90,38 @@ class Placed:
     canonical: Engine
     chunks: ChunkPlan
     structure: object
-    rate: float  # the default rate of the optimizer
-    made: Mapping[str, Any]  # the settings that the optimizer was created with
+    rate: float  # the learning rate of an update without `lr`
+    made: Mapping[str, Any]  # the hyperparameters that the optimizer was created with
     groups: Groups
-    scheduler: OwnScheduler | None
+    scheduler: UserScheduler | None
     modes: Modes
-    came_evaluating: bool  # whether the whole model was in evaluation mode
-    guard: Guard | Unguarded
+    placed_in_evaluation: bool  # whether the model was in evaluation mode when the script called `run.place`
+    guard: Guard | NoGuard
     audit: Audit
 
     @property
-    def calling_together(self) -> list[list[int]]:
+    def communicating_groups(self) -> list[list[int]]:
         """The groups of ranks that communicate weights or inputs in each call of the model."""
         return self.chosen.mesh(self.world.size).groups("shard", "expert")
 
     def audit_schedule(self, microbatches: int) -> AuditSchedule | None:
-        """Return the schedule of the micro-batches that are computed twice, or None without audits."""
+        """Return the schedule of the micro-batches that an audit repeats, or None if audits are disabled."""
         every = self.settings.placement.audit_every
         return None if every is None else AuditSchedule(every, self.chosen.mesh(self.world.size), microbatches)
 
     def decisive(self) -> dict[str, Any]:
-        """Return the settings that determine the weights, as far as they are known after `place`."""
+        """Return the settings that determine the resulting weights, as far as they are known after `place`."""
         plain = {"seed": self.settings.seed, "precision": self.settings.precision, "optimizer": dict(self.made)}
         scheduler = None if self.scheduler is None else self.scheduler.name
         made = {"scheduler": scheduler, "ema": self.numerics.ema_decay}
         return {**plain, "chunks": self.chunks.count, "plan": dict(self.chunks.plan), **made}
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the full weights by name. All ranks call it."""
+        """Return the full weights by name. All ranks must call this method."""
         return gather_whole(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of each weight by name. All ranks call it."""
+        """Return a digest of each weight by name. All ranks must call this method."""
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
     def some_idle(self, microbatches: int) -> bool:
@@ -130,16 +130,20 @@ class Placed:
 
     @cached_property
     def _replicas(self) -> int:
-        """The number of ranks that get different micro-batches, or 0 if groups of ranks gather weights together."""
+        """The number of ranks that get different micro-batches, or 0 if weights are sharded.
+
+        If weights are sharded, no rank is ever idle, because a rank without a micro-batch computes a dummy.
+        """
         mesh = self.chosen.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
-        """Apply the optimizer settings, and check that all ranks agree on them, the modes, `rate`, `clip` and `of`.
+        """Apply the settings of the user's optimizer, and submit the arguments of this update to a check between ranks.
 
-        `sums` are the names of `step.sum`. All ranks must agree on them too.
+        All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
+        `step.sum` in `sums`.
         """
-        self.groups.take(self.engine.groups, step)
+        self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
             given = {
                 "of": of,
@@ -151,8 +155,8 @@ class Placed:
             path, line = self.guard.line()
             self.world.note(self.groups.facts(step, given), location(path, line) if path else "")
 
-    def take_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-        """Load the group settings, the scheduler and the modes from a checkpoint, if it has them."""
+    def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        """Load the optimizer settings, the scheduler state and the module modes from a checkpoint, if it has them."""
         if (changed := saved.get("settings")) is not None:
             self.groups.load(changed, self.engine.groups)
         self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
@@ -164,13 +168,13 @@ class Placed:
             )
 
     def changes(self) -> dict[str, Any]:
-        """Return the values that `take_settings` loads."""
+        """Return the current optimizer settings, scheduler state and module modes, for `load_settings`."""
         scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
         modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
         return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
 
     def check_finite(self, step: int) -> None:
-        """Raise TrainingError if a trained weight isn't finite. All ranks call it, since ranks can have shards."""
+        """Raise TrainingError if a trained weight isn't finite on any rank. All ranks must call this method."""
         names = {name for name, each in self.model.named_parameters() if each.requires_grad}
         trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
         wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
@@ -182,7 +186,7 @@ class Placed:
             )
 
     def check_structure(self) -> None:
-        """Raise UsageError if the model has other parameters or buffers than when it was placed."""
+        """Raise UsageError if the parameters or buffers of the model aren't the same as when it was placed."""
         if structure(self.model) != self.structure:
             raise refusal(
                 "the model was changed after run.place: it has different parameters or buffers, or different ones are "
@@ -191,20 +195,20 @@ class Placed:
             )
 
 
-def spread(
+def place_model(
     member: Member,
     model: nn.Module,
     optimizer: Optimizer,
-    asked: str | Mapping[str, Any],
+    requested: str | Mapping[str, Any],
     chunks: ChunkPlan,
-    scheduler: OwnScheduler | None = None,
+    scheduler: UserScheduler | None = None,
     ema: float | None = None,
 ) -> Placed:
-    """Distribute the model over the ranks. All ranks must call it with the same initial weights."""
+    """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
-    resting, came_evaluating = evaluating(model.named_modules()), is_evaluating(model)
+    resting, placed_in_evaluation = evaluating(model.named_modules()), is_evaluating(model)
     check_layers(type(model).__name__, model)
-    name, chosen = _strategy(member, asked)
+    name, chosen = _resolve_strategy(member, requested)
     traits = chosen.traits
     whole_updates = check_steps(
         optimizer,
@@ -225,7 +229,7 @@ def spread(
     numerics = Numerics(
         recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
     )
-    agreed(world, model, _SEEDED)
+    agreed(world, model, _SEED_ADVICE)
     before = {name: each for name, each in model.named_parameters() if each.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)
     made = hyperparameters(optimizer)
@@ -246,9 +250,9 @@ def spread(
             f"backward and end",
             "use a different strategy, or a recipe",
         )
-    _let_go(optimizer, model)
+    _free_replaced_parameters(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else Unguarded()
+    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else NoGuard()
     return Placed(
         settings=settings,
         world=world,
@@ -266,19 +270,19 @@ def spread(
         groups=Groups(optimizer, engine.groups, scheduler is not None),
         scheduler=scheduler,
         modes=Modes(model, resting),
-        came_evaluating=came_evaluating,
+        placed_in_evaluation=placed_in_evaluation,
         guard=guard,
         audit=Audit(engine, world, log, every),
     )
 
 
-def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chosen]:
-    """Return the requested strategy and its name.
+def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tuple[str, Chosen]:
+    """Return the name and the instance of the requested strategy.
 
-    If `lockstep.verify` started the process, its strategy replaces the strategy of the script.
+    If `lockstep.verify` started this process, the strategy of `verify` replaces the strategy of the script.
     """
     size = member.rank.world.size
-    given = member.strategy or asked
+    given = member.strategy or requested
     if not isinstance(given, str | Mapping):
         raise refusal(f"run.place: got strategy={given!r}", "pass a name, or a mapping with name and options")
     strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
@@ -308,14 +312,14 @@ def _strategy(member: Member, asked: str | Mapping[str, Any]) -> tuple[str, Chos
             f"repeat the micro-batches of a different rank",
             "use strategy ddp, zero1, zero2, zero3 or hsdp, or remove placement.audit_every",
         )
-    if size == 1 and chosen.traits.cuts_rows:  # one process can't shard, but scripts run on any number
+    if size == 1 and chosen.traits.cuts_rows:  # fall back, so that the same script also runs on one process
         name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
     check_strategy(name, chosen, size, max(size, 2))
     return name, chosen
 
 
-def _let_go(optimizer: Optimizer, model: nn.Module) -> None:
-    """Free the memory of parameters that sharding or chunking replaced in the model."""
+def _free_replaced_parameters(optimizer: Optimizer, model: nn.Module) -> None:
+    """Free the memory of the parameters that sharding or chunking has replaced in the model."""
     kept = {*model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

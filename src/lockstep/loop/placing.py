@@ -1,8 +1,9 @@
-"""Prepares the user's model and optimizer for an engine, and finds every mistake before the engine starts.
+"""Checks the user's model and optimizer before an engine starts, and copies optimizer settings to the engine.
 
-The user's optimizer doesn't do steps. User code may schedule the numeric settings of its groups. Before the optimizer
-of the engine does a step, these settings are copied to its groups. They are compared between ranks and saved in
-checkpoints. Learning rates are set by step.update or by a scheduler.
+The engine takes optimizer steps with its own optimizer. The user's optimizer only has settings. User code may change
+the numeric settings of its groups between steps. Before each update, Lockstep copies these settings to the groups of
+the engine's optimizer. It also compares the settings between ranks and saves them in checkpoints. Learning rates are
+set by `step.update` or by a scheduler.
 """
 
 from collections import defaultdict
@@ -28,31 +29,37 @@ from lockstep.parallel.numerics import MakeOptimizer
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored, check_updates
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
-_NO_HOOK: Final = "run the code of the hook before or after step.update, and do not change weights or gradients there"
+_HOOK_ADVICE: Final = (
+    "run the code of the hook before or after step.update, and do not change weights or gradients there"
+)
 _TRIAL_RATE: Final = 0.1
-_ITSELF: Final = "pass the model itself, which run.place distributes over the ranks"
+_WRAPPER_ADVICE: Final = "pass the model itself, which run.place distributes over the ranks"
 _WRAPPERS: Final = {  # matched by name, because some are slow to import
-    "DataParallel": _ITSELF,
-    "DistributedDataParallel": _ITSELF,
-    "FullyShardedDataParallel": _ITSELF,
-    "FSDPModule": _ITSELF,
+    "DataParallel": _WRAPPER_ADVICE,
+    "DistributedDataParallel": _WRAPPER_ADVICE,
+    "FullyShardedDataParallel": _WRAPPER_ADVICE,
+    "FSDPModule": _WRAPPER_ADVICE,
     "OptimizedModule": "pass the model without torch.compile; in a recipe, set recipe.compile",
 }
-_NOT_CALLED: Final = {
+_DISABLED_METHODS: Final = {
     "step": "call step.update(lr=...) once for each step",
     "zero_grad": "remove the call: step.update resets the gradients",
     "add_param_group": "add all groups before run.place",
     "state_dict": "call run.save(), which saves the optimizer state with the weights",
     "load_state_dict": "to resume, pass the dir of the run; to start a new run, load only the weights before run.place",
-    "register_step_pre_hook": _NO_HOOK,
-    "register_step_post_hook": _NO_HOOK,
+    "register_step_pre_hook": _HOOK_ADVICE,
+    "register_step_post_hook": _HOOK_ADVICE,
 }
 
 
-def check_pair(model: Any, optimizer: Any) -> None:
-    """Raise UsageError unless these are a model and an optimizer of exactly its parameters, without any steps yet."""
+def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
+    """Raise UsageError if a model and its optimizer can't be placed.
+
+    The optimizer must have all trainable parameters of the model and no parameters of a different module, and must not
+    have taken any steps yet.
+    """
     if not isinstance(model, nn.Module):
         raise refusal(
             f"run.place: expected a torch.nn.Module, got a {type(model).__name__}", "pass the model and its optimizer"
@@ -86,7 +93,7 @@ def check_pair(model: Any, optimizer: Any) -> None:
             "pass the model and its optimizer",
         )
     if hooked := [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]:
-        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _NO_HOOK)
+        raise refusal(f"run.place: the optimizer has {len(hooked)} step hooks", _HOOK_ADVICE)
     if optimizer.state and not _is_fresh(optimizer):
         raise refusal(
             "run.place: the optimizer has already taken steps", "create a new one; a run resumes from its checkpoint"
@@ -131,14 +138,15 @@ def check_steps(
     cuts_rows: bool,
     lends_wholes: bool,
 ) -> bool:
-    """Return whether the optimizer needs whole tensors. Raise UsageError if it can't do a plain step.
+    """Return whether the optimizer needs full tensors. Raises UsageError if a trial step of the optimizer fails.
 
-    With `cuts_rows`, the strategy shards tensors in rows. An optimizer that needs whole tensors is then rejected unless
-    the strategy `lends_wholes`.
+    - `stored`: The dtype of the trained weights, if it differs from the dtype of the model.
+    - `cuts_rows`: Whether the strategy shards tensors by rows. In this case, an optimizer that needs full tensors is
+      rejected, unless `lends_wholes` is set.
+    - `lends_wholes`: Whether the strategy can temporarily gather full tensors for an update.
 
-    An optimizer that isn't from PyTorch or timm must also follow its learning rate, draw no random numbers and keep its
-    state where checkpoints find it, as in a recipe. `stored` is the dtype that weights are trained in, if it differs
-    from the dtype of the model.
+    As in a recipe, an optimizer that isn't from PyTorch or timm must also depend on its learning rate, draw no random
+    numbers, and keep its state in `optimizer.state`.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     narrow = {parameter.dtype for parameter in trained} & {*NARROW}
@@ -158,10 +166,10 @@ def check_steps(
 
 
 def base_rate(optimizer: Optimizer) -> float:
-    """Return the base learning rate: updates without `lr` use it, and the rates of groups are relative to it.
+    """Return the base learning rate. An update without `lr` uses it, and the rates of groups are relative to it.
 
-    The base rate is the default of the optimizer if a group has it. Otherwise it is the rate of the first group with a
-    nonzero rate, because a default that no group has, such as SGD's 0.001, means nothing.
+    This is the default rate of the optimizer if a group uses it. Otherwise, it is the first nonzero rate of a group,
+    because a default that no group uses, such as 0.001 of SGD, has no meaning.
     """
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     default = float(optimizer.defaults["lr"])
@@ -169,9 +177,9 @@ def base_rate(optimizer: Optimizer) -> float:
 
 
 def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
-    """Return a function that makes this optimizer for the tensors that a strategy trains instead of the parameters.
+    """Return a function that creates a copy of this optimizer for the tensors that a strategy trains.
 
-    Frozen parameters are left out. PyTorch also skips them, since they have no gradient.
+    The copy has no frozen parameters. This doesn't change any update, because frozen parameters have no gradient.
     """
     names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     groups = [
@@ -181,7 +189,7 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
 
     def make(trained: Sequence[Named], norms: Norms) -> Optimizer:
         parameters = dict(trained)
-        return _twin(
+        return _clone_optimizer(
             optimizer,
             [{**group, "params": [parameters[name] for name in parameter_names]} for group, parameter_names in groups],
         )
@@ -189,42 +197,45 @@ def optimizer_factory(optimizer: Optimizer, model: nn.Module) -> MakeOptimizer:
     return make
 
 
-def hand_over(optimizer: Optimizer) -> None:
-    """Leave the user an optimizer that only shows its groups. `step.update` does the steps."""
-    for name, advice in _NOT_CALLED.items():
+def disable_optimizer(optimizer: Optimizer) -> None:
+    """Disable `step` and the state of the user's optimizer, because `step.update` replaces it. Its groups stay."""
+    for name, advice in _DISABLED_METHODS.items():
         setattr(optimizer, name, MethodType(_make_rejecting_method(name, advice), optimizer))
     optimizer.state = HiddenState()
 
 
 def hyperparameters(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the settings that a resumed run must share, ready for JSON, without the rates, which the loop sets."""
+    """Return the optimizer class and settings that a resumed run must have, as JSON-serializable values.
+
+    Learning rates aren't included, because the loop sets them.
+    """
     groups = [
         {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
         for group in optimizer.param_groups
     ]
     kind = type(optimizer)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [_plain(group) for group in groups]}
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "groups": [_to_plain(group) for group in groups]}
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = int | float | str | None
     plain = {name: float(value) if isinstance(value, Tensor) else value for name, value in values.items()}
     return {name: value if isinstance(value, kinds) else repr(value) for name, value in plain.items()}
 
 
-def _twin(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Return an optimizer of the same class and settings for other tensors."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_CALLED}
-    # Some optimizers have a state before their first step, such as Adagrad.
+def _clone_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class with the same settings, and with these groups of tensors."""
+    clone: Optimizer = object.__new__(type(optimizer))
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _DISABLED_METHODS}
+    # Some optimizers, such as Adagrad, create their state in the constructor.
     state = _rebuild(optimizer, groups).state if optimizer.state else defaultdict(dict)
     defaults = {**optimizer.defaults, "lr": base_rate(optimizer)}
-    twin.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
-    return twin
+    clone.__dict__ |= {**attributes, "defaults": defaults, "state": state, "param_groups": groups}
+    return clone
 
 
 def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """Return a new optimizer for other tensors, made by the optimizer's class from its defaults."""
+    """Return a new optimizer with these groups, created by the constructor of the class with the same defaults."""
     make: Callable[..., Optimizer] = type(optimizer)
     unnamed = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     return make(unnamed, **optimizer.defaults)
@@ -234,15 +245,15 @@ def _is_fresh(optimizer: Optimizer) -> bool:
     """Return whether the state of the optimizer is still its initial state."""
     try:
         fresh = _rebuild(optimizer, optimizer.param_groups)
-    except Exception:  # the class takes other arguments than its defaults
+    except Exception:  # the arguments of a custom constructor can differ from its defaults
         return False
     return fresh.state.keys() == optimizer.state.keys() and all(
-        _same_slots(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
+        _is_initial_state(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
     )
 
 
-def _same_slots(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer state of a parameter is the same."""
+def _is_initial_state(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer state of a parameter is equal to its initial state."""
     if initial.keys() != slots.keys():
         return False
     pairs = [(initial[name], slots[name]) for name in slots]
@@ -253,30 +264,30 @@ def _same_slots(initial: Mapping[str, Any], slots: Mapping[str, Any]) -> bool:
 
 
 def _trial_optimizer(optimizer: Optimizer, group: Mapping[str, Any], trained: Iterable[Named]) -> Optimizer:
-    """Return a twin that shares no state with the optimizer, so a trial can't change it. Parameters aren't copied."""
-    twin = _twin(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
+    """Return a copy of the optimizer for a trial step. The copy shares no state with the optimizer."""
+    clone = _clone_optimizer(optimizer, [{**group, "params": [parameter for _, parameter in trained]}])
     memo: dict[int, Any] = {
         id(parameter): parameter for param_group in optimizer.param_groups for parameter in param_group["params"]
     }
-    memo |= {id(twin.state): twin.state, id(twin.param_groups): twin.param_groups}
-    for name, value in vars(twin).items():
-        with suppress(TypeError, RuntimeError):  # some values can't be copied, such as a lock
-            twin.__dict__[name] = deepcopy(value, memo)
-    # A rate of 0 comes from a schedule. A trial at 0 would show nothing.
-    twin.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
-    twin.defaults["lr"] = twin.defaults["lr"] or _TRIAL_RATE
-    return twin
+    memo |= {id(clone.state): clone.state, id(clone.param_groups): clone.param_groups}
+    for name, value in vars(clone).items():
+        with suppress(TypeError, RuntimeError):  # some values, such as a lock, can't be copied
+            clone.__dict__[name] = deepcopy(value, memo)
+    # A scheduler can start at a rate of 0, but a trial step with this rate wouldn't show anything.
+    clone.param_groups[0]["lr"] = group["lr"] if float(group["lr"]) else _TRIAL_RATE
+    clone.defaults["lr"] = clone.defaults["lr"] or _TRIAL_RATE
+    return clone
 
 
 def _make_rejecting_method(name: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(_: Optimizer, argument: object = None, *, closure: object = None, set_to_none: bool = True) -> NoReturn:
         raise refusal(f"optimizer.{name}() is not supported after run.place", advice)
 
-    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns of a step that it doesn't know
+    refuse.__dict__["_wrapped_by_lr_sched"] = True  # otherwise a scheduler warns that step() was replaced
     return refuse
 
 
-def _hidden(*_: object) -> Any:
+def _reject_access(*_: object) -> Any:
     raise refusal(
         "optimizer.state is empty after run.place, because the optimizer of the strategy holds the state",
         "do not access it; step.norm is the gradient norm, and run.save() saves the whole state",
@@ -285,65 +296,72 @@ def _hidden(*_: object) -> Any:
 
 @final
 class HiddenState(defaultdict[Any, Any]):
-    """The state of an optimizer that does no steps. Reading or writing it raises UsageError."""
+    """Replaces the state of the user's optimizer, which takes no steps. Reading or writing it raises UsageError."""
 
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _hidden
-    get: Any = _hidden
-    keys = values = items = clear = setdefault = _hidden
-    pop: Any = _hidden
-    update: Any = _hidden
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = _reject_access
+    get: Any = _reject_access
+    keys = values = items = clear = setdefault = _reject_access
+    pop: Any = _reject_access
+    update: Any = _reject_access
 
 
 Settings = dict[str, Any]
 
-_RATE: Final = (
+_RATE_ADVICE: Final = (
     "pass the rate to step.update(lr=...), as a function of step.samples_seen; for a separate schedule in each group, "
     "call run.place(model, optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, [f, g]))"
 )
-REST: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
-_OTHER: Final = (
+FREEZING_ADVICE: Final = "do it before run.place; to freeze an optimizer group later, set its lr_scale to 0"
+_SETTING_ADVICE: Final = (
     "between steps, change only numbers such as weight_decay or betas; change everything else before run.place"
 )
-_SCHEDULED: Final = "set the rate of the group with the scheduler"
+_SCHEDULER_ADVICE: Final = "set the rate of the group with the scheduler"
 
 
 @final
-class OwnGroup(dict[str, Any]):
-    """A group of the user's optimizer. Settings that can't be applied raise an error in the line that sets them."""
+class UserGroup(dict[str, Any]):
+    """A group of the user's optimizer. Setting an item raises UsageError if the update can't apply the change."""
 
     scheduled = False  # whether a scheduler sets its rate
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _check(self, name, value, scheduled=self.scheduled)
+        _check_setting(self, name, value, scheduled=self.scheduled)
         super().__setitem__(name, value)
 
 
 @final
 class Groups:
-    """The groups of the user's optimizer. `take` applies their settings, and their rates if a scheduler sets them."""
+    """The groups of the user's optimizer. `apply_to` copies their settings to the groups of the engine's optimizer.
+
+    `scheduled` says whether a scheduler sets the learning rates. In this case, `apply_to` copies the rates too.
+    """
 
     def __init__(
         self, optimizer: Optimizer, engine_groups: Sequence[Mapping[str, Any]], scheduled: bool = False
     ) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
-        self._facts: tuple[int, dict[str, Any]] = (0, {})  # a step, and the facts of its updates
-        self._user_groups = [(group, {**group}) for group in optimizer.param_groups]  # user code may still hold these
+        self._facts: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the facts of its updates
+        # The original groups and their settings. User code may still have references to these groups.
+        self._user_groups = [(group, {**group}) for group in optimizer.param_groups]
         for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
             scale = {SCALE: engine_group[SCALE]} if SCALE in engine_group and not scheduled else {}
-            optimizer.param_groups[number] = own_group = OwnGroup({**group, **scale})
+            optimizer.param_groups[number] = own_group = UserGroup({**group, **scale})
             own_group.scheduled = scheduled
         self._groups: list[Settings] = [*optimizer.param_groups]
         self._initial = [{**group} for group in self._groups]
         self._applied = [{**group} for group in self._groups]
         self._parameters = [[*group["params"]] for group in self._groups]
 
-    def take(self, engine_groups: Sequence[Settings], step: int) -> None:
-        """Copy changed settings to the groups of the engine. Raises UsageError for settings that can't be applied."""
-        if not _same(self._optimizer.param_groups, self._groups):
-            raise refusal(f"step {step}: the optimizer groups were replaced", _OTHER)
-        if not all(_same(group["params"], known) for group, known in zip(self._groups, self._parameters, strict=True)):
-            raise refusal(f"step {step}: params of an optimizer group were changed", REST)
+    def apply_to(self, engine_groups: Sequence[Settings], step: int) -> None:
+        """Copy changed settings to the groups of the engine's optimizer. Raises UsageError if that isn't possible."""
+        if not _have_same_items(self._optimizer.param_groups, self._groups):
+            raise refusal(f"step {step}: the optimizer groups were replaced", _SETTING_ADVICE)
+        if not all(
+            _have_same_items(group["params"], known)
+            for group, known in zip(self._groups, self._parameters, strict=True)
+        ):
+            raise refusal(f"step {step}: params of an optimizer group were changed", FREEZING_ADVICE)
         for user_group, copy in self._user_groups:
             if user_group != copy:
                 raise refusal(
@@ -353,13 +371,13 @@ class Groups:
         for group, applied, engine_group in zip(self._groups, self._applied, engine_groups, strict=True):
             if group != applied:
                 for name in (name for name in {**applied, **group} if group.get(name) is not applied.get(name)):
-                    _check(applied, name, group.get(name), f"step {step}: ", self._scheduled)
+                    _check_setting(applied, name, group.get(name), f"step {step}: ", self._scheduled)
                     engine_group[name] = applied[name] = group[name]
-            if self._scheduled:  # an update at rate 1 uses the rate of the group, bit for bit
+            if self._scheduled:  # the update runs at rate 1, and 1.0 * lr is exactly the rate of the group
                 engine_group[SCALE] = float(group["lr"])
 
     def named(self, name: str) -> frozenset[int]:
-        """Return the indices of the groups with this name. Raises UsageError if there are none."""
+        """Return the indices of the groups with this name. Raises UsageError if no group has the name."""
         names = [group.get("name") for group in self._groups]
         if name not in names:
             known_names = (
@@ -372,9 +390,9 @@ class Groups:
         return frozenset(number for number, group_name in enumerate(names) if group_name == name)
 
     def facts(self, step: int, arguments: Mapping[str, float | str | None]) -> dict[str, Any]:
-        """Return the arguments of an update and the settings of the groups, by name.
+        """Return the arguments of an update and the group settings, by name, to compare them between ranks.
 
-        If the step had earlier updates, their values come first.
+        The values of earlier updates in the same step come first.
         """
         earlier = self._facts[1] if self._facts[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
@@ -384,48 +402,52 @@ class Groups:
         return self._facts[1]
 
     def changes(self) -> list[Settings]:
-        """Return the settings that changed since the optimizer was created, by group, ready for JSON."""
+        """Return the settings of each group that changed since `place`, as JSON-serializable values."""
         return [
             {
                 name: value
                 for name, value in group.items()
-                if (_is_number(value) or _is_pair(value))
+                if (_is_number(value) or _is_number_list(value))
                 and (value != initial.get(name) or (self._scheduled and name in ("lr", "initial_lr")))
             }
             for group, initial in zip(self._groups, self._initial, strict=True)
         ]
 
     def load(self, changes: Sequence[Settings], engine_groups: Sequence[Settings]) -> None:
-        """Load the settings that `changes` returned."""
+        """Load the settings that `changes` returned before a save."""
         for group, applied, engine_group, saved in zip(
             self._groups, self._applied, engine_groups, changes, strict=True
         ):
             for name, value in saved.items():
                 group[name] = applied[name] = tuple(value) if isinstance(value, list) else value
-            # The engine's groups have the settings of the last update before the save. `changes` lacks later resets.
-            numbers = {name: value for name, value in group.items() if _is_number(value) or _is_pair(value)}
+            # The engine's groups have the settings of the last update before the save. If user code has reset a setting
+            # since then, `changes` doesn't include it. Therefore all settings are copied.
+            numbers = {name: value for name, value in group.items() if _is_number(value) or _is_number_list(value)}
             engine_group.update({name: value for name, value in numbers.items() if name != "lr"})
-            if SCALE not in group and not self._scheduled:  # a checkpoint may have a scale relative to a different rate
+            # A checkpoint may have a scale that is relative to a different base rate.
+            if SCALE not in group and not self._scheduled:
                 engine_group.pop(SCALE, None)
 
 
-def _check(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
-    """Raise UsageError if a setting of a group can't be changed to this value."""
+def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
+    """Raise UsageError if the setting `name` of a group can't be changed to `value`."""
     before: Any = group.get(name)
     if value is before or value == before or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
-        raise refusal(f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULED)
+        raise refusal(
+            f"{prefix}{SCALE} of an optimizer group was changed, but a scheduler sets its rate", _SCHEDULER_ADVICE
+        )
     if name == "lr" and not scheduled:
-        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE)
+        raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE)
     numbers = (name == SCALE or _is_number(before)) and _is_number(value)
-    pairs = _is_pair(before) and _is_pair(value) and len(before) == len(value)
+    pairs = _is_number_list(before) and _is_number_list(value) and len(before) == len(value)
     if not numbers and not pairs:
-        raise refusal(f"{prefix}{name} of an optimizer group was changed", _OTHER)
+        raise refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
 
 
-def _same(objects: Sequence[object], known: Sequence[object]) -> bool:
-    """Return whether two lists hold the same objects. `==` would compare tensors element by element."""
+def _have_same_items(objects: Sequence[object], known: Sequence[object]) -> bool:
+    """Return whether two lists contain the same objects. `==` would compare tensors elementwise."""
     return len(objects) == len(known) and all(map(is_, objects, known))
 
 
@@ -433,5 +455,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_pair(value: Any) -> bool:
+def _is_number_list(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(map(_is_number, value))

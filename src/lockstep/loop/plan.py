@@ -1,4 +1,4 @@
-"""The arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
+"""The validated arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from lockstep.data.weigh import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
-_WEIGHTS_END: Final = 1 << 53  # losses are divided in float64, which is exact for integers below this number
+_WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
 
 
 @dataclass(frozen=True)
-class OwnPlan:
-    """The plan of a custom loop.
+class LoopPlan:
+    """The validated arguments of `run.steps`.
 
-    `weight` counts a batch on the CPU, once for each of several losses if it returns a mapping. If it is None, a batch
-    counts its samples.
+    `weight` returns the weight of a batch on the CPU, or the weight of each of several losses by name. If it is None,
+    the weight of a batch is its number of samples.
     """
 
     items: Items
@@ -43,8 +43,8 @@ class OwnPlan:
         return -(-self.steps.batch // self.microbatches)
 
     @property
-    def too_few(self) -> str:
-        """A description of the steps that have a micro-batch of a single sample, or "" if there are none."""
+    def single_sample_note(self) -> str:
+        """A text for error messages that says which steps have a micro-batch of a single sample, or ""."""
         steps, count = self.steps, self.microbatches
         last_step = steps[steps.per_epoch - 1]
         if steps.total >= steps.per_epoch and last_step.samples // min(count, last_step.samples) == 1:
@@ -59,7 +59,10 @@ class OwnPlan:
         return ""
 
     def decisive(self) -> dict[str, Any]:
-        """Return the settings that determine the weights. The length isn't among them, so you can extend a run."""
+        """Return the settings that determine the resulting weights.
+
+        The number of steps isn't included, because a resumed run may be longer.
+        """
         steps = self.steps
         of_data: dict[str, Any] = {
             "samples": len(self.items),
@@ -70,13 +73,16 @@ class OwnPlan:
         return {"batch": steps.batch, "microbatches": self.microbatches, **of_data}
 
     def weigh(self, world: World) -> Weigh | None:
-        """Return the object that weighs the micro-batches of a step on all ranks, or None without `weight`."""
+        """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return Weigh(partial(_weight, self.weight), partial(over_ranks, world), world.all_tell)
+        return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_tell)
 
     def loop_plan(self, log_every: int) -> Plan:
-        """Return the plan for the training loop, which reports, and saves at the end. The user's loop does the rest."""
+        """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
+
+        The user's loop evaluates and saves whenever it wants.
+        """
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
 
@@ -91,8 +97,8 @@ def make_plan(
     weight: Callable[[Batch], Weight] | None,
     drop_last: bool,
     order: SampleOrder,
-) -> OwnPlan:
-    """Return the plan. Raises UsageError if the arguments are invalid."""
+) -> LoopPlan:
+    """Validate the arguments of `run.steps` and return the plan. Raises UsageError if an argument is invalid."""
     if (epochs is None) == (steps is None):
         raise refusal(f"run.steps: got epochs={epochs} and steps={steps}", "pass exactly one of them")
     if batch < 1 or (drop_last and batch > order.length):
@@ -106,10 +112,10 @@ def make_plan(
     count = default_microbatches(batch, microbatch) if microbatches is None else microbatches
     if not 1 <= count <= batch:
         raise refusal(f"run.steps: got microbatches={count} for batch={batch}", f"set microbatches from 1 to {batch}")
-    return OwnPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
+    return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
-def _weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
+def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
     with OwnCode("weight"):
         counted = weight(batch)
         if isinstance(counted, Mapping):
@@ -121,6 +127,6 @@ def _weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
 def _count(counted: Any, of_loss: str) -> int:
     if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
         counted = int(counted)
-    if type(counted) is not int or not 0 <= counted < _WEIGHTS_END:
+    if type(counted) is not int or not 0 <= counted < _WEIGHT_LIMIT:
         raise UsageError(f"weight: returned {counted!r}{of_loss}; return an integer from 0 to below 2**53")
     return counted

@@ -1,4 +1,4 @@
-"""The settings that determine the weights of a custom loop, compared on resume and between loops of a run."""
+"""Compares the settings that determine the weights of a custom loop, on resume and between the loops of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,53 +8,55 @@ from lockstep.common.own_code import calling, refusal
 from lockstep.core.work import earlier_microbatches
 from lockstep.errors import UsageError
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.run.rank import Rank
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class LoopRecord:
-    """The settings that determined the weights of a run so far.
+    """Records the settings that determined the weights of a run so far.
 
-    They come from the loop of the checkpoint, and from the loops over `run.steps` since then.
+    They come from the loop that saved the checkpoint, and from the loops over `run.steps` since the resume.
     """
 
     def __init__(self, rank: Rank, checkpoint: Path | None) -> None:
         self._rank = rank
         self._checkpoint = checkpoint
-        self._resumed: dict[str, Any] | None = None  # the loop of the checkpoint
-        self._first_step = 0  # the step after which this process began or resumed
+        self._resumed: dict[str, Any] | None = None  # the settings of the loop that saved the checkpoint
+        self._first_step = 0  # the number of completed steps when this process began or resumed
         self._dataset: tuple[Any, str] | None = None  # the current dataset, and a digest of its first and last sample
-        self.loop: dict[str, Any] | None = None  # the current or last loop
+        self.loop: dict[str, Any] | None = None  # the settings of the current or last loop
 
     def resume(self, loop: dict[str, Any]) -> None:
-        """Continue the loop of the checkpoint, which is already loaded."""
+        """Record the settings of the loop that saved the checkpoint. Call it after the checkpoint is loaded."""
         self._resumed = loop
         self._first_step = self._rank.progress.step
 
     def earlier_microbatches(self, batch: int) -> int | None:
-        """Return the number of micro-batches if the loop began with the default of an earlier version, else None."""
+        """Return the saved number of micro-batches if it is the default of an earlier Lockstep version, else None."""
         saved, earlier = self._resumed, earlier_microbatches(batch)
         if saved is None or (saved.get("batch"), saved.get("microbatches")) != (batch, earlier):
             return None
         return earlier
 
     def check_resumed(self, loop: Mapping[str, Any]) -> None:
-        """Raise UsageError if the checkpoint was saved by a different loop."""
+        """Raise UsageError if the checkpoint was saved by a loop with different settings."""
         if self._resumed is not None:
-            refuse_other(self._checkpoint, self._resumed, loop)
+            refuse_different_loop(self._checkpoint, self._resumed, loop)
 
     def begin_loop(
         self, loop: dict[str, Any], dataset: object, ends: str, *, epochs: int | None, steps: int | None
     ) -> None:
-        """Note a loop over a dataset. `ends` is the digest of its first and last sample. All ranks call it.
+        """Record the settings of a loop that begins. All ranks must call this method.
 
-        Raises UsageError if the loop differs from an earlier loop of the run, or between ranks.
+        `ends` is the digest of the first and last sample of the dataset. Raises UsageError if the settings differ from
+        an earlier loop of the run, or between ranks.
         """
         previous = self._dataset
-        is_different = previous and previous[0] is not dataset and previous[1] != ends  # samples may be random
+        # Samples of the same dataset object may be random, so its digest can differ.
+        is_different = previous and previous[0] is not dataset and previous[1] != ends
         if self.loop is not None and (is_different or loop != self.loop):
             raise refusal(
                 "run.steps: the dataset, batch or micro-batches differ from an earlier loop of this run",
@@ -72,17 +74,17 @@ class LoopRecord:
         self.loop, self._dataset = loop, (dataset, ends)
 
     def warn_of_changes(self, placed: Placed) -> None:
-        """Warn, once, of known changes since the checkpoint that are allowed but change the resulting weights."""
+        """Warn once about changes since the checkpoint that are allowed, but affect the resulting weights."""
         if self._resumed is None:
             return
-        saved, current = self._resumed.pop("began", {}), self._beginnings(placed)
+        saved, current = self._resumed.pop("began", {}), self._changeable_settings(placed)
         if changed_names := [name for name in current if saved.get(name, current[name]) != current[name]]:
             self._rank.warn(
                 f"changed since step {self._rank.progress.step} was saved: {', '.join(changed_names)}: the run "
                 f"continues with the current values, so its weights may differ from those of an uninterrupted run"
             )
 
-    def check_steps_left(self, plan: OwnPlan) -> None:
+    def check_steps_left(self, plan: LoopPlan) -> None:
         """Raise UsageError if no step is left, unless a resumed run had completed all steps."""
         steps_done = self._rank.progress.step
         if steps_done < plan.steps.total or (steps_done > 0 and steps_done == self._first_step):
@@ -98,20 +100,20 @@ class LoopRecord:
         )
 
     def saved(self, placed: Placed) -> dict[str, Any]:
-        """Return the record for a checkpoint, ready for JSON."""
-        return {**(self.loop or placed.decisive()), "began": self._beginnings(placed)}
+        """Return the record to save in a checkpoint, as JSON-serializable values."""
+        return {**(self.loop or placed.decisive()), "began": self._changeable_settings(placed)}
 
-    def _beginnings(self, placed: Placed) -> dict[str, Any]:
-        """Return other settings that determine the weights, but may change on resume.
+    def _changeable_settings(self, placed: Placed) -> dict[str, Any]:
+        """Return the settings that determine the resulting weights, but may change on resume.
 
-        A scheduler saves its own rates.
+        Learning rates are only included if there is no scheduler, because a scheduler saves its rates itself.
         """
         rates = [float(group["lr"]) for group in placed.optimizer.param_groups]
         rate = {} if placed.scheduler is not None else {"the optimizer's lr": rates}
         return rate | ({} if self._dataset is None else {"the first or the last sample": self._dataset[1]})
 
 
-def refuse_other(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def refuse_different_loop(path: object, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise UsageError if settings that determine the weights have changed."""
     lines = [
         f"  {name}: saved {saved[name]!r}, now {current[name]!r}"

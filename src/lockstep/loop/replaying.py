@@ -1,4 +1,4 @@
-"""The request of `lockstep replay` to a script, passed in the environment: repeat steps in a separate folder."""
+"""The environment variable with which `lockstep replay` asks a script to repeat steps in a separate folder."""
 
 import os
 from collections.abc import Mapping
@@ -11,9 +11,11 @@ VARIABLE: Final = "LOCKSTEP_REPLAY"
 
 
 class Replaying(NamedTuple):
-    """The folder that replaces the run folder, with the checkpoint to start from, and the last step to run.
+    """The request of `lockstep replay` to a script.
 
-    If the step is `examined`, each rank writes its observations of it to the folder.
+    - `folder`: Replaces the run folder. It contains the checkpoint to start from.
+    - `last`: The number of the last step to run.
+    - `examined`: Whether each rank writes its observations of the last step to the folder.
     """
 
     folder: Path
@@ -22,17 +24,17 @@ class Replaying(NamedTuple):
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables for this request."""
+        """The environment variables that pass this request to a script."""
         return {VARIABLE: f"{self.last}:{int(self.examined)}:{self.folder}"}
 
     def settings(self, run: RunConfig) -> RunConfig:
-        """Return the run settings for a replay: they record each step and its digest, and write nothing elsewhere."""
+        """Return the run settings of a replay. They log and digest each step, and only write to the replay folder."""
         dir = run.dir and str(self.folder)
         return run.model_copy(update={"dir": dir, "log_every": 1, "digest_every": 1, "sinks": (), "tensorboard": False})
 
 
 def replaying(env: Mapping[str, str] = os.environ) -> Replaying | None:
-    """Return the request, or None if the script just trains."""
+    """Return the replay request in the environment, or None if this isn't a replay."""
     if VARIABLE not in env:
         return None
     last, examined, folder = env[VARIABLE].split(":", 2)

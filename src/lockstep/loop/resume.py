@@ -1,4 +1,4 @@
-"""Reads a checkpoint of a custom loop, and checks that it fits the loop as it is now."""
+"""Reads a checkpoint of a custom loop, and checks that it matches the current loop and model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,32 +9,32 @@ from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
-from lockstep.loop.record import refuse_other
+from lockstep.loop.record import refuse_different_loop
 from lockstep.run.checkpoints import Resumed
 from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.read_alike import read_alike
 from lockstep.training.checkpoint.signing import signing_key
 
 
-def read_own(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
-    """Return a checkpoint and the loop that saved it. All ranks call it.
+def read_loop_checkpoint(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
+    """Return the checkpoint and the settings of the loop that saved it. All ranks must call this function.
 
-    Raises UsageError if a different run saved the checkpoint.
+    Raises UsageError if the settings or the model differ from those of the current loop.
     """
     manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
-    # Runs of earlier versions lack these keys.
+    # Checkpoints of earlier Lockstep versions don't have these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
-    refuse_other(path, loop, placed.decisive())
+    refuse_different_loop(path, loop, placed.decisive())
     _check_forms(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 
 
 def _check_forms(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raise UsageError if the tensors of a checkpoint don't have the names, shapes and dtypes of the model's."""
+    """Raise UsageError if the tensors of a checkpoint and of the model differ in name, shape or dtype."""
     expected_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
     saved_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}
     differing_names = [

@@ -1,4 +1,4 @@
-"""`lockstep.join`: the run handle of a rank in a training loop that you write yourself."""
+"""`lockstep.join`, and the `Run` that it returns: the API for a training loop that you write yourself."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
 from lockstep.loop.dataset_check import check_dataset, warn_of_set_epoch
 from lockstep.loop.evaluation import Evaluation
-from lockstep.loop.figures import LoggedFigures
+from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loading import make_loader
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
-from lockstep.loop.model import AlikeCalls, Gate, explain_error, modes_kept
-from lockstep.loop.placed import ChunkPlan, Placed, spread
-from lockstep.loop.placing import check_pair, hand_over
+from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
+from lockstep.loop.placed import ChunkPlan, Placed, place_model
+from lockstep.loop.placing import check_model_and_optimizer, disable_optimizer
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
-from lockstep.loop.scheduler import OwnScheduler
+from lockstep.loop.scheduler import UserScheduler
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.settings import settings
 from lockstep.loop.state import ScriptState
@@ -45,7 +45,7 @@ from lockstep.ranks.status import RankStatus
 from lockstep.setup.strategy import check_strategy
 from lockstep.training.checkpoint import store
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 _WRITTEN: Final = (
     "let only the optimizer change weights, not NumPy for example, and set placement.audit_every to find a device that "
@@ -60,7 +60,7 @@ Opt = TypeVar("Opt", bound=Optimizer)
 class Run:
     """The handle to a run, which `join` returns on each rank.
 
-    All ranks must call each method, in the same order and between steps. Methods that only concern one rank, such as
+    All ranks must call each method, in the same order and between steps. Methods that only need one rank, such as
     `log`, do their work on rank 0. If you misuse a method, it raises UsageError with the line of your script, and all
     ranks exit.
 
@@ -73,7 +73,7 @@ class Run:
         self._world = rank.world
         self._gate = Gate()
         self._meeting = Meeting(self._world, self._gate)
-        self._figures = LoggedFigures(rank)
+        self._figures = LoggedMetrics(rank)
         self._evaluation = Evaluation(rank, self._gate, self._meeting, member.settings.seed)
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
@@ -82,7 +82,7 @@ class Run:
         self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
         self._steps: Generator[Step] | None = None
         self._ended = False
-        # The heartbeat threads keep the run alive until it is closed.
+        # The heartbeat threads call `status`, so they hold a reference to this run until it is closed.
         member.rendezvous.status = lambda: RankStatus(self._rank.phase, self.step)
         member.resources.enter_context(exchanges.intercept(self._gate.exchange))
 
@@ -113,9 +113,9 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Your own values that must survive a resume: numbers, text, tensors, lists and dicts, the same on all ranks.
+        """A dict for your own values that checkpoints must save. `place` restores them if it resumes from a checkpoint.
 
-        Checkpoints save this dict. If `place` resumes from a checkpoint, it restores the saved values. Tensors must be
+        Values can be numbers, strings, tensors, lists and dicts, and must be the same on all ranks. Tensors must be
         detached and must be on `device`.
         """
         return self._state.values
@@ -134,7 +134,7 @@ class Run:
         """Distribute a model and its optimizer over the ranks, and resume if the run folder contains a checkpoint.
 
         Returns the model and the optimizer. Call the model only within micro-batches and evaluations. You can read and
-        change the settings of the optimizer, but its steps are done by `step.update`.
+        change the settings of the optimizer, but call `step.update` instead of `optimizer.step`.
 
         `strategy` is a name (docs/strategies.md), or a mapping with `name` and the options of the strategy. The
         default, auto, selects single on one process and ddp on several. On one process, strategies that shard weights
@@ -146,9 +146,9 @@ class Run:
         `lockstep.load` returns it. `chunks` and `plan` have the same meaning as in a recipe (docs/model-parallel.md),
         for the strategies tensor, expert and mesh. They change the resulting weights under any strategy.
 
-        Call this method once per run. It moves the model to `run.device`. If the model is sharded or split into chunks,
-        it has other parameters than before. Raises UsageError if the strategy doesn't fit the model or the number of
-        ranks, or if the checkpoint was saved by a different loop.
+        Call this method once per run. It moves the model to `run.device`. Sharding and chunks replace the parameters of
+        the model. Raises UsageError if the strategy doesn't support the model or the number of ranks, or if the
+        checkpoint was saved by a different loop.
         """
         self._begin_call("run.place")
         if self._placed is not None:
@@ -156,14 +156,14 @@ class Run:
                 "run.place: the run already has a model",
                 "put everything that you train into one, such as an nn.ModuleDict",
             )
-        check_pair(model, optimizer)
+        check_model_and_optimizer(model, optimizer)
         if ema is not None and not 0 <= ema < 1:
             raise refusal(f"run.place: got ema={ema}", "pass a decay from 0 to below 1, such as 0.999")
         chunk_plan = ChunkPlan(chunks, plan or {})
-        own_scheduler = None if scheduler is None else OwnScheduler(scheduler, optimizer)
-        with modes_kept(model):
+        own_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
+        with preserve_modes(model):
             with with_its_line():
-                placed = self._placed = spread(
+                placed = self._placed = place_model(
                     self._member, model, optimizer, strategy, chunk_plan, scheduler=own_scheduler, ema=ema
                 )
             if self.dir is not None:
@@ -171,8 +171,10 @@ class Run:
                 self._checkpoints.resume()
                 interval = self._member.settings.run.digest_every
                 self._rank.keep_digests(placed.canonical, placed.chosen.traits.exactness, interval)
-        hand_over(optimizer)
-        self._gate.stand_before(model, placed.numerics, AlikeCalls.for_groups(self._world, placed.calling_together))
+        disable_optimizer(optimizer)
+        self._gate.wrap_calls(
+            model, placed.numerics, CallConsistencyCheck.for_groups(self._world, placed.communicating_groups)
+        )
         placed.guard.mark(moved=True)
         placed.audit.kept.begin()
         return model, optimizer
@@ -268,13 +270,13 @@ class Run:
                 "run.save: the run has no folder",
                 'pass one: lockstep.join(dir="runs/a"); if the folder is optional, write `if run.dir: run.save()`',
             )
-        # Report before saving: a run that is killed in between resumes after this step, and wouldn't report it again.
+        # Report before saving. If the run is killed after the save, it resumes after this step and never reports it.
         self._sequence.report_saved()
         for saved in self._checkpoints.save():
             self._rank.write(saved)
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of the weights, which is the same on every rank and for every placement.
+        """Return the SHA-256 of the weights as hex. It is the same on every rank and for every placement.
 
         Checkpoints record the same hash. All ranks must call this method. Raises UsageError if the weights differ
         between ranks.
@@ -284,9 +286,9 @@ class Run:
         return sha256
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the run: wait until checkpoints are written, and leave the other ranks. The end of a script does so, too.
+        """End the run after all checkpoints are written. Lockstep calls this method at the end of your script.
 
-        If you pass an `error`, all ranks exit. If this is the only rank, the error is raised.
+        If you pass an `error`, all ranks exit. On a single rank, the error is raised instead.
         """
         if self._ended:
             return
@@ -309,7 +311,7 @@ class Run:
             self._rank.enter("ending")
             for saved in checkpoints.wait() if checkpoints else []:
                 self._rank.write(saved)
-            self._world.barrier()  # rank 0 may still be writing, and a launcher ends the other ranks when one exits
+            self._world.barrier()  # a launcher may end rank 0, which may still be writing, when a different rank exits
             if checkpoints is not None:
                 checkpoints.close()
             if self._placed is not None:
@@ -343,13 +345,13 @@ class Run:
         return folder is not None and self.dir is not None and os.path.realpath(folder) == os.path.realpath(self.dir)
 
     def _abandon(self) -> None:
-        """Close the run, even if the current step isn't finished."""
+        """Close the run even if the current step has no update yet."""
         self._sequence.abandon()
-        if self._steps is not None:  # so that `close` doesn't take the loop for one that the script left early
+        if self._steps is not None:  # otherwise `close` would treat the loop as stopped early, and save a checkpoint
             self._steps.close()
         try:
             self.close()
-        finally:  # in case a save failed
+        finally:  # `close` may raise if a save failed
             self._member.close(None)
 
     def _begin_placed_call(self, call: str) -> Placed:
@@ -385,7 +387,7 @@ def join(
     placement: Mapping[str, Any] | Placement | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Join the other ranks of a job, or start a run with a single process, and return a handle to the run.
+    """Join the other ranks of a job, or start a run on a single process, and return a handle to the run.
 
     Seeds PyTorch, NumPy and Python with `seed`, and sets the number of threads and the kernels for this process. If
     `dir` contains a checkpoint, the run resumes from it. If `dir` is not set, nothing is saved. `precision` and

@@ -1,7 +1,7 @@
-"""A learning rate scheduler of PyTorch in a custom loop.
+"""Supports PyTorch's learning rate schedulers in a custom loop.
 
-The loop steps the scheduler as usual. Each update uses the rates that the scheduler has set. Checkpoints save the state
-of the scheduler, and a resumed run restores it.
+The loop steps the scheduler as usual. Each update uses the learning rates that the scheduler has set. Checkpoints save
+the state of the scheduler, and a resumed run restores it.
 """
 
 import math
@@ -15,12 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.common.own_code import refusal
 from lockstep.errors import UsageError
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
-class OwnScheduler:
-    """The user's scheduler for the learning rates of their optimizer."""
+class UserScheduler:
+    """Wraps the user's learning rate scheduler."""
 
     def __init__(self, scheduler: Any, optimizer: Optimizer) -> None:
         if not isinstance(scheduler, LRScheduler):
@@ -49,7 +49,7 @@ class OwnScheduler:
 
     @property
     def name(self) -> str:
-        """The class of the scheduler, which must be the same in a resumed run."""
+        """The qualified name of the scheduler class, which must be the same in a resumed run."""
         return f"{type(self._scheduler).__module__}.{type(self._scheduler).__qualname__}"
 
     @property
@@ -58,30 +58,33 @@ class OwnScheduler:
         return float(self._optimizer.param_groups[0]["lr"])
 
     def state(self) -> Any:
-        """Return the state of the scheduler, ready for JSON."""
+        """Return the state of the scheduler as JSON-serializable values."""
         return _to_json(self._scheduler.state_dict())
 
     def load(self, saved: Any, initial: Any) -> list[str]:
-        """Load the state that `state` returned, and return the names of settings that differ from the saved ones.
+        """Load the state `saved`, and return the names of the settings that the user has changed since the save.
 
-        `initial` is the state that the saved scheduler had at first. The saved settings replace the different ones.
+        `initial` is the initial state of the saved scheduler. The saved settings take precedence over changed ones.
         """
         self._scheduler.load_state_dict(_merge_state(self._scheduler.state_dict(), saved))
-        current, self.made = self.made, initial or self.made  # checkpoints of earlier versions don't have `made`
+        current, self.made = self.made, initial or self.made  # checkpoints of earlier versions have no `initial`
         changed_names = [name for name in current if current[name] != self.made.get(name)]
         return [name for name in changed_names if not name.startswith("_")] or (["schedule"] if changed_names else [])
 
     def note_update(self) -> None:
-        """Tell the scheduler that there was an update. It warns if it is stepped before the first update."""
+        """Tell the scheduler about an update. A scheduler warns if it is stepped before the first update."""
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._saved = None
 
     def note_save(self) -> None:
-        """Note the saved state for `check_saved`."""
+        """Record the state that a checkpoint saves, for `check_saved`."""
         self._saved = self.state()
 
     def check_saved(self, step: int) -> None:
-        """Raise UsageError if the scheduler was stepped after a save, because a resumed run would lose this step."""
+        """Raise UsageError if the scheduler was stepped after a save in this step.
+
+        A resumed run would lose this scheduler step.
+        """
         if self._saved not in (None, self.state()):
             raise refusal(
                 f"step {step}: scheduler.step() was called after run.save, so a resumed run would lose it",
@@ -90,7 +93,7 @@ class OwnScheduler:
 
 
 def _unsupported_names(name: str, value: Any) -> Iterator[str]:
-    """Yield the names of values in a state that aren't numbers, text or functions."""
+    """Yield the names of the values in a scheduler state that aren't numbers, strings or functions."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _unsupported_names(f"{name}.{key}" if name else str(key), item)
@@ -102,7 +105,7 @@ def _unsupported_names(name: str, value: Any) -> Iterator[str]:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a state that JSON can hold. Functions stay in the script."""
+    """Convert a scheduler state to JSON-serializable values. A function is replaced by the name of its type."""
     if isinstance(value, Mapping):
         return {str(name): _to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -113,7 +116,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _merge_state(current: Any, saved: Any) -> Any:
-    """Return a state with the saved values. Objects with the same value already are kept."""
+    """Merge saved JSON values into the current scheduler state. Values that are already equal stay the same objects."""
     if _to_json(current) == saved:
         return current
     if isinstance(current, Mapping) and isinstance(saved, dict) and {*map(str, current)} == {*saved}:

@@ -1,4 +1,4 @@
-"""Runs a user script that joins a run, in processes started by Lockstep."""
+"""Starts processes on this machine that run a user's script with `lockstep.join`."""
 
 import os
 import runpy
@@ -18,7 +18,7 @@ from lockstep.run.start import on_ranks
 from lockstep.runs.folder import settle
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 
-_LONGEST_PATH: Final = 4096  # bytes, as on Linux
+_MAX_PATH_BYTES: Final = 4096  # in bytes, the PATH_MAX of Linux
 
 
 def start_script(path: str, arguments: Sequence[str], count: int) -> int:
@@ -26,22 +26,22 @@ def start_script(path: str, arguments: Sequence[str], count: int) -> int:
     if not Path(path).is_file():
         raise UsageError(f"{path}: file not found; pass a script that calls lockstep.join")
     failures: list[Failure] = []
-    claimed = RawArray("c", _LONGEST_PATH)  # the last run folder, without a lock that a dying process could hold
-    work = partial(_work, path, [path, *arguments], claimed)
+    claimed = RawArray("c", _MAX_PATH_BYTES)  # the last run folder. No lock, since a process could die holding it
+    work = partial(_run_worker, path, [path, *arguments], claimed)
     code = on_ranks(work, None, Placement(), count, failed=failures.append, in_subprocess=True)
-    if failures and claimed.value:  # otherwise the script has ended as intended
+    if failures and claimed.value:  # the run folder needs an end status, because the script couldn't write it
         settle(Path(os.fsdecode(claimed.value)), code, failures[-1])
     return code
 
 
 def run_script(path: str, argv: Sequence[str]) -> None:
-    """Run a script in this process, as Python does."""
+    """Run a script in this process as `__main__`, with the arguments `argv`."""
     sys.argv = list(argv)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     runpy.run_path(path, run_name="__main__")
 
 
-def _work(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous: Rendezvous) -> int:
+def _run_worker(path: str, argv: Sequence[str], claimed: Any, _ready: None, rendezvous: Rendezvous) -> int:
     def claim(folder: Path) -> None:
         claimed.value = os.fsencode(folder.absolute())
 

@@ -1,4 +1,4 @@
-"""The random numbers of a custom loop: seeds for all generators at each place where a script may draw."""
+"""Seeds all random number generators of a custom loop before each point where user code may draw random numbers."""
 
 from typing import Final, final
 
@@ -6,8 +6,8 @@ from lockstep.comm.world import World
 from lockstep.core import random
 from lockstep.data.items import seed_python_and_numpy
 
-# Places in a step at which the generators are seeded.
-_HEAD: Final = 0
+# The last component of the seed, which says where in a step the generators are seeded.
+_STEP_START: Final = 0
 _AFTER_MICROBATCHES: Final = 1
 _MICROBATCH: Final = 2
 _AFTER_LOOP: Final = 3
@@ -15,34 +15,34 @@ _AFTER_LOOP: Final = 3
 
 @final
 class StepDraws:
-    """The seeds of a step. Steps are numbered from 0. `loop_key` is that of the run."""
+    """Seeds the random number generators within the step `number`, counted from 0. `loop_key` is the key of the run."""
 
     def __init__(self, world: World, loop_key: int, number: int) -> None:
         self._world = world
         self._key = random.extend_key(loop_key, number)
 
     def seed_head(self) -> None:
-        """Seed all generators before the step."""
-        seed_all(self._world, random.extend_key(self._key, _HEAD))
+        """Seed all generators at the start of the step."""
+        seed_all(self._world, random.extend_key(self._key, _STEP_START))
 
     def seed_microbatch(self, index: int) -> None:
-        """Seed the generators of Python and NumPy for a micro-batch. The engine seeds those of PyTorch."""
+        """Seed the generators of Python and NumPy for a micro-batch. The engine seeds the generators of PyTorch."""
         seed_python_and_numpy(random.extend_key(self._key, _MICROBATCH, index))
 
     def seed_after_microbatches(self) -> None:
-        """Seed all generators after the last micro-batch, since ranks have drawn for different micro-batches."""
+        """Seed all generators after the last micro-batch, because their states differ between ranks at this point."""
         seed_all(self._world, random.extend_key(self._key, _AFTER_MICROBATCHES))
 
 
 def seed_all(world: World, key: int) -> None:
-    """Seed all generators that a loop draws from: Python, NumPy, PyTorch, and the device."""
+    """Seed the generators of Python, NumPy and PyTorch, and the generator of the device."""
     seed_python_and_numpy(key)
     world.seed(key)
 
 
 def seed_after_loop(world: World, seed: int, steps: int) -> None:
-    """Seed all generators after a loop up to step `steps`.
+    """Seed all generators after a loop that ends at step `steps`.
 
-    A resumed script that skips the loop draws the same numbers after it.
+    This way, a resumed script that skips the loop draws the same random numbers after it.
     """
     seed_all(world, random.extend_key(random.key(random.OWN_LOOP, seed, steps), _AFTER_LOOP))

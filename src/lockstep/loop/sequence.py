@@ -1,4 +1,4 @@
-"""The sequence of steps in a custom loop: the checks before and after each step."""
+"""Begins and ends each step of a custom loop, with the checks before and after the step."""
 
 from collections.abc import Callable, Iterator
 from typing import final
@@ -9,14 +9,14 @@ from lockstep.common.own_code import refusal
 from lockstep.core import random
 from lockstep.loop.evaluation import Evaluation
 from lockstep.loop.examination import Examination
-from lockstep.loop.figures import LoggedFigures
+from lockstep.loop.figures import LoggedMetrics
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.state import ScriptState, state_digests
 from lockstep.loop.step import Step
@@ -25,19 +25,19 @@ from lockstep.parallel.audited import Part
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class StepSequence:
-    """The current step, and the state carried from step to step through all loops over `run.steps`."""
+    """The current step, and the state that is shared by the steps of all loops over `run.steps`."""
 
     def __init__(
         self,
         member: Member,
         gate: Gate,
         meeting: Meeting,
-        figures: LoggedFigures,
+        figures: LoggedMetrics,
         evaluation: Evaluation,
         state: ScriptState,
     ) -> None:
@@ -49,31 +49,31 @@ class StepSequence:
         self._evaluation = evaluation
         self._state = state
         self._step: Step | None = None
-        self._turn: Turn | None = None  # the turn of that step
+        self._turn: Turn | None = None  # the data and the results of the current step
         self._reports: StepReports | None = None  # the reports of the current loop
-        # By the updates of a step, counted from 0, and by the name of the loss.
+        # By the index of the update within a step, from 0, and by the name of the loss.
         self._losses: dict[tuple[int, str], LossCheck] = {}
-        self._modules_checked = 0  # number of updates of a step with checked modules
+        self._modules_checked = 0  # the number of updates per step for which the modules are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
         self._draws_key = random.key(random.OWN_LOOP, member.settings.seed)
-        self._plan: OwnPlan
+        self._plan: LoopPlan
 
     def begin_loop(self) -> bool:
-        """Note that a loop begins. Return whether it is the first loop of the run."""
+        """Record that a loop begins. Return whether it is the first loop of the run."""
         had, self._has_loops = self._has_loops, True
         return not had
 
     def begin(
         self,
         placed: Placed,
-        plan: OwnPlan,
+        plan: LoopPlan,
         turn: Turn,
         reports: StepReports,
         audit: Callable[[], Iterator[Part]] | None,
         examination: Examination | None,
     ) -> Step:
-        """Return the next step to the user's loop."""
+        """Return the next step for the user's loop."""
         self._rank.phase = "training"
         self._reports, self._plan = reports, plan
         placed.modes.restore()
@@ -97,10 +97,10 @@ class StepSequence:
         return self._step
 
     def end(self, placed: Placed) -> None:
-        """Check that this step is done, when the loop asks for the next step."""
+        """End the current step when the loop asks for the next one. Raises UsageError if the step has no update."""
         assert self._step is not None
         assert self._turn is not None
-        self._meeting.compare_left()
+        self._meeting.check_early_exits()
         placed.guard.check(whole=False)
         if not self._step.updated:
             raise self._step._unfinished()
@@ -115,64 +115,67 @@ class StepSequence:
             self._observe(self._turn.step.number + 1, float(self._turn.sums.loss), digests)
 
     def refuse_within_step(self, call: str) -> None:
-        """Raise UsageError for a call within a step without an update."""
+        """Raise UsageError if `call` is made within a step, before its update."""
         if self._step is not None and not self._step.updated:
             raise refusal(f"{call}: called within step {self._step.number}", "call it after step.update")
 
     def report(self) -> None:
-        """Write the events of the last step, once it is done, unless they are written already. All ranks call it."""
+        """Write the events of the last step, unless they are already written. All ranks must call this method."""
         if self._turn is not None and self._reports is not None:
             for event in self._reports.report(self._turn):
                 self._rank.write(event)
 
     def report_complete(self) -> None:
-        """Report the step, unless the loop can iterate over it again. In this case, it is reported after that."""
+        """Report the step, unless the loop may still iterate over it again. Such a step is reported later."""
         if self._step is not None and not self._step._repeatable:
             self.report()
 
     def report_saved(self) -> None:
-        """Report the step before it is saved. Raises TrainingError if a loss wasn't finite. All ranks call it."""
+        """Report the step before a save. All ranks must call this method.
+
+        Raises TrainingError if a loss wasn't finite.
+        """
         if self._step is None:
             return
         self._step._saved = True
         if self._step.updated and self._reports is not None:
             self.report()
-            self._reports.check()  # including steps that aren't reported
+            self._reports.check()  # also checks the losses of steps that weren't reported
 
     def leave_unfinished(self) -> Exception | None:
-        """Leave a step without an update, and return the error for it. Returns None if there is no such step."""
+        """If the current step has no update yet, leave it and return an error for it. Otherwise, return None."""
         if self._step is None or self._step.updated:
             return None
         self._step._leave(early=True)
         return self._step._unfinished()
 
     def abandon(self) -> None:
-        """Leave the current step, even if it isn't done."""
+        """Leave the current step even if it has no update yet."""
         if self._step is not None:
             self._step._leave(early=True)
             self._step = None
 
     def _loss_check(self, phase: int, name: str) -> LossCheck:
-        """Return the check of a loss for an update of a step. `phase` counts the updates of the step from 0.
+        """Return the check of a loss for the update with index `phase`, from 0, within a step.
 
-        `name` is the name of the loss, or "" if a step has a single one.
+        `name` is the name of the loss, or "" if a step has a single loss.
         """
         if (phase, name) not in self._losses:
             self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
         return self._losses[phase, name]
 
     def _make_stray_check(self, placed: Placed, turn: Turn, phase: int) -> StrayModuleCheck | None:
-        """Return a check for this process's first micro-batch in each update of a step, and None for later ones."""
+        """Return a module check if this rank hasn't checked the update with index `phase` yet, and None otherwise."""
         if self._modules_checked > phase:
             return None
         self._modules_checked = phase + 1
-        if placed.came_evaluating:
+        if placed.placed_in_evaluation:
             _check_mode(placed.model)
-        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.too_few)
+        return StrayModuleCheck(placed.model, turn.microbatches[0].samples, self._plan.single_sample_note)
 
 
 def _check_mode(model: nn.Module) -> None:
-    """Raise UsageError if a model that was placed in evaluation mode is still in it, and depends on its mode."""
+    """Raise UsageError if the model is in evaluation mode and has a layer that depends on the mode."""
     if is_evaluating(model) and (layer := mode_dependent_layer(model)):
         raise refusal(
             f"the model is in evaluation mode, as from_pretrained and lockstep.load return it, but {layer}, "

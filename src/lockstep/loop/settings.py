@@ -1,4 +1,4 @@
-"""The arguments of `lockstep.join`, validated like the keys of a configuration and reported all at once."""
+"""Validates the arguments of `lockstep.join` like the keys of a configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +15,9 @@ from lockstep.config.wording import problems
 from lockstep.core.precision import Precision, translate_precision
 from lockstep.errors import ConfigError
 
-# Keys of a configuration that a custom loop controls itself, or doesn't support.
-_NOT_HERE: Final = {
+# The configuration keys that `lockstep.join` rejects, with the advice in the error. A custom loop controls these
+# settings itself, or doesn't support them.
+_UNSUPPORTED_KEYS: Final = {
     ("placement", "strategy"): "pass it to run.place(model, optimizer, strategy=...)",
     ("placement", "on_corruption"): "remove it, because a script cannot restart itself without a rank",
     ("run", "resume"): "remove it: a run resumes from dir; to start a new run, choose a different dir",
@@ -28,7 +29,7 @@ _NOT_HERE: Final = {
 
 
 class Settings(Section):
-    """The arguments of `lockstep.join`."""
+    """The validated arguments of `lockstep.join`."""
 
     seed: Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
     precision: Annotated[Precision, BeforeValidator(translate_precision)]
@@ -45,9 +46,9 @@ def settings(
     placement: Mapping[str, Any] | Placement | None,
     run: Mapping[str, Any] | None,
 ) -> Settings:
-    """Return the validated arguments of `lockstep.join`.
+    """Validate the arguments of `lockstep.join`.
 
-    Raises ConfigError with all invalid arguments and the line that is calling. Keys that have no effect in a custom
+    Raises ConfigError with a list of all invalid arguments and the calling line. Keys that aren't supported in a custom
     loop are invalid too.
     """
     position = SourcePosition(calling() or "lockstep.join")
@@ -65,10 +66,10 @@ def settings(
     except ValidationError as error:
         raise ConfigError([str(problem) for problem in problems(error, {(): position})]) from None
     set_fields = {"placement": validated.placement.model_fields_set, "run": validated.run.model_fields_set}
-    if rejected_keys := [key for key in _NOT_HERE if key[1] in set_fields[key[0]]]:
+    if rejected_keys := [key for key in _UNSUPPORTED_KEYS if key[1] in set_fields[key[0]]]:
         raise ConfigError(
             [
-                f"{position}  {format_key(key)}: not supported in a custom training loop; {_NOT_HERE[key]}"
+                f"{position}  {format_key(key)}: not supported in a custom training loop; {_UNSUPPORTED_KEYS[key]}"
                 for key in rejected_keys
             ]
         )

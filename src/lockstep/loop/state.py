@@ -1,7 +1,7 @@
-"""The values that a script keeps in `run.state`: plain values, saved as JSON, and tensors, saved in a file.
+"""The values that a script keeps in `run.state`. Checkpoints save plain values as JSON, and tensors in a tensor file.
 
-In the JSON, None replaces each tensor. The name of a tensor in the file is its path in the JSON, such as `["queues",
-0]`.
+In the JSON, each tensor is replaced by null. The name of a tensor in the file is its path in the JSON, such as
+`["queues", 0]`.
 """
 
 import json
@@ -20,23 +20,23 @@ from lockstep.common.plainfile import parse_json
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
-# The plain values of `run.state` as JSON, and a digest of each tensor. Equal values have equal summaries.
+# The plain values of `run.state` as JSON, and a digest of each tensor. Equal states have equal summaries.
 Summary = tuple[str, dict[str, str]]
 
-_KINDS: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
+_VALUE_ADVICE: Final = "store only numbers, strings, tensors, lists and dicts with string keys in it"
 
 
 @final
 class ScriptState:
-    """`run.state`: its `values`, and a summary of those in the last save of the current step."""
+    """Holds the `values` of `run.state`, and checks that they don't change between a save and the end of the step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._saved: tuple[Summary, str] | None = None  # a summary, and the line of the save
+        self._saved: tuple[Summary, str] | None = None  # the saved summary and the line of the save, if any
         self.values: dict[str, Any] = {}
 
     def split(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the plain values and the tensors. See `split_state`."""
+        """Return the plain values, and the tensors by path. See `split_state`."""
         return split_state(self.values, self._world.device)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -44,15 +44,15 @@ class ScriptState:
         return self.split()[1]
 
     def load(self, path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load the values from the checkpoint `path`."""
-        self.values |= joined_state(path, plain, tensors, self._world.device)
+        """Load the values of the checkpoint at `path`."""
+        self.values |= join_state(path, plain, tensors, self._world.device)
 
     def note_save(self, summary: Summary, call_site: str) -> None:
-        """Note a summary of the values that a save at this line keeps."""
+        """Record a summary of the values that a checkpoint saves, and the line of the save."""
         self._saved = summary, call_site
 
     def forget_save(self) -> None:
-        """Forget a save between two loops. After such a save, a resumed script runs the same lines."""
+        """Forget a save between two loops. A resumed script runs the lines after such a save again."""
         self._saved = None
 
     def check_saved(self, step: int) -> None:
@@ -71,24 +71,27 @@ class ScriptState:
 
 
 def split_state(state: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the plain values of `run.state`, with None for each tensor, and the tensors by path.
+    """Return the plain values of `run.state`, with None in place of each tensor, and the tensors by path.
 
-    Raises UsageError if it holds a value that a checkpoint can't restore exactly.
+    Raises UsageError if a checkpoint can't restore a value exactly.
     """
     tensors: dict[str, Tensor] = {}
     plain = _split_tensors(state, (), tensors)
     if (restored := _restore_value(plain)) != plain:
-        value_path, reason = next(_find_unsaved(plain, ()), ((), "would not be restored exactly"))
-        raise refusal(f"{_display_path(value_path)} {reason}", _KINDS)
+        value_path, reason = next(_find_unrestorable(plain, ()), ((), "would not be restored exactly"))
+        raise refusal(f"{_display_path(value_path)} {reason}", _VALUE_ADVICE)
     for path, tensor in tensors.items():
-        _check(display_name(path), tensor, device)
-    _check_apart(tensors)
-    plain = restored  # return a copy, since the script continues while it is written
+        _check_restorable(display_name(path), tensor, device)
+    _check_no_overlap(tensors)
+    plain = restored  # return a copy, because the script may change `run.state` while a save is in progress
     return plain, tensors
 
 
 def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the digests of the tensors of `run.state`. Raises UsageError if they differ. All ranks call it."""
+    """Return a digest of each tensor in `run.state`. Raises UsageError if a digest differs between ranks.
+
+    All ranks must call this function.
+    """
     own_digests = state_digests(tensors)
     rank_0_digests, *other_digests = [own_digests] if world.size == 1 else world.told_by_all(own_digests)
     for rank, digests in enumerate(other_digests, start=1):
@@ -105,13 +108,15 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
 
 
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Raise UsageError if a tensor of `run.state` is a parameter or buffer of the placed model instead of a copy."""
+    """Raise UsageError if a tensor in `run.state` shares memory with a parameter or buffer of the placed model."""
     named_tensors = (*model.named_parameters(), *model.named_buffers())
     live = sorted(
-        (*_span(weight), name) for name, weight in named_tensors if type(weight.detach()) is Tensor and weight.numel()
+        (*_address_range(weight), name)
+        for name, weight in named_tensors
+        if type(weight.detach()) is Tensor and weight.numel()
     )
     for path, tensor in tensors.items():
-        start, end = _span(tensor)
+        start, end = _address_range(tensor)
         index = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
         if tensor.numel() and index < len(live) and live[index][0] < end:
             raise refusal(
@@ -121,16 +126,16 @@ def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def state_digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of each tensor, with its dtype and shape, by its name in messages."""
+    """Return a digest of each tensor by its display name. The digest includes the dtype and the shape."""
     return {display_name(path): store.weights_sha256({"": tensor}) for path, tensor in tensors.items()}
 
 
-def joined_state(
+def join_state(
     path: object, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
-    """Return the `run.state` that `split_state` split, with its tensors on `device`.
+    """Join plain values and tensors from `split_state` into a `run.state`, with the tensors on `device`.
 
-    Raises UsageError if the tensors don't fit the plain values.
+    Raises UsageError if the path of a tensor doesn't exist in the plain values.
     """
     state = dict(plain)
     for name, tensor in tensors.items():
@@ -150,7 +155,7 @@ def joined_state(
 
 
 def display_name(path: str) -> str:
-    """Return the name of a tensor of `run.state` in messages."""
+    """Return the name of a tensor in `run.state` for messages, such as `run.state["queues"][0]`."""
     return _display_path(parse_json(path))
 
 
@@ -164,7 +169,7 @@ def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, T
         return None
     if isinstance(value, Mapping):  # such as a state_dict()
         if (key := next((item for item in value if not isinstance(item, str)), None)) is not None:
-            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _KINDS)
+            raise refusal(f"{_display_path(path)} has a key that is not a string: {key!r}", _VALUE_ADVICE)
         return {key: _split_tensors(item, (*path, key), tensors) for key, item in value.items()}
     if type(value) is list:
         return [_split_tensors(item, (*path, index), tensors) for index, item in enumerate(value)]
@@ -174,7 +179,7 @@ def _split_tensors(value: Any, path: tuple[str | int, ...], tensors: dict[str, T
 def _restore_value(value: Any) -> Any:
     """Return a value as a checkpoint would restore it.
 
-    Returns NotImplemented, which doesn't equal any value, if a checkpoint can't hold the value.
+    If the value isn't JSON-serializable, returns NotImplemented, which isn't equal to any value.
     """
     try:
         return parse_json(json.dumps(value))
@@ -182,25 +187,26 @@ def _restore_value(value: Any) -> Any:
         return NotImplemented
 
 
-def _find_unsaved(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path of each value that a checkpoint can't restore exactly, and why."""
+def _find_unrestorable(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield the path of each value that a checkpoint can't restore exactly, and the reason."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _find_unsaved(item, (*path, key))
+            yield from _find_unrestorable(item, (*path, key))
     elif type(value) is list:
         for index, item in enumerate(value):
-            yield from _find_unsaved(item, (*path, index))
+            yield from _find_unrestorable(item, (*path, index))
     elif (restored := _restore_value(value)) != value:
         restored_note = "" if restored is NotImplemented else f", and would be restored as {repr(restored)[:60]}"
         yield path, f"is a {type(value).__name__}, {repr(value)[:60]}{restored_note}"
 
 
-def _check_apart(tensors: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if two tensors share elements. A write to one would change the other, but not after a resume.
+def _check_no_overlap(tensors: Mapping[str, Tensor]) -> None:
+    """Raise UsageError if two tensors overlap in memory.
 
-    Tensors that are next to each other in the same memory are fine, such as the statistics of a copied BatchNorm layer.
+    A write to one of them would change the other, but not after a resume. Adjacent tensors in the same storage are
+    fine, such as the running statistics of a copied BatchNorm layer.
     """
-    spans = sorted((*_span(tensor), path) for path, tensor in tensors.items() if tensor.numel())
+    spans = sorted((*_address_range(tensor), path) for path, tensor in tensors.items() if tensor.numel())
     for (_, end, left_path), (start, _, right_path) in pairwise(spans):
         if start < end:
             first_path, later_path = sorted((left_path, right_path), key=[*tensors].index)
@@ -211,13 +217,13 @@ def _check_apart(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the start and end address of the elements of a tensor without gaps."""
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """Return the start and end address of a contiguous tensor."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
-def _check(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise UsageError unless a checkpoint can restore a tensor exactly."""
+def _check_restorable(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise UsageError if a checkpoint can't restore a tensor exactly."""
     if tensor.requires_grad:
         raise refusal(
             f"{name} requires a gradient or has an autograd graph, but a checkpoint keeps only values",

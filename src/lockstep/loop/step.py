@@ -1,4 +1,4 @@
-"""A step of a training loop that the user writes: its micro-batches, their backward passes, and the update."""
+"""A step of a custom training loop: its micro-batches, their backward passes, and the update."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from lockstep.training.turn import Turn
 
 _NO_WEIGHTS: Final[Mapping[str, int]] = MappingProxyType({})
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
@@ -75,14 +75,15 @@ class Step:
 
     @property
     def samples_seen(self) -> int:
-        """The number of samples in all steps before this one, across all ranks. Use it to compute the learning rate."""
+        """The number of samples in all earlier steps, across all ranks. Use it to compute the learning rate."""
         return self._turn.step.samples_seen
 
     @property
     def weight(self) -> int:
         """The weight of the step across all ranks: the number of samples, or the sum of `weight` of `run.steps`.
 
-        If you pass a loss as `sum`, it is divided by this weight. If you pass several losses by name, see `weights`.
+        If you pass losses as `sum`, `update` divides their gradient by this weight. If you pass several losses by name,
+        see `weights`.
         """
         return self._turn.step.weight
 
@@ -127,8 +128,8 @@ class Step:
     def sums(self) -> Mapping[str, Tensor]:
         """The totals of `sum` over the whole step, by name: 0-dim and float64, the same on every rank.
 
-        Available after `update`. Integers are exact up to 2**53. After `update(of=...)`, the totals are those of the
-        preceding iteration.
+        Available after `update`. Integers are exact up to 2**53. After `update(of=...)`, the totals cover only the
+        iteration before this update.
         """
         if not self._updated:
             raise refusal(
@@ -143,15 +144,15 @@ class Step:
 
     @property
     def duplicate(self) -> bool:
-        """Whether another rank counts the current micro-batch. If so, leave it out of your own totals.
+        """Whether a different rank counts the current micro-batch. If so, don't include it in your own totals.
 
-        Ranks compute duplicates if they gather weights together and have different numbers of micro-batches, and if an
-        audit repeats a micro-batch.
+        Ranks compute duplicates if the strategy shards weights and ranks would have different numbers of micro-batches,
+        and if an audit repeats a micro-batch.
         """
         return self._duplicate
 
     def every(self, *, epochs: int | None = None, steps: int | None = None) -> bool:
-        """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass one of the two."""
+        """Return whether this step ends a period of `epochs` epochs or of `steps` steps. Pass exactly one of them."""
         if (epochs is None) == (steps is None):
             raise refusal(f"step.every: got epochs={epochs} and steps={steps}", "pass exactly one of them")
         return Interval(steps, epochs).falls_on(self._turn.step)
@@ -198,7 +199,8 @@ class Step:
                     )
         finally:
             if current.complete:
-                # Here and not after the update: random numbers drawn before the update may also be for the next step.
+                # Seed here and not after the update, because a script may draw random numbers for the next step before
+                # the update.
                 self._draws.seed_after_microbatches()
             else:
                 current.left_at = calling()
@@ -269,7 +271,7 @@ class Step:
         )
         self._forward.check_loss(loss)
         if is_mean and not microbatch.weight:
-            for node in self._gate.returned:  # the gradients of a mean over nothing are 0 / 0
+            for node in self._gate.returned:  # the gradients of a mean with weight 0 are 0 / 0
                 node.register_prehook(_zeros)
         self._compute(microbatch, loss, is_mean)
 
@@ -368,23 +370,23 @@ class Step:
             placed.scheduler.note_update()
         placed.audit.kept.note(self._turn.step)
         if self._examination is not None and of is None:
-            self._examination.finish()  # finish here, since a script may exit if step.loss is nan
+            self._examination.finish()  # finish before returning, because the script may exit if step.loss is nan
         self._guard.mark(moved=True)
 
     @property
     def _repeatable(self) -> bool:
-        """Whether the micro-batches can be iterated again to update other groups."""
+        """Whether the script may iterate over the micro-batches again to update different groups."""
         return not self._pass.begun
 
     def _unfinished(self) -> Exception:
-        """Return the error for a step that the loop left before its update."""
+        """Return the error to raise if the loop leaves the step before its update."""
         return self._pass.unfinished()
 
     def _leave(self, early: bool = False) -> None:
-        """Leave the forward of the current micro-batch, if any."""
+        """Leave the context of the current micro-batch's forward, if there is one."""
         self._forward.leave(early=early)
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return zeros instead of the gradients of a node's outputs."""
+    """Replace the gradients of a node's outputs with zeros. Used as a prehook of an autograd node."""
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)

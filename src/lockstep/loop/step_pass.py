@@ -1,8 +1,9 @@
 """An iteration of a custom loop over the micro-batches of a step, and its progress.
 
-An audited step (parallel/audited.py) yields extra micro-batches, which don't count: first the micro-batch that this
-rank repeats, and, if ranks disagree, some more to find the rank that is wrong. Therefore an audited step is finished
-when the loop over the micro-batches ends, and not by the update.
+An audited step (parallel/audited.py) yields extra micro-batches, which don't contribute to the gradient. The first
+extra micro-batch is the one that this rank repeats. If two ranks get different results, more micro-batches follow to
+find the faulty rank. Therefore the gradient of an audited step is reduced at the end of the loop over the
+micro-batches, and not in the update.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +17,15 @@ from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class StepPass:
     """One iteration over this rank's micro-batches of a step. A step has one iteration per update.
 
-    The step has `leaves` micro-batches across all ranks. `audit` yields the parts of an audited step.
+    `leaves` is the number of micro-batches across all ranks, which are the leaves of the reduction tree. `audit` yields
+    the parts of an audited step.
     """
 
     def __init__(
@@ -34,10 +36,10 @@ class StepPass:
         self._leaves = leaves
         self._audit = audit
         self._part = Part(turn.microbatches)
-        self.number = 0  # number of iterations that ended with an update
+        self.number = 0  # the number of iterations that ended with an update
         self.begun = False
-        self.done = 0  # number of backwards
-        self.left_at = ""  # the line of the loop, if it was left too early
+        self.done = 0  # the number of completed backwards
+        self.left_at = ""  # the line where the script left the loop early, if it did
 
     @property
     def audited(self) -> bool:
@@ -46,21 +48,21 @@ class StepPass:
 
     @property
     def beside(self) -> bool:
-        """Whether the current micro-batch is an extra one of an audit."""
+        """Whether the current micro-batch is an extra micro-batch of an audit."""
         return self._part.beside
 
     @property
     def expected(self) -> int:
-        """The number of micro-batches, without the extra ones of an audit."""
+        """The number of micro-batches, without the extra micro-batches of an audit."""
         return len(self._turn.microbatches)
 
     @property
     def complete(self) -> bool:
-        """Whether the loop has computed all micro-batches."""
+        """Whether the loop has computed all micro-batches of this iteration."""
         return self.begun and self.done >= self.expected and (self._audit is None or self._part.sums is not None)
 
     def microbatches(self) -> Iterator[MicroBatch]:
-        """Yield the micro-batches that the loop must compute, and finish the step if it is audited."""
+        """Yield the micro-batches that the loop must compute. In an audited step, also reduce the gradient."""
         for part in [self._part] if self._audit is None else self._audit():
             self._part = part
             if not part.beside:
@@ -70,23 +72,23 @@ class StepPass:
             yield from part.microbatches
             if self._audit is not None:
                 self._guard.check(whole=False, modes=True)
-                self._guard.give_back()  # an audit reads the gradients
+                self._guard.give_back()  # the audit reads the gradients, and not the stand-ins
                 part.sums = None if part.beside else self._engine.end()
         if self._audit is not None:
             self._guard.withhold()
             self._guard.mark()
 
     def sums(self) -> Sums:
-        """Finish the step unless it is finished already, and return its sums."""
+        """Return the sums of the step over all ranks. This reduces the gradient, unless the audit has reduced it."""
         return self._part.sums or self._engine.end()
 
     def start_over(self) -> None:
-        """Get ready for the next iteration, after an update of some groups of the optimizer."""
+        """Prepare for the next iteration over the step, after an update of some groups of the optimizer."""
         self.number += 1
         self.begun, self.done, self._part = False, 0, Part(self._turn.microbatches)
 
     def unfinished(self) -> Exception:
-        """Return the error for a step that the loop left before its update."""
+        """Return the error to raise if the loop leaves the step before its update."""
         number = self._turn.step.number + 1
         if not self.complete:
             return refusal(

@@ -1,8 +1,9 @@
-"""`step.sum`: numbers that a custom loop adds up over the micro-batches of a step and over all ranks.
+"""Implements `step.sum`, which adds up numbers over the micro-batches of a step and over all ranks.
 
-The numbers are sent in the same vector as the loss of the step, which all ranks add up in tree order anyway. The vector
-is float64, so integers are exact up to 2**53. It has room for ROOM numbers, so that all ranks always send vectors of
-the same length. The names are compared along with the update settings, one step later and without extra communication.
+The numbers are sent in the same float64 vector as the loss of the step, which the ranks reduce anyway. Therefore
+integers are exact up to 2**53. The vector always has room for ROOM numbers, so that it has the same length on all
+ranks. The names are compared between ranks together with the update settings, one step later and without extra
+communication.
 """
 
 from collections.abc import Mapping
@@ -18,27 +19,27 @@ from lockstep.common.own_code import refusal
 ROOM: Final = 16  # numbers per step
 _NO_TOTALS: Final[Mapping[str, Tensor]] = MappingProxyType({})
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 class StepSums:
-    """The numbers of the current step, and their names."""
+    """The numbers of the current step, their names, and their totals over all ranks."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.names: tuple[str, ...] = ()
         self.totals: Mapping[str, Tensor] = _NO_TOTALS
-        self._first_names: tuple[str, ...] | None = None  # the names of the first micro-batch of this iteration
+        self._first_names: tuple[str, ...] | None = None  # the names in the first micro-batch of this iteration
         self._values: dict[str, Tensor | float] = {}
 
     def begin(self) -> None:
-        """Call this before each iteration over the micro-batches of a step."""
+        """Reset the numbers. Call this method before each iteration over the micro-batches of a step."""
         self._first_names = None
         self._values = {}
 
     def add(self, step: int, values: Mapping[str, Tensor | float]) -> None:
-        """Add numbers of the current micro-batch. Raises UsageError for other values."""
+        """Add numbers of the current micro-batch. Raises UsageError if a value isn't a number or a 0-dim tensor."""
         for name, value in values.items():
             if name in self._values:
                 raise refusal(
@@ -59,7 +60,7 @@ class StepSums:
             )
 
     def end_microbatch(self, step: int) -> Tensor | None:
-        """Return the numbers of the micro-batch as a vector for the engine to add up, or None if there are none."""
+        """Return the numbers of the micro-batch as a vector for the engine to reduce, or None without numbers."""
         values, self._values = self._values, {}
         names = tuple(sorted(values))
         first_names = self._first_names = names if self._first_names is None else self._first_names
@@ -77,16 +78,16 @@ class StepSums:
         return vector
 
     def end(self, *, some_idle: bool) -> None:
-        """Call this after each iteration, on all ranks.
+        """Determine the names of the numbers. All ranks must call this method after each iteration.
 
-        If `some_idle`, some ranks have no micro-batch. They learn the names from the other ranks.
+        If `some_idle` is set, some ranks have no micro-batch and receive the names from the other ranks.
         """
         self.names = self._first_names or ()
         if some_idle:
             self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
 
     def take(self, counts: Tensor | None) -> None:
-        """Store the numbers of the iteration, summed over all ranks."""
+        """Store the totals of the iteration over all ranks. `counts` is the reduced vector."""
         if counts is None:
             self.totals = _NO_TOTALS
         else:

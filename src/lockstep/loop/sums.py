@@ -1,4 +1,4 @@
-"""Sums over batches and ranks in a custom training loop."""
+"""Implements `run.sum`, which adds up values over evaluation batches and ranks."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,26 +11,29 @@ from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
 
-_ONE: Final = ""  # the name of an unnamed value
+_UNNAMED: Final = ""  # the name of an unnamed value
 
 
 @dataclass
-class Pass:
-    """The batches that the last `run.each` yielded on this rank, by number, or None for a batch counted elsewhere."""
+class EvaluationPass:
+    """The state of an evaluation pass, which is one iteration over `run.each`.
 
-    batches: int = 0  # on all ranks together
+    `numbers` has the number of each batch that this rank got, or None if a different rank counts the batch.
+    """
+
+    batches: int = 0  # the number of batches on all ranks
     numbers: list[int | None] = field(default_factory=list)
-    is_complete: bool = False  # whether the loop went through all of them
-    is_summed: bool = False
+    is_complete: bool = False  # whether the loop ran through all batches of this rank
+    is_summed: bool = False  # whether the script called `run.sum` for this pass
 
     @property
     def is_local(self) -> bool:
-        """Whether each rank only has the results of its own batches."""
+        """Whether the pass is complete, but each rank only has the results of its own batches."""
         return self.is_complete and bool(self.numbers) and not self.is_summed
 
 
-def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
-    """Add values over their batches and all ranks. See `Run.sum`."""
+def sum_values(world: World, values: Any, last_pass: Callable[[], EvaluationPass]) -> Any:
+    """Sum values over the batches of the last pass and over all ranks. See `Run.sum`."""
     if isinstance(values, int | float | Tensor | Mapping) or not isinstance(values, Iterable):
         raise refusal(
             f"run.sum: expected an iterable of values, got a {type(values).__name__}",
@@ -51,11 +54,11 @@ def sum_values(world: World, values: Any, last_pass: Callable[[], Pass]) -> Any:
         name: total if total.ndim else total.item()
         for name, total in sums_by_batch.total(world, current_pass.batches).items()
     }
-    return sums.get(_ONE, sums)
+    return sums.get(_UNNAMED, sums)
 
 
 def _by_name(value: Any) -> dict[str, Tensor]:
-    values = value if isinstance(value, Mapping) else {_ONE: value}
+    values = value if isinstance(value, Mapping) else {_UNNAMED: value}
     return {str(name): _tensor(part) for name, part in values.items()}
 
 

@@ -1,4 +1,4 @@
-"""A loop over `run.steps`: yields steps, reports them, and saves after the last step or on a signal."""
+"""Implements `run.steps`: yields and reports steps, and saves after the last step or on a signal."""
 
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +17,7 @@ from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
 from lockstep.loop.member import Member
 from lockstep.loop.placed import Placed
-from lockstep.loop.plan import OwnPlan
+from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence
 from lockstep.loop.step import Step
@@ -32,20 +32,21 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.turn import Turn
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 @final
 @dataclass(eq=False)
 class TrainingLoop:
-    """The remaining steps of `plan`. `close` ends the run on a signal, and after the last step of a replay.
+    """Yields the remaining steps of `plan`.
 
-    `faults` are the faults found in the dataset, which cause warnings.
+    - `faults`: The faults found in the dataset. The loop writes a warning for each fault.
+    - `close`: Closes the run. Called on a signal, and after the last step of a replay.
     """
 
     member: Member
     placed: Placed
-    plan: OwnPlan
+    plan: LoopPlan
     sequence: StepSequence
     checkpoints: LoopCheckpoints | None
     faults: Sequence[DatasetFault]
@@ -66,7 +67,7 @@ class TrainingLoop:
         )
 
     def steps(self) -> Generator[Step]:
-        """Yield the steps. The user's loop runs between two steps."""
+        """Yield the remaining steps to the user's loop."""
         rank, progress, total = self._rank, self._rank.progress, self.plan.steps.total
         hint = self._verify_hint()
         rank.write(self._start_event())
@@ -80,14 +81,14 @@ class TrainingLoop:
             return self._finish()
         loop_plan = self.plan.loop_plan(self.member.settings.run.log_every)
         stop = StopRequest()
-        if self.member.replay is not None:  # a replay continues to its last step, to examine it
+        if self.member.replay is not None:  # a replay must reach its last step to examine it
             loop_plan = replace(loop_plan, stop_on_nonfinite=False)
         reports = StepReports(self._world, loop_plan, progress, rank.digests)
         try:
-            items = turns(self._until_last(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
+            items = turns(self._step_source(), reports, save=self._save_last, stop=stop, preempted=rank.preempted)
             for item in items:
                 if isinstance(item, Turn):
-                    yield self._begin(item, reports)
+                    yield self._begin_step(item, reports)
                     self.sequence.end(self.placed)
                     continue
                 rank.write(item)
@@ -100,12 +101,12 @@ class TrainingLoop:
             self._end_replay()
         return self._finish()
 
-    def _begin(self, turn: Turn, reports: StepReports) -> Step:
+    def _begin_step(self, turn: Turn, reports: StepReports) -> Step:
         audit = None
         if self._audits is not None and self._audits.due(turn.step):
             parts = self.placed.audit.parts
             audit = partial(parts, self._audits, self._loader.microbatch, turn.microbatches, turn.step)
-        examination = self._examination(turn)
+        examination = self._make_examination(turn)
         refuse_autocast(f"step {turn.step.number + 1}")
         if turn.step.first == 0:
             self.placed.check_structure()
@@ -113,7 +114,7 @@ class TrainingLoop:
         return self.sequence.begin(self.placed, self.plan, turn, reports, audit, examination)
 
     def _compare_orders(self, epoch: int) -> None:
-        """Raise UsageError if the sample order of an epoch differs between ranks. All ranks call it."""
+        """Raise UsageError if the sample order of an epoch differs between ranks. All ranks must call this method."""
         order = self.plan.order
         if self._world.size == 1 or not order.is_function:
             return
@@ -145,24 +146,24 @@ class TrainingLoop:
         )
 
     def _verify_hint(self) -> str:
-        """Return how to verify the loop, on rank 0 of its first run.
+        """Return the hint to verify this loop, on rank 0 at the start of a new run.
 
-        Returns "" if verify or a replay runs the loop.
+        Returns "" on other ranks, in later loops, on resume, and if `lockstep verify` or a replay runs the loop.
         """
         member, is_first = self.member, self.sequence.begin_loop()
         if self._world.rank or not is_first or member.checkpoint is not None or member.observe is not None:
             return ""
         return "" if member.replay else verify_hint(self._world.size, self._rank.folder, sys.argv)
 
-    def _until_last(self) -> Batches:
-        """Return the source of steps. A replay only gets the steps up to its last one."""
+    def _step_source(self) -> Batches:
+        """Return the function that yields batches from a given step on. In a replay, it ends at the last step."""
         loader, replay = self._loader, self.member.replay
         if replay is None:
             return loader.training
         return lambda first: islice(loader.training(first), replay.last - first)
 
-    def _examination(self, turn: Turn) -> Examination | None:
-        """Return the examination of a step, if this is the last step of a replay that asks for one."""
+    def _make_examination(self, turn: Turn) -> Examination | None:
+        """Return an examination if this is the last step of a replay that requests it, and None otherwise."""
         replay, folder = self.member.replay, self._rank.folder
         if replay is None or not replay.examined or turn.step.number + 1 != replay.last or folder is None:
             return None
@@ -173,12 +174,12 @@ class TrainingLoop:
             if digests is not None:
                 digests.collect()
 
-        if digests is not None:  # the digests of the steps before, in case this step fails
+        if digests is not None:  # collect the digests of the earlier steps now, in case this step fails
             digests.collect()
         return Examination(folder, self._world, self.placed, self._loader.samples(turn.step), report)
 
     def _end_replay(self) -> NoReturn:
-        """End the script, since a replay doesn't run anything after its last step."""
+        """End the script, because a replay must not run the code after its last step."""
         if self._rank.digests is not None:
             self._rank.digests.collect()
         self.close()
@@ -186,7 +187,7 @@ class TrainingLoop:
 
 
 def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> None:
-    """Wait for the last save, and write the event for the end of a loop. All ranks call it."""
+    """Wait for the last save, and write the event for the end of a loop. All ranks must call this function."""
     for saved in checkpoints.wait() if checkpoints else []:
         rank.write(saved)
     sha256 = checkpoints.weights if checkpoints else store.weights_sha256(placed.weights())
@@ -196,7 +197,7 @@ def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> N
 
 
 def refuse_autocast(call: str) -> None:
-    """Raise UsageError if autocast is on for any device, because it caches cast weights until its block ends."""
+    """Raise UsageError if autocast is enabled around steps, because it caches cast weights until its block ends."""
     if torch._C._is_any_autocast_enabled():
         raise refusal(
             f"{call}: torch.autocast is enabled around the steps, and would compute with weights that it cast before "

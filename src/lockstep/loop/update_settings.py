@@ -1,4 +1,4 @@
-"""The arguments of `step.update`: the learning rate, the norm to clip to, and the optimizer groups to update."""
+"""Validates the arguments of `step.update`: the learning rate, the clipping norm and the optimizer groups."""
 
 import math
 from typing import NamedTuple
@@ -6,13 +6,16 @@ from typing import NamedTuple
 from lockstep.common.own_code import refusal
 from lockstep.loop.placed import Placed
 
-__tracebackhide__ = True  # a test shows the user's line, which broke the contract, and not ours
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 
 class UpdateSettings(NamedTuple):
-    """The settings of an update. `groups` are the indices of the groups to update, or None for all groups.
+    """The settings of an update.
 
-    `shown` is the reported learning rate. If a scheduler sets the rates, each group uses its own rate with `rate` 1.
+    - `rate`: The learning rate to pass to the engine. If a scheduler sets the rates of groups, it is 1.
+    - `shown`: The learning rate to report.
+    - `clip`: The gradient norm to clip to, or None.
+    - `groups`: The indices of the groups to update, or None for all groups.
     """
 
     rate: float
@@ -24,44 +27,44 @@ class UpdateSettings(NamedTuple):
 def update_settings(
     step: int, placed: Placed, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
-    """Return the settings for an update of a step. `audited` says whether the step is audited.
+    """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
 
-    Raises UsageError for invalid settings.
+    `audited` says whether the step is audited.
     """
     scheduler = placed.scheduler
     if scheduler is not None and lr is not None:
         raise refusal(
             f"step {step}: got lr={lr!r}, but a scheduler sets the learning rate", "remove lr=, or the scheduler"
         )
-    rate = placed.rate if lr is None else _rate(step, lr)
+    rate = placed.rate if lr is None else _validate_rate(step, lr)
     shown, rate = (rate, rate) if scheduler is None else (scheduler.rate, 1.0)
-    groups = None if of is None else _groups_of(step, placed, of, audited)
-    return UpdateSettings(rate, shown, None if clip is None else _clip(step, clip), groups)
+    groups = None if of is None else _group_indices(step, placed, of, audited)
+    return UpdateSettings(rate, shown, None if clip is None else _validate_clip(step, clip), groups)
 
 
-def _clip(step: int, value: object) -> float:
-    number = _number(value)
+def _validate_clip(step: int, value: object) -> float:
+    number = _to_float(value)
     if not number > 0:  # otherwise the weights wouldn't change, or would move uphill
         raise refusal(f"step {step}: got clip={value!r}", "pass a norm above 0, or remove clip=")
     return number
 
 
-def _rate(step: int, value: object) -> float:
-    number = _number(value)
+def _validate_rate(step: int, value: object) -> float:
+    number = _to_float(value)
     if not 0 <= number < math.inf:
         raise refusal(f"step {step}: got lr={value!r}", "pass a finite learning rate of at least 0")
     return number
 
 
-def _number(value: object) -> float:
+def _to_float(value: object) -> float:
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # raised for a tensor with several values
         return math.nan
 
 
-def _groups_of(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
-    """Return the indices of the groups with this name."""
+def _group_indices(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
+    """Return the indices of the groups named `of`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,
         "with ema": placed.numerics.ema_decay is not None,

@@ -1,4 +1,4 @@
-"""The line that tells users how to verify their own loop, printed when it first runs on several ranks."""
+"""The hint to run `lockstep verify`, printed when a custom loop first runs on several ranks."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from lockstep.reporting.jsonl import EVENTS, read
 
 
 def verify_hint(size: int, folder: Path | None, argv: Sequence[str]) -> str:
-    """Return the line for the first run of a script on `size` ranks.
+    """Return the hint for the first run of a script on `size` ranks.
 
-    Returns "" for a single rank, a later run, or code that isn't a script. Call it before the run writes its first
-    event, because a folder with events has had a run before.
+    Returns "" for a single rank, a later run, or code that isn't a script. Call this function before the run writes its
+    first event, because a folder with events counts as a later run.
     """
     if size == 1 or not argv or not argv[0].endswith(".py"):
         return ""

@@ -1,1 +1,1 @@
-"""The models that come with Lockstep, and how other models are found by name."""
+"""The models that come with Lockstep, and functions to build, check and fine-tune any model."""

@@ -1,6 +1,7 @@
-"""Low-rank adapters from peft: freezes the model's weights, and trains small matrices parallel to some of its layers.
+"""Adds low-rank adapters (LoRA) from peft to a model. The weights of the model are frozen.
 
-Hu et al. 2021, "LoRA: Low-rank adaptation of large language models".
+An adapter is a pair of small matrices parallel to a layer. See Hu et al. 2021, "LoRA: Low-rank adaptation of large
+language models".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,18 +16,18 @@ from lockstep.errors import UsageError
 from lockstep.models.freezing import keep_in_evaluation
 
 _KEY: Final = "recipe.model.lora"
-_ADAPTER: Final = "default"  # peft's name of the only adapter
-_PARTS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+_ADAPTER: Final = "default"  # the name of the adapter in peft, which can have several
+_ADAPTER_MARKS: Final = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 @dataclass(frozen=True)
 class Lora:
     """The settings of low-rank adapters.
 
-    - `modules`: Suffixes of the names of modules that get an adapter, as in peft, or only `all-linear`.
+    - `modules`: The suffixes of the names of modules that get an adapter, as in peft, or the single item `all-linear`.
     - `r`: The rank.
     - `alpha`: The output of an adapter is scaled by `alpha / r`, or by `alpha / sqrt(r)` with `rslora`.
-    - `train`: Patterns of other parameters to train, such as those of a new head.
+    - `train`: Patterns of additional parameters to train, such as the parameters of a new head.
     """
 
     modules: Sequence[str]
@@ -37,12 +38,12 @@ class Lora:
     train: Sequence[str] = ()
 
 
-def adapt(model: nn.Module, lora: Lora) -> None:
-    """Add adapters to a model, and freeze its own parameters, except for those that match a pattern in `lora.train`.
+def add_adapters(model: nn.Module, lora: Lora) -> None:
+    """Add adapters to a model, and freeze its parameters, except for parameters that match a pattern in `lora.train`.
 
-    The adapters are initialized from torch's generator, and don't change the output of the model at first. BatchNorm
-    layers without trained parameters stay in evaluation mode. Raises UsageError if peft is not installed or finds no
-    module.
+    The adapters are initialized with torch's generator, and don't change the outputs of the model at first. BatchNorm
+    layers without trained parameters stay in evaluation mode. Raises UsageError if peft isn't installed, or if no
+    module matches.
     """
     try:
         _peft().inject_adapter_in_model(peft_config(lora), model, _ADAPTER)
@@ -59,7 +60,7 @@ def adapt(model: nn.Module, lora: Lora) -> None:
 
 
 def merge_adapters(model: nn.Module) -> bool:
-    """Merge the adapters into the weights of their layers and remove them. Returns whether there were any."""
+    """Merge the adapters into the weights of their layers, and remove the adapters. Return whether there were any."""
     paths = [name for name, _ in model.named_modules() if name.endswith(f".lora_A.{_ADAPTER}")]
     paths += [name for name, _ in model.named_parameters() if name.endswith(f".lora_embedding_A.{_ADAPTER}")]
     for path in paths:
@@ -72,13 +73,13 @@ def merge_adapters(model: nn.Module) -> bool:
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Return whether these are the names of tensors of a model with adapters."""
-    return any(part in name for name in names for part in _PARTS)
+    """Return whether any of these tensor names belongs to an adapter."""
+    return any(part in name for name in names for part in _ADAPTER_MARKS)
 
 
 def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
-    """Return peft's configuration of the adapters."""
-    # peft reads a list as suffixes of names, and a string as a regular expression or the keyword all-linear.
+    """Convert the settings of adapters to a LoraConfig of peft."""
+    # In peft, a list contains suffixes of names, and a string is a regular expression or the keyword all-linear.
     modules = "all-linear" if list(lora.modules) == ["all-linear"] else list(lora.modules)
     return _peft().LoraConfig(
         r=lora.r,
@@ -91,7 +92,7 @@ def peft_config(lora: Lora, modules_to_save: Sequence[str] = ()) -> Any:
 
 
 def peft_names(tensors: Mapping[str, Tensor], modules_to_save: Sequence[str]) -> dict[str, Tensor]:
-    """Return the adapters and the fully trained modules of a model's state, with the names that peft's files use."""
+    """Return the tensors of the adapters and of `modules_to_save`, with the names that peft uses in its files."""
     adapters = {name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in tensors.items() if has_adapters([name])}
     fully_trained = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in modules_to_save}
     return {f"base_model.model.{name}": tensor for name, tensor in {**adapters, **fully_trained}.items()}

@@ -1,7 +1,8 @@
-"""BoTNet-50: a ResNet-50 with self-attention over the whole image instead of 3x3 convolutions in its last stage.
+"""BoTNet-50: a ResNet-50 with global self-attention instead of the 3x3 convolutions in its last stage.
 
-Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 2101.11605, section 3, figure 4. Shapes: N
-images, K heads, P positions of the feature map (row by row), D channels of one head.
+Srinivas et al. 2021, "Bottleneck Transformers for Visual Recognition", arXiv 2101.11605, section 3, figure 4. The
+letters in shapes are N for images, K for heads, P for positions of the feature map (row by row), and D for channels of
+one head.
 """
 
 from typing import final
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_CHANNELS = 512  # in the bottlenecks of ResNet-50's last stage
+_CHANNELS = 512  # the number of channels in the bottlenecks of ResNet-50's last stage
 
 
 def botnet50(
@@ -22,11 +23,12 @@ def botnet50(
     last_stride: int = 1,
     zero_init_residual: bool = True,
 ) -> nn.Module:
-    """Return BoTNet-50 for images of shape [n, 3, image_size, image_size]. Its positions don't support any other size.
+    """Return BoTNet-50 for images of shape [n, 3, image_size, image_size]. The model doesn't support other image sizes.
 
-    `last_stride` is the stride of the last stage: 1 for the paper's S1 variant (20,859,176 parameters with 1000 classes
-    and 224 pixels), or 2 for the plain variant (20,852,008). With 2, the first block computes attention at full size,
-    and averages its output over 2x2. Raises UsageError if the sizes don't fit.
+    `last_stride` is the stride of the last stage. With stride 1, this is the S1 variant of the paper (20,859,176
+    parameters with 1000 classes and 224 pixels). With stride 2, it is the plain variant (20,852,008 parameters), whose
+    first block computes attention at full size and then applies 2x2 average pooling. Raises UsageError if `image_size`
+    or `heads` isn't supported.
     """
     from torchvision.models import resnet50
 
@@ -34,13 +36,13 @@ def botnet50(
     network: nn.Module = resnet50(
         num_classes=num_classes,
         zero_init_residual=zero_init_residual,
-        # torchvision only offers a stride of 1 by dilation. The dilated convolutions are the ones that are replaced.
+        # In torchvision, a stride of 1 requires dilation. This is fine, because all dilated convolutions are replaced.
         replace_stride_with_dilation=[False, False, last_stride == 1],
     )
     first_block, *later_blocks = network.get_submodule("layer4").children()
-    _attend(first_block, size, heads, last_stride)
+    _replace_convolution(first_block, size, heads, last_stride)
     for block in later_blocks:
-        _attend(block, size // last_stride, heads, stride=1)
+        _replace_convolution(block, size // last_stride, heads, stride=1)
     return network
 
 
@@ -58,8 +60,8 @@ def _size_before_last_stage(image_size: int, heads: int, last_stride: int) -> in
     return image_size // 16
 
 
-def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
-    """Replace the 3x3 convolution of a bottleneck with attention, followed by pooling instead of the stride."""
+def _replace_convolution(block: nn.Module, size: int, heads: int, stride: int) -> None:
+    """Replace the 3x3 convolution of a bottleneck block with attention. A stride of 2 becomes average pooling."""
     attention: nn.Module = Attention(_CHANNELS, heads, size, size)
     if stride == 2:
         attention = nn.Sequential(attention, nn.AvgPool2d(2))
@@ -68,7 +70,7 @@ def _attend(block: nn.Module, size: int, heads: int, stride: int) -> None:
 
 @final
 class Attention(nn.Module):
-    """Multi-head self-attention over the positions of a feature map, with relative positions in 2-D.
+    """Multi-head self-attention over the positions of a feature map, with 2-D relative position encodings.
 
     Input and output have shape [N, channels, height, width].
     """
@@ -86,7 +88,7 @@ class Attention(nn.Module):
         projections = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
         queries, keys, values = projections.transpose(-2, -1).unbind(1)
         queries = queries * self.scale
-        # Doesn't use a fused kernel, since not every fused kernel has a deterministic backward for a learned bias.
+        # Don't use a fused kernel, because not every fused kernel has a deterministic backward for a learned bias.
         logits = queries @ keys.transpose(-2, -1) + self.position(queries)
         output: Tensor = logits.softmax(dim=-1) @ values
         return output.transpose(-2, -1).reshape(n, channels, height, width)
@@ -94,10 +96,10 @@ class Attention(nn.Module):
 
 @final
 class RelativePosition(nn.Module):
-    """Relative position logits, from a learned vector for each row difference and for each column difference.
+    """Relative position logits from learned vectors for each row difference and each column difference.
 
-    Row i of `rows` is the vector of the row difference i - (height - 1), which is the key's row minus the query's row.
-    The same applies to `columns`.
+    A difference is the position of the key minus the position of the query. Row i of `rows` is the vector for the row
+    difference i - (height - 1), and row i of `columns` is the vector for the column difference i - (width - 1).
     """
 
     def __init__(self, channels: int, height: int, width: int) -> None:
@@ -108,9 +110,9 @@ class RelativePosition(nn.Module):
         self.columns = nn.Parameter(torch.randn(2 * width - 1, channels) * scale)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Return the summand of the logits, [N, K, P queries, P keys], for scaled queries [N, K, P, D]."""
+        """Return the term to add to the attention logits, [N, K, P queries, P keys], for queries [N, K, P, D]."""
         q = queries.view(*queries.shape[:2], self.height, self.width, -1)
-        # [N, K, height, width, height of the key] and [N, K, height, width, width of the key]
+        # The shapes are [N, K, height, width, height of the key] and [N, K, height, width, width of the key].
         rows = _align_to_keys(q.transpose(2, 3) @ self.rows.T).transpose(2, 3)
         columns = _align_to_keys(q @ self.columns.T)
         logits = rows.unsqueeze(-1) + columns.unsqueeze(-2)
@@ -118,11 +120,12 @@ class RelativePosition(nn.Module):
 
 
 def _align_to_keys(logits: Tensor) -> Tensor:
-    """Convert [..., L queries, 2L - 1 differences] to [..., L queries, L keys].
+    """Convert logits from [..., L queries, 2L - 1 differences] to [..., L queries, L keys].
 
-    Key k of query q has the difference k - q + L - 1. With a zero appended, each row has length 2L. If these rows are
-    split again into rows of length 2L - 1, each row begins one position earlier than the row above. Each key is then in
-    a single column, which works as a gather without an index (Huang et al. 2018, "Music Transformer", section 3.4.1).
+    Query q and key k have the difference with index k - q + L - 1. A zero is appended to each row, which makes its
+    length 2L. If the rows are then flattened and split again into rows of length 2L - 1, each row is shifted by one
+    position against the row above. This aligns each key in a single column, so no gather is needed (Huang et al. 2018,
+    "Music Transformer", section 3.4.1).
     """
     *outer, length, differences = logits.shape
     flat = F.pad(logits, (0, 1)).flatten(-2)

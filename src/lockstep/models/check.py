@@ -1,4 +1,4 @@
-"""Checks that a model fits the data, with a few of its samples, before any process starts."""
+"""Checks before a run that a model works with the data, by running it on a few samples."""
 
 import gc
 import warnings
@@ -24,18 +24,18 @@ _PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "conv
 
 
 class Form(NamedTuple):
-    """The shape and the dtype of a tensor."""
+    """The shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def as_average(self) -> "Form":
-        """Return the form of a running average of such tensors (parallel/ema.py)."""
+        """Return the shape and dtype of an exponential moving average of such tensors (parallel/ema.py)."""
         dtype = torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
         return Form(self.shape, dtype)
 
     def cast(self, dtype: torch.dtype | None) -> "Form":
-        """Return the form of a parameter that is trained in `dtype`, if that is set (parallel/weights.py)."""
+        """Return the same shape with `dtype`. If `dtype` is None, the dtype doesn't change (parallel/weights.py)."""
         return self if dtype is None else Form(self.shape, dtype)
 
     def __str__(self) -> str:
@@ -44,23 +44,23 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The facts about a model that the preflight check found."""
+    """The properties of a model that the check before a run has determined."""
 
-    parameters: int
-    tensors: Mapping[str, Form]  # of the state_dict
-    trained: Mapping[str, Form]  # parameters with requires_grad, in the order of the model
+    parameters: int  # the number of parameters
+    tensors: Mapping[str, Form]  # all tensors of the state_dict
+    trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of the model
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
-    synchronised: str  # name of the first SyncBatchNorm layer that isn't frozen, or ""
-    buffers: frozenset[str]  # names of the buffers
-    flops: int | None  # forward and backward of a sample; None if the meta device can't compute it
+    synchronized: str  # the name of the first SyncBatchNorm layer that isn't frozen, or ""
+    buffers: frozenset[str]  # the names of the buffers
+    flops: int | None  # of forward and backward per sample, or None if the model can't run on the meta device
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The distinct numbers of dimensions of the trained parameters, sorted."""
+        """The numbers of dims that trained parameters have, sorted and without duplicates."""
         return tuple(sorted({len(form.shape) for form in self.trained.values()}))
 
     def stored(self, dtype: torch.dtype | None) -> "Summary":
-        """Return the summary of the same model with its parameters trained in `dtype`, if that is set."""
+        """Return the summary of the same model with parameters in `dtype`. If `dtype` is None, nothing changes."""
         trained = {name: form.cast(dtype) for name, form in self.trained.items()}
         tensors = {name: form if name in self.buffers else form.cast(dtype) for name, form in self.tensors.items()}
         return replace(self, tensors=tensors, trained=trained)
@@ -69,22 +69,25 @@ class Summary:
 def check_model(
     build: Build, *, name: str, evaluation: Inputs, training: Inputs, check: Callable[[Any, int], None]
 ) -> Summary:
-    """Return a summary of the model, and raise UsageError if it doesn't fit the data or has nothing to train.
+    """Run the model on a few samples, and return a summary of it.
 
-    - `evaluation`, `training`: Inputs as the model sees them, with the values of real samples. `training` must have the
-      size of the run's smallest micro-batch, because BatchNorm can fail on small batches.
-    - `check`: Called with outputs and the number of samples. Must raise UsageError if the task can't use the outputs.
-    - `build`: Must not load pretrained weights, because their values don't matter here.
+    Raises UsageError if the model doesn't work with the data, or if it has no parameters to train.
 
-    The model is built on the meta device, without memory or arithmetic. Only if that fails, it is built on the CPU.
+    - `build`: Builds the model. It shouldn't load pretrained weights, because the check doesn't need their values.
+    - `evaluation`, `training`: The inputs of the model for real samples. `training` must have the size of the smallest
+      micro-batch of the run, because BatchNorm can fail on small batches.
+    - `check`: Called with the outputs and the number of samples. Must raise UsageError if the task can't use the
+      outputs.
+
+    The model runs on the meta device, without memory or arithmetic. If this fails, it runs on the CPU.
     """
-    trial = partial(_trial, build, name, evaluation, training)
-    # The real build shows the same warnings. On the meta device, torch also warns about each weight that is loaded,
-    # because the weight has no values.
+    trial = partial(_run_trial, build, name, evaluation, training)
+    # Ignore warnings, because they appear again when the ranks build the model. In addition, torch warns about each
+    # weight that is loaded on the meta device, because it has no values.
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
         try:
             evaluation_outputs, training_outputs, summary = trial("meta")
-        except Exception:  # a model may need values to be built or to run; the CPU reports any real error
+        except Exception:  # the model may need real values. If there is a mistake, the trial on the CPU fails too
             evaluation_outputs, training_outputs, summary = trial("cpu")
     check(evaluation_outputs, length(evaluation))
     check(training_outputs, length(training))
@@ -98,27 +101,28 @@ def check_model(
 
 def check_dtype(
     build: Build,
-    compute_in: Callable[[nn.Module, torch.dtype], object],
+    convert_model: Callable[[nn.Module, torch.dtype], object],
     *,
     name: str,
     inputs: Inputs,
     dtype: torch.dtype,
 ) -> None:
-    """Raise UsageError if the model can't compute with weights and inputs in `dtype`, after `compute_in` has set it up.
+    """Raise UsageError if the model can't compute with weights and inputs in `dtype`.
 
-    Runs on the meta device. If the model can't run there, the first step of the run fails instead.
+    `convert_model` prepares the model for this dtype. The check runs on the meta device. If the model can't run there,
+    the check passes, and the first step of the run reports the error.
     """
     with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
         try:
             with torch.device("meta"):
                 model = build()
-                model.eval()  # calls train(), which may return nothing if the user overrides it
-        except Exception:  # the model needs values to be built
+                model.eval()  # don't use the result, because a custom train() may return None
+        except Exception:  # the model can't be built on the meta device
             return
         _check_float32(name, model, dtype)
-        compute_in(model, dtype)
+        convert_model(model, dtype)
         try:
-            with torch.no_grad(), _OneDtype():  # type: ignore[no-untyped-call]
+            with torch.no_grad(), _SameDtypeCheck():  # type: ignore[no-untyped-call]
                 call(
                     model,
                     map_tensors(
@@ -138,10 +142,10 @@ def check_dtype(
 
 
 @final
-class _OneDtype(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SameDtypeCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises RuntimeError for products of tensors with different dtypes, as the CPU and CUDA do.
 
-    The meta device accepts most of these products.
+    Without this mode, the meta device would accept most of these products.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -162,7 +166,7 @@ def _check_float32(name: str, model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_weights(name: str, model: nn.Module) -> None:
-    """Raise UsageError unless the model has parameters to train, no complex parameters, and passes `check_layers`."""
+    """Raise UsageError if the model has no parameters to train, has complex parameters, or fails `check_layers`."""
     check_layers(name, model)
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
@@ -175,10 +179,13 @@ def check_weights(name: str, model: nn.Module) -> None:
 
 
 def check_layers(name: str, model: nn.Module) -> None:
-    """Raise UsageError for layers that no strategy can train with the same bits.
+    """Raise UsageError for layers that can't be trained with bit-identical results under any strategy.
 
-    These are tensors without a shape, quantized or sparse tensors, parameters whose elements share memory, parameters
-    with hooks, and embeddings with max_norm or sparse gradients.
+    These are:
+    - lazy parameters, which have no shape yet
+    - quantized or sparse tensors
+    - parameters whose elements share memory, or that have gradient hooks
+    - embeddings with max_norm or sparse gradients
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for path, tensor in tensors:
@@ -215,31 +222,31 @@ def check_layers(name: str, model: nn.Module) -> None:
 
 
 def hooked_parameter(model: nn.Module) -> str:
-    """Return the name of a parameter with a hook on its gradient or AccumulateGrad node, or "" if there is none."""
+    """Return the name of a parameter with a gradient hook, or "". Hooks on the AccumulateGrad node count too."""
     parameters = {parameter: path for path, parameter in model.named_parameters()}
     for parameter, path in parameters.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return path
-    # torch doesn't list the hooks of a node. Whoever adds a hook must keep the node alive, so the search covers all
-    # live objects.
+    # torch doesn't list the hooks of an AccumulateGrad node. But a hook only works while user code keeps the node
+    # alive, so search all live objects for such nodes.
     for item in gc.get_objects():
         if type(item).__name__ == "AccumulateGrad" and item.variable in parameters:
             return parameters[item.variable]
     return ""
 
 
-def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
-    """Return the outputs in evaluation and in training, and the summary of the model."""
+def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
+    """Run the model in evaluation and in training mode. Return the outputs of both, and the summary of the model."""
     with new_tensors_dropped(), torch.device(device):
         model = build()
         check_weights(name, model)
         model.eval()
         with torch.no_grad():
-            evaluation_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
+            evaluation_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), evaluation))
         model.train()
         counter = FlopCounter()
         with counter if device == "meta" else nullcontext():
-            training_outputs = _outputs(model, name, map_tensors(lambda tensor: tensor.to(device), training))
+            training_outputs = _call_model(model, name, map_tensors(lambda tensor: tensor.to(device), training))
         flops = backward_flops(counter, training_outputs) if device == "meta" else None
     parameters = list(model.parameters())
     batchnorm_layers = {
@@ -252,7 +259,7 @@ def _trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device
         tensors={name: _form(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)},
         trained={name: _form(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad},
         batchnorm=bool(batchnorm_layers),
-        synchronised=next(
+        synchronized=next(
             (name for name, layer in batchnorm_layers.items() if isinstance(layer, nn.SyncBatchNorm)), ""
         ),
         buffers=frozenset(name for name, _ in model.named_buffers()),
@@ -265,12 +272,12 @@ def _form(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype)
 
 
-def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
+def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
     try:
         return call(model, inputs)
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # third-party models may raise anything, and may even exit
+    except BaseException as error:  # third-party models may raise any exception, even SystemExit
         subject = "image size" if any(tensor.ndim == 4 for tensor in tensors_of(inputs)) else "data"
         advice = f"use a model that supports this {subject}"
         if not isinstance(inputs, Mapping) and len(inputs) == 1 and not isinstance(inputs[0], Tensor):
@@ -282,11 +289,13 @@ def _outputs(model: nn.Module, name: str, inputs: Inputs) -> Any:
                 f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
                 f"in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
-        raise OwnCodeError(f"model {name}: forward failed with inputs of {_forms(inputs)}: {message}") from error
+        raise OwnCodeError(
+            f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"
+        ) from error
 
 
-def _forms(inputs: Inputs) -> str:
-    """Return a description of the shapes and dtypes of inputs, with their names if they have any."""
+def _describe_inputs(inputs: Inputs) -> str:
+    """Return a description of the shapes and dtypes of inputs, with their names if they are a mapping."""
     names = [f"{name} of " for name in inputs] if isinstance(inputs, Mapping) else [""] * len(inputs)
     values = [*(inputs.values() if isinstance(inputs, Mapping) else inputs)]
     return ", ".join(

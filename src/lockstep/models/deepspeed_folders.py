@@ -1,9 +1,9 @@
-"""Folders that DeepSpeed's save_checkpoint wrote, and the file in them that contains the weights.
+"""Finds the file with the weights in a folder that DeepSpeed's save_checkpoint has written.
 
-With ZeRO stages 1 and 2, a single file contains the whole model, which torch can read with `weights_only`. The files
-with the optimizer state, which also contain the weights with stage 3 or 16-bit training, are pickles of DeepSpeed's
-classes. Pickles can run code when they are read. Therefore Lockstep leaves these files to the conversion program that
-DeepSpeed puts in the same folder.
+With ZeRO stages 1 and 2, a single file contains the full model, which torch can load with `weights_only`. With stage 3
+or 16-bit training, the full-precision weights are only in the files with the optimizer state. These files are pickles
+of DeepSpeed's classes, which can run code when they are loaded. Therefore Lockstep doesn't read them. It tells the user
+to run the conversion program that DeepSpeed puts in the same folder.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ from torch import Tensor
 from lockstep.common import plainfile
 from lockstep.errors import UsageError
 
-_LATEST_FILE: Final = "latest"  # contains the name of a step's folder
-_LONGEST: Final = 256  # the maximum size of this file in bytes
+_LATEST_FILE: Final = "latest"  # the file with the name of the latest step's folder
+_MAX_BYTES: Final = 256  # the maximum size of the latest file in bytes
 _MODEL_FILE: Final = "mp_rank_00_model_states.pt"
 _STAGE_3_FILE: Final = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def model_file(folder: Path) -> Path | None:
-    """Return the file with the whole model of a checkpoint, or None for a different kind of folder.
+    """Return the file with the full model of a DeepSpeed checkpoint, or None if the folder isn't such a checkpoint.
 
     In a folder with several steps, this is the file of the latest step. Raises UsageError if the weights are sharded
-    over the files of all ranks.
+    across the files of all ranks.
     """
-    step = _step(folder)
+    step = _find_step_folder(folder)
     if (step / _STAGE_3_FILE).is_file():
         raise UsageError(f"{step}: ZeRO stage 3 shards the weights over the files of all ranks; {_advice(step)}")
     if (step / _MODEL_FILE).is_file():
@@ -36,8 +36,8 @@ def model_file(folder: Path) -> Path | None:
     return None
 
 
-def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Raise UsageError if the weights are 16-bit copies, rounded from the weights in the optimizer's files."""
+def check_full_precision(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise UsageError if the weights are 16-bit copies of the full-precision weights in the optimizer's files."""
     dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype in (torch.float16, torch.bfloat16)]
     if dtypes:
         dtype = str(dtypes[0]).removeprefix("torch.")
@@ -47,9 +47,9 @@ def check_whole(tensors: Mapping[str, Tensor], file: Path) -> None:
         )
 
 
-def _step(folder: Path) -> Path:
+def _find_step_folder(folder: Path) -> Path:
     try:
-        name = plainfile.content(folder / _LATEST_FILE, _LONGEST).decode().strip()
+        name = plainfile.content(folder / _LATEST_FILE, _MAX_BYTES).decode().strip()
     except (OSError, ValueError):
         return folder
     return folder / name if Path(name).name == name else folder

@@ -1,6 +1,7 @@
-"""A small residual network for 8x8 digits, fast on one CPU core, with BatchNorm and dropout on purpose.
+"""A small residual network for 8x8 images of digits, which trains quickly on a single CPU core.
 
-Both layers depend on how a batch is split into micro-batches, but must not depend on which rank computes which of them.
+It has BatchNorm and dropout on purpose. The results of both layers depend on the split into micro-batches, but must not
+depend on the ranks that compute the micro-batches.
 """
 
 from typing import final
@@ -9,9 +10,9 @@ from torch import Tensor, nn
 
 
 def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32, dropout: float = 0.1) -> nn.Module:
-    """Return a network for images of shape [n, in_channels, height, width], 8x8 or somewhat larger.
+    """Return a network for images of shape [n, in_channels, height, width], with 8x8 pixels or somewhat more.
 
-    `width` is the number of channels at full size. The stages at half size have twice as many channels.
+    `width` is the number of channels at full resolution. The blocks at half resolution have twice as many channels.
     """
     return nn.Sequential(
         nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
@@ -29,7 +30,7 @@ def digits_convnet(num_classes: int = 10, in_channels: int = 1, width: int = 32,
 
 @final
 class _Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al. 2015, figure 2)."""
+    """A residual block with two 3x3 convolutions and a shortcut (He et al. 2015, figure 2)."""
 
     def __init__(self, channels: int, out_channels: int, stride: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models by name, from Lockstep, timm, torchvision or transformers, or from a `package.module:function` of the user."""
+"""Builds models by name, from Lockstep, timm, torchvision or transformers, or from a function at an import path."""
 
 import inspect
 import os
@@ -24,7 +24,7 @@ Factory = Callable[..., nn.Module]
 
 
 class Construction(NamedTuple):
-    """A call that builds a model: `module:function`, its positional arguments, and its keyword arguments."""
+    """A function call that builds a model. `function` is `module:function`, and `options` are keyword arguments."""
 
     function: str
     arguments: list[str]
@@ -50,20 +50,20 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any],
 ) -> nn.Module:
-    """Return the model `name` for data with these `facts`.
+    """Build the model `name` for data with these `facts`.
 
-    - `name`: With source `auto`, a name is looked up in Lockstep, timm and torchvision, in this order. A name with a
-      colon is an import path. A folder with a config.json is a transformers model. Other transformers models need
-      source `transformers`.
+    - `name`: The name of a model, which Lockstep, timm and torchvision are searched for in this order if the source is
+      `auto`. A name with a colon is an import path. A folder with a config.json is a transformers model. Other
+      transformers models require the source `transformers`.
     - `pretrained`: Load the weights of timm, torchvision or transformers. One process per node downloads at a time.
-    - `options`: Arguments of the model's function, or fields of the config for transformers. They override the
+    - `options`: Arguments of the model's function, or fields of the config for transformers. They take precedence over
       arguments from the facts.
     - `facts`: The names of the `classes`, the `shape` of a sample, the number of tokens in the `vocabulary`, the number
       of tokens per sample (`context`), the number of regression targets (`outputs`), and the mean and standard
       deviation of each target (`target_scale`), if the data has them.
 
-    timm, torchvision and transformers take seconds to import, and are only imported if the name requires it. Raises
-    UsageError if there is no such model or it can't be built.
+    timm, torchvision and transformers take seconds to import, so they are imported lazily. Raises UsageError if there
+    is no such model, or if it can't be built.
     """
     origin = origin_of(name, source)
     if pretrained and origin in ("lockstep", "path"):
@@ -76,7 +76,7 @@ def build_model(
     arguments = (
         {"options": user_options}
         if origin == "transformers"
-        else _from_data(origin, name, factory, facts) | user_options
+        else _arguments_from_facts(origin, name, factory, facts) | user_options
     )
     with _report_arguments(name, arguments), download_lock(name) if pretrained else nullcontext():
         adapts_weights = pretrained and origin == "torchvision"
@@ -93,21 +93,22 @@ def build_model(
 
 
 def check_pretrained(name: str, source: Source) -> None:
-    """Raise UsageError if pretrained weights are missing, as far as this is possible without loading them.
+    """Raise UsageError if pretrained weights are missing, as far as this can be checked without loading them.
 
-    The check of a model doesn't load the weights. Without this function, the ranks would be the first to fail.
+    `models.check.check_model` doesn't load the weights. Without this check, missing weights would be an error on the
+    ranks after the start of the run.
     """
     if origin_of(name, source) == "transformers":
         check_weights(name)
 
 
 def construction(*, name: str, source: Source, options: Mapping[str, Any], facts: Mapping[str, Any]) -> Construction:
-    """Return the call that builds the same model as `build_model`, without pretrained weights.
+    """Return the function call that builds the same model as `build_model`, without pretrained weights.
 
-    Not for transformers models.
+    Transformers models aren't supported.
     """
     origin = origin_of(name, source)
-    options = _from_data(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
+    options = _arguments_from_facts(origin, name, _factory(origin, name, False, facts), facts) | dict(options)
     match origin:
         case "timm":
             return Construction("timm:create_model", [name], options)
@@ -118,7 +119,10 @@ def construction(*, name: str, source: Source, options: Mapping[str, Any], facts
 
 
 def origin_of(name: str, source: Source) -> Origin:
-    """Return the origin of the model `name`. Raises UsageError if there is no such model."""
+    """Return the library that has the model `name`, or `path` for an import path.
+
+    Raises UsageError if there is no such model.
+    """
     if source == "auto" and ":" in name:
         return "path"
     if source == "transformers" or (source == "auto" and is_transformers_folder(name)):
@@ -135,7 +139,7 @@ def origin_of(name: str, source: Source) -> Origin:
 def _in_timm(name: str, source: Source) -> bool:
     import timm
 
-    # With source timm, timm itself resolves its schemes for weights elsewhere, such as hf-hub:.
+    # With source timm, timm resolves names with its own schemes, such as hf-hub:.
     return bool(timm.is_model(name)) or (source == "timm" and ":" in name)
 
 
@@ -187,8 +191,8 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
     return typed_factory
 
 
-def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that follow from the data, if the model's function has parameters for them."""
+def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that follow from the facts of the data, if the model's function accepts them."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
@@ -205,10 +209,10 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
                     f"model {name}: torchvision models require images with 3 channels, but the data has {shape[0]}; "
                     f"use a timm model (recipe.model.source=timm), or your own function"
                 )
-            # Otherwise, segmentation models download weights for their backbone unasked.
+            # By default, segmentation models would download weights for their backbone.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
-            with OwnCode(f"model {name}"):  # an object can define its own signature
+            with OwnCode(f"model {name}"):  # the user's object can define __signature__
                 named_facts = {key: facts[key] for key in ("shape", "outputs") if key in facts}
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, named_facts, accepts_any=False)
         case _:
@@ -218,7 +222,10 @@ def _from_data(origin: Origin, name: str, factory: Factory, facts: Mapping[str, 
 
 
 def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: bool = True) -> dict[str, Any]:
-    """Return the arguments that the function has a parameter for. With `accepts_any`, **kwargs accepts all of them."""
+    """Return the arguments that match a parameter of the function.
+
+    If `accepts_any` is True and the function has a parameter `**kwargs`, returns all arguments.
+    """
     try:
         parameters = inspect.signature(factory).parameters.values()
     except ValueError:  # functions written in C may have no signature
@@ -231,12 +238,12 @@ def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: 
 
 @contextmanager
 def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Add the arguments, which come from the recipe, to any error that is raised while a model is built."""
+    """Add the arguments of the model's function to errors that are raised while the model is built."""
     try:
         yield
     except (LockstepError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # third-party functions may raise anything, and may even exit
+    except BaseException as error:  # third-party functions may raise any exception, even SystemExit
         description = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         message = describe_error(error, "correct recipe.model.options or the function")
         raise OwnCodeError(f"model {name}: cannot be built with {description}: {message}") from error

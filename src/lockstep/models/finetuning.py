@@ -1,4 +1,4 @@
-"""Builds a model as a recipe fine-tunes it: with other initial weights, adapters, and frozen parameters."""
+"""Builds a model for fine-tuning: loads initial weights, adds adapters, and freezes parameters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from typing import Protocol
 
 from torch import nn
 
-from lockstep.models.adapters import Lora, adapt
+from lockstep.models.adapters import Lora, add_adapters
 from lockstep.models.freezing import freeze, freeze_batchnorm
 from lockstep.tasks.base import Build
 
 
 class FirstWeights(Protocol):
-    """Initial weights that replace the weights of a new model."""
+    """Initial weights to load into a new model."""
 
     @property
     def adapted(self) -> bool:
-        """Whether these are the weights of a model with adapters."""
+        """Whether the weights come from a model with adapters."""
 
     def load_into(self, model: nn.Module) -> object:
         """Copy the weights into a model."""
@@ -26,8 +26,9 @@ class FirstWeights(Protocol):
 class Tuning:
     """The changes to a model after it is built.
 
-    Adds adapters, and freezes the parameters that match a pattern in `frozen`. If `frozen_batchnorm` is True, also
-    freezes the running statistics of all BatchNorm layers.
+    - `lora`: The adapters to add, if any.
+    - `frozen`: Patterns of parameters to freeze.
+    - `frozen_batchnorm`: Whether to freeze the running statistics of all BatchNorm layers.
     """
 
     lora: Lora | None = None
@@ -36,17 +37,17 @@ class Tuning:
 
 
 def build_finetuned(build: Build, tuning: Tuning, first_weights: FirstWeights | None = None) -> nn.Module:
-    """Build a model, replace its initial weights if `first_weights` is set, and apply the tuning.
+    """Build a model, load `first_weights` into it if they are set, and apply `tuning`.
 
-    Weights of a model with adapters are loaded after the adapters are added. Other weights are loaded before, because
-    adapters rename the parameters of their layers.
+    Weights from a model with adapters are loaded after the adapters are added. All other weights are loaded before,
+    because adding adapters renames the parameters of their layers.
     """
     model = build()
     adapted = tuning.lora is not None and first_weights is not None and first_weights.adapted
     if first_weights is not None and not adapted:
         first_weights.load_into(model)
     if tuning.lora is not None:
-        adapt(model, tuning.lora)
+        add_adapters(model, tuning.lora)
     if first_weights is not None and adapted:
         first_weights.load_into(model)
     if tuning.frozen:

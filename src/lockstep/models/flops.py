@@ -1,11 +1,10 @@
-"""Counts the floating-point operations of a model per sample, forward and backward.
+"""Counts the floating-point operations (FLOPs) of a model in forward and backward.
 
-Only products count: matrix products and convolutions, and therefore attention, which the meta device computes as matrix
-products. A multiplication and an addition are 2 operations. Elementwise operations are not counted, as usual for model
-FLOPs.
+Only matrix products and convolutions are counted, as usual for model FLOPs. This includes attention, which the meta
+device computes with matrix products. A multiplication and an addition count as 2 operations.
 
-torch.utils.flop_counter also has formulas, and a table of modules. However, it imports Triton, which takes a third of a
-second. In addition, torch 2.15 counts the weight gradient of a grouped convolution once per group.
+torch.utils.flop_counter isn't used, because it imports Triton, which takes a third of a second. In addition, torch 2.15
+counts the weight gradient of a grouped convolution once per group.
 """
 
 import math
@@ -21,9 +20,9 @@ from lockstep.core.batch import tensors_of
 
 @final
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations that run while it is entered, including backward. You can enter it several times."""
+    """A context manager that counts the operations in its block, including backward. You can enter it several times."""
 
-    supports_higher_order_operators = True  # otherwise torch raises; their operations are not counted
+    supports_higher_order_operators = True  # otherwise torch raises for them. They aren't counted
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +31,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call `function` and count its operations."""
+        """Call an operation and count its FLOPs. See `TorchDispatchMode`."""
         result = function(*args, **(kwargs or {}))
         formula = _FORMULAS.get(getattr(function, "overloadpacket", None))
         if formula is not None:
@@ -41,7 +40,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
-    """Run backward from `outputs` under `counter`, and return its total, or None if backward can't run."""
+    """Run backward from `outputs` under `counter`. Return the total count, or None if backward can't run."""
     tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not tensors:
         return None
@@ -54,7 +53,7 @@ def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
 
 
 def _product(args: Sequence[Any], result: Tensor) -> int:
-    """Count [..., n, k] times [..., k, m], with or without a summand."""
+    """Return the FLOPs of a matrix product of [..., n, k] and [..., k, m]. An added matrix, as in addmm, is ignored."""
     right: Tensor = args[-1]
     return 2 * result.numel() * right.shape[-2]
 
@@ -65,7 +64,7 @@ def _convolution(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], result: object) -> int:
-    """Count the gradients of inputs and weight. Each takes the same number of operations as the forward."""
+    """Return the FLOPs of the gradients of inputs and weight. Each gradient has as many FLOPs as the forward."""
     gradient, inputs, weight, transposed, output_mask = *args[:3], args[7], args[10]
     return _per_position(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
 

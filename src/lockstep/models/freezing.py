@@ -1,4 +1,4 @@
-"""Freezes parameters by name, and the BatchNorm layers that this affects."""
+"""Freezes parameters by name, and BatchNorm layers."""
 
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -15,9 +15,10 @@ _KEY: Final = "recipe.model.freeze"
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that match a pattern.
 
-    A BatchNorm layer stays in evaluation mode if all its parameters are frozen, or if it has no parameters and its
-    running statistics match a pattern. It normalizes with its running statistics and doesn't update them. Dropout stays
-    active. Raises UsageError if a pattern matches no parameter, or if no parameter is left to train.
+    BatchNorm layers are frozen too if all their parameters are frozen, or if they have no parameters and their running
+    statistics match a pattern. A frozen BatchNorm layer stays in evaluation mode: it normalizes with its running
+    statistics and doesn't update them. Dropout layers aren't affected. Raises UsageError if a pattern matches no
+    parameter, or if no parameter is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = select(_KEY, patterns, list(parameters))
@@ -31,10 +32,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def freeze_batchnorm(model: nn.Module) -> None:
-    """Make all BatchNorm layers normalize with their running statistics, which are not updated.
+    """Freeze the running statistics of all BatchNorm layers, and normalize with these statistics.
 
-    Their parameters are still trained. Raises UsageError if there are no such layers, or if a layer has no running
-    statistics.
+    The parameters of the layers are still trained. Raises UsageError if the model has no BatchNorm layers, or if a
+    layer has no running statistics.
     """
     layers = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -52,7 +53,7 @@ def freeze_batchnorm(model: nn.Module) -> None:
 
 def keep_in_evaluation(layer: nn.Module) -> None:
     """Keep a layer in evaluation mode, regardless of the mode of its model."""
-    layer.train = partial(_stay, layer)  # type: ignore[method-assign]
+    layer.train = partial(_stay_in_evaluation, layer)  # type: ignore[method-assign]
     layer.train()
 
 
@@ -62,6 +63,6 @@ def _is_frozen(layer: nn.Module, path: str, frozen: Collection[str], patterns: S
     return all(name in frozen for name in names) if names else matches(f"{prefix}running_mean", patterns)
 
 
-def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces a layer's `train`, which the model calls before training and after each evaluation."""
+def _stay_in_evaluation(layer: nn.Module, mode: bool = True) -> nn.Module:
+    """Stay in evaluation mode. This replaces the method `train` of a layer, which `train` of the model calls."""
     return nn.Module.train(layer, False)

@@ -1,10 +1,10 @@
-"""A decoder-only transformer: blocks of causal self-attention and a feed-forward network, each after a LayerNorm.
+"""GPT, a decoder-only transformer. Each block has causal self-attention and a feed-forward network, with pre-norm.
 
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners" (GPT-2), with two additional options: rotary
 positions (Su et al. 2021, arXiv 2104.09864, section 3.2) and no biases.
 
-Shapes, as suffixes of names: n sequences, t tokens, d width of the model, h heads, k channels of one head (d / h), v
-size of the vocabulary.
+Names of tensors end with their shape. The letters are n for sequences, t for tokens, d for the width of the model, h
+for heads, k for channels of one head (d / h), and v for the size of the vocabulary.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import UsageError
 
-_SPREAD: Final = 0.02  # standard deviation of initial weights
-_BASE: Final = 10_000.0  # of the wavelengths of rotary positions
+_INIT_STD: Final = 0.02  # the standard deviation of initial weights
+_ROTARY_BASE: Final = 10_000.0  # the base of the frequencies of rotary positions
 
 Positions = Literal["learned", "rotary"]
 
@@ -36,7 +36,8 @@ def gpt(
     """Return a GPT that maps token ids, int64 of shape [n, t] with t <= context, to logits of shape [n, t, vocabulary].
 
     If `tied` is True, the token embedding and the head share their weights. `bias` enables biases in the linear layers
-    of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if the sizes don't fit.
+    of the blocks and in LayerNorm. The head never has a bias. Raises UsageError if `heads`, `width` or `positions` is
+    invalid.
     """
     if heads < 1 or width % heads:
         raise UsageError(f"model gpt: {heads} heads do not divide width={width}; use a number of heads that divides it")
@@ -50,28 +51,28 @@ def gpt(
     embedding = Embedding(vocabulary, context, width, dropout, learned_positions=positions == "learned")
     rotary_context = context if positions == "rotary" else 0
     model = GPT(embedding, [Block(width, heads, dropout, bias, rotary_context) for _ in range(layers)], bias)
-    _initialise(model, layers)
+    _initialize(model, layers)
     if tied:
         model.head.weight = model.embedding.tokens.weight
     return model
 
 
 @torch.no_grad()
-def _initialise(model: "GPT", layers: int) -> None:
-    """Initialize weights as in GPT-2. The outputs of residual branches start smaller if there are more layers."""
+def _initialize(model: "GPT", layers: int) -> None:
+    """Initialize weights as in GPT-2. The last layer of each residual branch has smaller weights in deeper models."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif parameter.ndim == 2:
             ends_branch = name.endswith(("attention.out.weight", "down.weight"))
-            nn.init.normal_(parameter, std=_SPREAD / (2 * layers) ** 0.5 if ends_branch else _SPREAD)
+            nn.init.normal_(parameter, std=_INIT_STD / (2 * layers) ** 0.5 if ends_branch else _INIT_STD)
 
 
 @final
 class GPT(nn.Module):
     """See `gpt`.
 
-    A single tensor is passed from the embedding to the head, so a pipeline can be split before any block.
+    Each part of the model passes a single tensor to the next part, so a pipeline can be split before any block.
     """
 
     def __init__(self, embedding: "Embedding", blocks: "Iterable[Block]", bias: bool) -> None:
@@ -94,7 +95,7 @@ class GPT(nn.Module):
 
 @final
 class Embedding(nn.Module):
-    """An embedding of the tokens and, if positions are learned, of their positions."""
+    """Token embeddings, plus position embeddings if positions are learned."""
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float, learned_positions: bool) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class Embedding(nn.Module):
 
 @final
 class Block(nn.Module):
-    """A layer of the model: attention over the tokens so far, followed by a feed-forward network on each token."""
+    """A transformer block: causal self-attention, followed by a feed-forward network on each token."""
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
         super().__init__()
@@ -144,7 +145,10 @@ class Block(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Causal self-attention. If `turned`, the context size, is not 0, queries and keys get rotary positions."""
+    """Multi-head causal self-attention.
+
+    If `rotary_context` isn't 0, queries and keys get rotary positions for a context of this size.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool, rotary_context: int) -> None:
         super().__init__()
@@ -168,10 +172,11 @@ class Attention(nn.Module):
 
 @final
 class Rotary(nn.Module):
-    """Rotates pairs of channels by their position, slower for later channels, so that only the distance matters.
+    """Rotary position encodings.
 
-    Each attention layer has its own buffers for the tables. This means that a pipeline can be split between any two
-    blocks.
+    Pairs of channels are rotated by an angle that is proportional to the position, so that the product of a query and a
+    key only depends on their distance. Later channels rotate more slowly. Each attention layer has its own tables of
+    sines and cosines, so that a pipeline can be split between any two blocks.
     """
 
     cosines: Tensor
@@ -179,15 +184,15 @@ class Rotary(nn.Module):
 
     def __init__(self, channels: int, context: int) -> None:
         super().__init__()
-        speeds = _BASE ** -(torch.arange(0, channels, 2) / channels)
+        speeds = _ROTARY_BASE ** -(torch.arange(0, channels, 2) / channels)
         angles = torch.outer(torch.arange(context), speeds)
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)
 
     def forward(self, x_nhtk: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        # [t, k / 2], or with a dim for the heads: [n, 1, t, k / 2].
+        # The tables have shape [t, k / 2], or [n, 1, t, k / 2] with position ids.
         rows = slice(x_nhtk.shape[-2]) if position_ids is None else position_ids.unsqueeze(1)
-        # Computed in float32, because 16-bit angles can't tell far positions apart.
+        # Compute in float32, because 16-bit angles are the same for many large positions.
         cosines, sines = self.cosines[rows].float(), self.sines[rows].float()
         left, right = x_nhtk.float().chunk(2, dim=-1)
         rotated = torch.cat([left * cosines - right * sines, left * sines + right * cosines], dim=-1)

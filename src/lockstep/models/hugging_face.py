@@ -1,7 +1,6 @@
-"""Models of Hugging Face's transformers, from a config only, or with weights from a folder or the hub.
+"""Builds models of Hugging Face's transformers from a config, or with weights from a folder or the hub.
 
-Only runs the installed code of transformers, never code that comes with a model. Only reads weights from safetensors
-files.
+For security, this module never runs code that comes with a model, and only reads weights from safetensors files.
 """
 
 import difflib
@@ -22,31 +21,31 @@ from lockstep.errors import UsageError, error_as
 
 Kind = Literal["CausalLM", "ImageClassification", "SequenceClassification"]
 
-_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the task in words, and a model type that supports it
+_TASKS: Final[Mapping[Kind, tuple[str, str]]] = {  # the name of the task, and a model type that supports it
     "CausalLM": ("language modeling", "llama"),
     "ImageClassification": ("image classification", "vit"),
     "SequenceClassification": ("text classification", "distilbert"),
 }
-# "sdpa" calls torch's attention, and "eager" doesn't use a fused kernel. Other implementations have their own kernels,
-# which are not checked.
+# "sdpa" calls torch's attention, and "eager" doesn't use fused kernels. Other implementations have their own kernels,
+# which may not be deterministic.
 _ATTENTION: Final = ("sdpa", "eager")
 _OTHER_OPTIONS: Final = ("attn_implementation", "revision")  # options that are not fields of a config
 _CLASS_FIELDS: Final = ("num_labels", "id2label", "label2id")
 _GENERAL_FIELDS: Final = (*_CLASS_FIELDS, "tie_word_embeddings")
 _POSITIONS: Final = "max_position_embeddings"
-_LONGEST: Final = 300  # the maximum length of transformers' error messages about a config
-_LARGEST_CONFIG: Final = 1 << 24  # bytes
-_MISTYPED: Final = 0.85  # the minimum similarity, by difflib, of a mistyped key
+_MAX_MESSAGE_LENGTH: Final = 300  # the length to which error messages of transformers are shortened
+_MAX_CONFIG_BYTES: Final = 1 << 24  # the maximum size of a config.json in bytes
+_TYPO_SIMILARITY: Final = 0.85  # an unknown key counts as mistyped from this similarity on, as computed by difflib
 _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
 
 
 def transformers_model(
     name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
-    """Return a model for data with these `facts`, in float32 and without a key-value cache.
+    """Build a model in float32, without a key-value cache, for data with these `facts`.
 
     - `name`: A model type of transformers such as `llama`, a folder with a config.json, or a name on the hub.
-    - `options`: Fields of the config. They override the values that follow from the data.
+    - `options`: Fields of the config. They take precedence over values that follow from the facts.
     - `pretrained`: Load the weights of the folder or from the hub. A head of a different size is initialized at random.
 
     Raises UsageError if there is no such model for the task, or if the options or weights are invalid.
@@ -81,7 +80,7 @@ def transformers_model(
         dtype=torch.float32,
         use_safetensors=True,
         trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # for a new head; transformers lists the weights that start at random
+        ignore_mismatched_sizes=True,  # for a new head. transformers lists the mismatches
         **_hub_arguments(name, options),
         **attention_options,
     )
@@ -89,11 +88,11 @@ def transformers_model(
 
 
 def check_weights(name: str) -> None:
-    """Raise UsageError if `name` has no weights, or if it is a folder with damaged weights.
+    """Raise UsageError if `name` is a model type, which has no weights, or a folder with missing or damaged weights.
 
-    Weights on the hub are not checked here. They are downloaded and checked on demand.
+    Weights on the hub aren't checked here. They are checked when they are downloaded.
     """
-    if _is_type(_library(name), name):
+    if _is_model_type(_library(name), name):
         raise UsageError(
             f"model {name}: a model type has no weights; use a folder or a name on the hub, or set "
             f"recipe.model.pretrained=false"
@@ -115,7 +114,10 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return the task of a model: classification of images or tokens if there are classes, else language modeling."""
+    """Return the kind of transformers model for data with these facts.
+
+    If the data has classes, this is a classifier of images or sequences. Otherwise, it is a language model.
+    """
     if "classes" not in facts:
         return "CausalLM"
     return "SequenceClassification" if "vocabulary" in facts else "ImageClassification"
@@ -127,9 +129,9 @@ def is_transformers_folder(name: str) -> bool:
 
 
 def without_special_tokens(model: nn.Module) -> None:
-    """Remove the default ids of special tokens. In a vocabulary without special tokens, these ids are ordinary tokens.
+    """Remove the default ids of special tokens from the configs of a model. Text generation would stop at these ids.
 
-    Otherwise, text generation would stop at these tokens.
+    Call this function if the vocabulary has no special tokens, because the default ids are ordinary tokens then.
     """
     for settings in (model.config, getattr(model, "generation_config", None)):
         for name in _SPECIAL_IDS:
@@ -138,21 +140,21 @@ def without_special_tokens(model: nn.Module) -> None:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether the class of a model is part of transformers."""
+    """Return whether the class of the model is from transformers."""
     return type(model).__module__.partition(".")[0] == "transformers"
 
 
 @contextmanager
 def _shorten_errors(name: str) -> Iterator[None]:
-    """Report errors of transformers about a config in one line, since they have several."""
+    """Convert errors of transformers about a config to a UsageError of a single line."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
         if isinstance(error, OSError) and not is_transformers_folder(name):
-            raise  # a network error
-        message = " ".join(str(error).split())[:_LONGEST] or type(error).__name__
+            raise  # a network error, which the caller reports
+        message = " ".join(str(error).split())[:_MAX_MESSAGE_LENGTH] or type(error).__name__
         message = f"{message} not found" if isinstance(error, KeyError) else message
         source = "its config.json or recipe.model.options" if is_transformers_folder(name) else "recipe.model.options"
         raise UsageError(f"model {name}: {message}; correct {source}") from error
@@ -162,14 +164,14 @@ def _library(name: str) -> Any:
     return import_extra("transformers", "transformers", f"model {name}")
 
 
-def _is_type(library: Any, name: str) -> bool:
+def _is_model_type(library: Any, name: str) -> bool:
     return name in library.CONFIG_MAPPING and not is_transformers_folder(name)
 
 
 def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
-    """Return the config of `name`, with the sizes of the data and with `options`, which take precedence."""
+    """Return the config of the model, with values from the facts of the data and from `options`."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
-    if _is_type(library, name):
+    if _is_model_type(library, name):
         default_config = library.AutoConfig.for_model(name)
     elif is_transformers_folder(name) or ("/" in name and not os.path.isdir(name)):
         default_config = library.AutoConfig.from_pretrained(
@@ -190,12 +192,12 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
                 f"{suggestion(key, sorted(settings)) or '; remove it'}"
             )
     if is_transformers_folder(name):
-        # A config that was read accepts all keys of its file.
+        # A config that was loaded from a file accepts all keys in the file, so compare with a new config of the type.
         type_config = library.AutoConfig.for_model(default_config.model_type)
-        _check_written(
+        _check_config_keys(
             name, default_config.model_type, {*type_config.to_dict(), *type_config.attribute_map, *_GENERAL_FIELDS}
         )
-    values = _from_data(default_config, facts, is_type=_is_type(library, name)) | fields
+    values = _fields_from_facts(default_config, facts, is_type=_is_model_type(library, name)) | fields
     if any(key in fields for key in _CLASS_FIELDS):
         values = {key: value for key, value in values.items() if key in fields or key not in _CLASS_FIELDS}
     if pretrained and "vocab_size" in values and values["vocab_size"] > default_config.vocab_size:
@@ -206,32 +208,32 @@ def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[
     if "use_cache" in settings:
         values["use_cache"] = False  # the key-value cache is only useful for generation
     vocabulary = values.get("vocab_size")
-    # These ids belong to the type's default vocabulary. In a different vocabulary, they are different tokens, or don't
-    # exist.
+    # Default ids of special tokens refer to the default vocabulary. Unset the ids that don't exist in a smaller
+    # vocabulary.
     special_keys = [
         key
         for key in _SPECIAL_IDS
-        if vocabulary and key not in fields and _is_beyond(default_config.to_dict().get(key), vocabulary)
+        if vocabulary and key not in fields and _is_out_of_vocabulary(default_config.to_dict().get(key), vocabulary)
     ]
     values |= dict.fromkeys(special_keys)
-    if _is_type(library, name):
+    if _is_model_type(library, name):
         return library.AutoConfig.for_model(name, **values)
     return library.AutoConfig.from_pretrained(name, trust_remote_code=False, **_hub_arguments(name, options), **values)
 
 
-def _check_written(name: str, model_type: str, settings: Collection[str]) -> None:
+def _check_config_keys(name: str, model_type: str, settings: Collection[str]) -> None:
     """Raise UsageError if config.json has a mistyped key.
 
-    This is an unknown key that is very similar to a setting that the file doesn't have. Other unknown keys are
-    accepted, since files of older versions and of other programs have many.
+    An unknown key counts as mistyped if it is very similar to a setting that isn't in the file. All other unknown keys
+    are accepted, because older versions of transformers and different programs write many of them.
     """
     try:
-        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _LARGEST_CONFIG))
-    except (OSError, ValueError):  # transformers has already read it
+        content = plainfile.parse_json(plainfile.content(Path(name, "config.json"), _MAX_CONFIG_BYTES))
+    except (OSError, ValueError):  # ignore it, because transformers was able to read the file
         return
     for key in content:
         matches = difflib.get_close_matches(
-            key, [setting for setting in settings if setting not in content], 1, _MISTYPED
+            key, [setting for setting in settings if setting not in content], 1, _TYPO_SIMILARITY
         )
         if key not in settings and matches:
             raise UsageError(
@@ -239,15 +241,15 @@ def _check_written(name: str, model_type: str, settings: Collection[str]) -> Non
             )
 
 
-def _from_data(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
+def _fields_from_facts(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    # A folder or a name on the hub has its own vocabulary, which is often larger than that of its tokenizer.
+    # A model in a folder or on the hub has its own vocabulary size, which is often larger than that of its tokenizer.
     if "vocabulary" in facts and (is_type or facts["vocabulary"] > getattr(config, "vocab_size", 0)):
         values["vocab_size"] = facts["vocabulary"]
-    positions = getattr(config, _POSITIONS, None)  # most types have this field or an alias for it
+    positions = getattr(config, _POSITIONS, None)  # most model types have this field, or an alias for it
     if positions is not None and facts.get("context", 0) > positions:
         values[_POSITIONS] = facts["context"]
-    if "classes" in facts:  # by name, since transformers warns if the number and the names differ
+    if "classes" in facts:  # transformers warns if num_labels is set without the names
         names = {number: str(label) for number, label in enumerate(facts["classes"])}
         values |= {"id2label": names, "label2id": {label: number for number, label in names.items()}}
     shape: Sequence[int] = facts.get("shape") or ()
@@ -257,7 +259,7 @@ def _from_data(config: Any, facts: Mapping[str, Any], is_type: bool) -> dict[str
     return values
 
 
-def _is_beyond(value: Any, vocabulary: int) -> bool:
+def _is_out_of_vocabulary(value: Any, vocabulary: int) -> bool:
     return isinstance(value, int) and value >= vocabulary
 
 

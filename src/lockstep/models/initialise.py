@@ -1,4 +1,4 @@
-"""Initial weights as a function of the seed, the same in every process on every machine."""
+"""Initializes the weights of a model from the seed, with the same result in every process and on every machine."""
 
 import random as python_random
 
@@ -11,10 +11,10 @@ from lockstep.tasks.base import Build
 
 
 def initialise(build: Build, seed: int) -> nn.Module:
-    """Build the model on the CPU with the generators of Python, NumPy and torch seeded by `seed`.
+    """Seed the generators of Python, NumPy and torch with `seed`, and build the model on the CPU.
 
-    Move the model to its device afterwards, because a GPU would draw different numbers. The generators are left in the
-    state after the build. Training seeds them again for each micro-batch.
+    Move the model to its device afterwards, because the generator of a GPU would return different numbers. The state of
+    the generators isn't restored, because training seeds them again for each micro-batch.
     """
     key = random.key(random.INITIAL, seed)
     torch.manual_seed(random.torch_seed(key))

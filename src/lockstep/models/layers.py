@@ -1,7 +1,7 @@
-"""The layers of a model, for layer-wise learning rate decay.
+"""Divides the parameters of a model into layers, for layer-wise learning rate decay.
 
-The idea is from Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT". If a model defines its layers,
-timm's own function is used.
+The method is from Clark et al. 2020, "ELECTRA", section 3.1, and Bao et al. 2021, "BEiT". If a model defines its layers
+as timm models do, timm's own function is used.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return a factor for each trained parameter: `decay` to the power of the number of layers after its layer.
+    """Return the learning rate factor of each trained parameter.
 
-    The factor of the last layer is 1. timm models define their layers (`group_matcher`). In other models, a layer is
-    one of these:
+    The factor is 1 in the last layer, and it is multiplied by `decay` for each layer before it. timm models define
+    their layers with `group_matcher`. In all other models, a layer is one of:
 
-    - a block, which is a child of a plain nn.Sequential or nn.ModuleList, and not such a container itself
-    - a run of parameters before, between or after the blocks
+    - a block, which is a child of an nn.Sequential or nn.ModuleList and isn't such a container itself
+    - a group of consecutive parameters before, between or after the blocks
 
-    If a block or run has no parameter with two or more dims, such as a norm, it belongs to the layer before it. Raises
-    UsageError if all trained parameters are in a single layer.
+    If a block or group only has parameters with fewer than two dims, such as a norm, it belongs to the layer before it.
+    Raises UsageError if all trained parameters are in a single layer.
     """
     scales = (
         _timm_scales(model, decay) if callable(getattr(model, "group_matcher", None)) else _block_scales(model, decay)
@@ -50,7 +50,7 @@ def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     parameters = dict(model.named_parameters())
     number = 0
     layers: dict[str, int] = {}
-    blocks = list(_blocks(model, ""))
+    blocks = list(_block_prefixes(model, ""))
     for _, run in groupby(parameters, lambda name: next((path for path in blocks if name.startswith(path)), "")):
         names = list(run)
         number += bool(layers) and any(parameters[name].ndim > 1 for name in names)
@@ -58,14 +58,11 @@ def _block_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return {name: decay ** (number - layer) for name, layer in layers.items() if parameters[name].requires_grad}
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the name prefixes of the blocks, such as `layers.0.` and `layers.1.`.
-
-    Doesn't search for blocks within a block.
-    """
+def _block_prefixes(module: nn.Module, path: str) -> Iterator[str]:
+    """Yield the name prefix of each block, such as `layers.0.` and `layers.1.`. Nested blocks aren't yielded."""
     for name, child in module.named_children():
         prefix = f"{path}{name}."
         if type(module) in _CONTAINERS and type(child) not in _CONTAINERS:
             yield prefix
         else:
-            yield from _blocks(child, prefix)
+            yield from _block_prefixes(child, prefix)

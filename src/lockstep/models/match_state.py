@@ -1,4 +1,4 @@
-"""Copies tensors of a file into a model, and reports the tensors that match, stay as initialized, or are left over."""
+"""Copies tensors from a file into a model, and reports the tensors that were copied, kept or not used."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,18 @@ from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
-_COUNTER: Final = "num_batches_tracked"  # missing in older files; the layers then count from 0
-_SHOWN: Final = 12  # problems
+_COUNTER: Final = "num_batches_tracked"  # a BatchNorm buffer that older files don't have. It then keeps its value 0
+_MAX_SHOWN: Final = 12  # the maximum number of problems in an error
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The names of the tensors that were taken from a file, that were not, and that are only in the file."""
+    """The result of `fit`: the names of the tensors that were copied, kept or not used.
+
+    - `taken`: The tensors of the model that were copied from the file.
+    - `fresh`: The tensors of the model that kept their initial values.
+    - `left_over`: The tensors in the file that aren't in the model.
+    """
 
     taken: tuple[str, ...]
     fresh: tuple[str, ...]
@@ -35,21 +40,24 @@ class Fit:
 
 @torch.no_grad()
 def fit(model: nn.Module, tensors: Mapping[str, Tensor], label: str, fresh: Sequence[str] = ()) -> Fit:
-    """Copy `tensors` into the tensors of the model with the same names.
+    """Copy `tensors`, which were read from a file, into the tensors of the model with the same names.
 
-    Tensors of the model that match a pattern in `fresh` stay as they are. All others except `num_batches_tracked` must
-    be in the file, with the same shape. A shared tensor can have any of its names. Floats are converted to the dtype of
-    the model. Otherwise, raises UsageError with a list of all mismatches, which begins with `label`. If the model is on
-    the meta device, it is only compared and not changed.
+    Tensors of the model that match a pattern in `fresh` aren't changed. All other tensors except `num_batches_tracked`
+    must be in the file, with the same shape. For a tensor that is shared between several names, one of the names is
+    enough. Floats are converted to the dtype of the model. If tensors don't match, raises UsageError with a list of all
+    mismatches. `label` is the prefix of the error. If the model is on the meta device, it is only compared and not
+    changed.
     """
     state = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, Tensor)}
     skipped_names = select(f"{_KEY}.fresh", fresh, list(state)) if fresh else set()
     targets = {name: tensor for name, tensor in state.items() if name not in skipped_names}
     problems = [*_missing(targets, tensors), *_mismatches(targets, tensors)]
     if problems:
-        remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        remainder = [f"and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
         advice = f"list tensors that must stay as initialized, such as a new head, in {_KEY}.fresh"
-        raise UsageError("\n".join([f"{label}: does not match the model; {advice}:", *problems[:_SHOWN], *remainder]))
+        raise UsageError(
+            "\n".join([f"{label}: does not match the model; {advice}:", *problems[:_MAX_SHOWN], *remainder])
+        )
     loaded = [name for name in targets if name in tensors]
     for name in loaded:
         if not targets[name].is_meta:

@@ -1,7 +1,7 @@
-"""A multilayer perceptron for the rows of a table, or for other samples of a fixed shape.
+"""A multilayer perceptron for the rows of a table, or for different samples of a fixed shape.
 
-Regression targets can be of any size, such as prices, or lengths in meters. The layers predict standardized targets,
-and the model returns them in their original units, using the mean and standard deviation of the training set.
+Regression targets can have any scale, such as prices or lengths in meters. The layers predict standardized targets. The
+model then converts them to the original units, using the mean and standard deviation of the training set.
 """
 
 import math
@@ -25,8 +25,8 @@ def mlp(
 ) -> nn.Module:
     """Return a model with `depth` hidden layers and ReLU, from [n, *shape] to [n, num_classes] or [n, outputs].
 
-    `target_scale` contains the mean and the standard deviation of each output. Without it, outputs are initially near
-    0. Raises UsageError if neither `num_classes` nor `outputs` is set.
+    `target_scale` has the mean and standard deviation of each output. If it is None, initial outputs are close to 0.
+    Raises UsageError if neither `num_classes` nor `outputs` is set.
     """
     sizes = [math.prod(shape), *[width] * depth]
     if (out_features := num_classes or outputs) is None:
@@ -45,7 +45,7 @@ def mlp(
 
 @final
 class _Scale(nn.Module):
-    """Converts standardized outputs to the units of the targets. The buffers are saved with the weights."""
+    """Converts standardized outputs to the units of the targets. Mean and std are buffers, saved with the weights."""
 
     mean: Tensor
     std: Tensor

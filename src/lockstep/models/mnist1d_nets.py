@@ -1,7 +1,7 @@
-"""The classifiers from the paper on MNIST-1D: Greydanus and Kobak 2024, arXiv 2011.14439, section 3.
+"""The classifiers from the MNIST-1D paper by Greydanus and Kobak 2024, arXiv 2011.14439, section 3.
 
-They have the same sizes as in the paper: 410 parameters in the logistic regression, 15,210 in the MLP and 5,210 in the
-convolutional network.
+As in the paper, the logistic regression has 410 parameters, the MLP has 15,210, and the convolutional network has
+5,210.
 """
 
 from typing import Final, final
@@ -12,17 +12,17 @@ _LENGTH: Final = 40  # the length of a signal
 
 
 def mnist1d_logistic(num_classes: int = 10) -> nn.Module:
-    """Return a logistic regression from signals [n, 40] to [n, num_classes]. The other models have the same shapes."""
+    """Return a logistic regression from signals of shape [n, 40] to logits of shape [n, num_classes]."""
     return nn.Linear(_LENGTH, num_classes)
 
 
 def mnist1d_mlp(num_classes: int = 10, width: int = 100) -> nn.Module:
-    """Return a multilayer perceptron with two hidden layers, the second with a residual connection."""
+    """Return a multilayer perceptron with two hidden layers. The second layer has a residual connection."""
     return nn.Sequential(nn.Linear(_LENGTH, width), nn.ReLU(), _Residual(width), nn.Linear(width, num_classes))
 
 
 def mnist1d_cnn(num_classes: int = 10, channels: int = 25) -> nn.Module:
-    """Return three convolutions, each of which halves the length of the signal, followed by a linear layer."""
+    """Return a convolutional network with three convolutions of stride 2, followed by a linear layer."""
     return nn.Sequential(
         nn.Unflatten(1, (1, _LENGTH)),
         nn.Conv1d(1, channels, 5, stride=2, padding=1),

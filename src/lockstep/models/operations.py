@@ -1,8 +1,8 @@
-"""Finds the operations of a model without an exact kernel on CUDA before a run, even on a machine without a GPU.
+"""Finds operations of a model that have no exact kernel on CUDA, before a run and even on a machine without a GPU.
 
-Runs forward and backward once on fake tensors, which have a device but no memory. This means that torch makes the same
-decisions as on CUDA without computing anything. If a model needs values (`.item()`), it runs on the CPU instead, with
-the operations that torch uses there.
+The model runs forward and backward once on fake CUDA tensors, which have a device but no memory. This way, torch makes
+the same decisions as on CUDA without computing anything. If the model needs values, as for `.item()`, it runs on the
+CPU instead, with the operations that torch uses on the CPU.
 """
 
 import heapq
@@ -30,15 +30,15 @@ from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
 
-Loss = Callable[[Any, Batch], Tensor]  # takes outputs and their batch
+Loss = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
 
-_LOSS: Final = "the loss"
-_LEAF: Final = "AccumulateGrad"  # the node of a parameter, where backward ends
+_LOSS_LABEL: Final = "the loss"
+_LEAF_NODE: Final = "AccumulateGrad"  # the graph node of a parameter, at which backward ends
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An operation that isn't exact on CUDA. `module` is the path and the class of the module that calls it."""
+    """An operation without an exact kernel on CUDA. `module` is the path and class of the module that calls it."""
 
     kernel: Refused
     module: str
@@ -54,16 +54,16 @@ def find_refused_operations(
 ) -> list[Refusal]:
     """Return the operations of a step on `inputs` that have no exact kernel on CUDA.
 
-    The result has no duplicates and is in order of occurrence. If `training` is True, checks forward and backward in
-    training mode, otherwise only forward in evaluation mode. `build` returns the model, whose weights may have any
-    values. Needs no GPU, and doesn't touch a GPU that is present. If the model fails here, returns an empty list,
-    because the first step of the run then reports the same error.
+    The result has no duplicates and is in order of occurrence. If `training` is True, this function checks forward and
+    backward in training mode. Otherwise, it only checks forward in evaluation mode. `build` returns the model, whose
+    weights may have any values. No GPU is needed, and an existing GPU isn't used. If the model raises an error, returns
+    an empty list, because the first step of the run reports the same error.
     """
     for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
             with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
                 return record(build, inputs, batch, loss, training)
-        except Exception:  # third-party models may raise anything
+        except Exception:  # third-party models may raise any exception
             continue
     return []
 
@@ -84,8 +84,8 @@ def _record_on_cpu(build: Build, inputs: Inputs, batch: Batch, loss: Loss, train
 def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
     starts_cuda: Any = fake_tensor.init_gpu_context
-    # Starting CUDA would allocate GPU memory until the end of this process, which may only start the ranks. torch's
-    # engine needs CUDA for the backward pass, but `_backward` below doesn't.
+    # Initializing CUDA would allocate GPU memory until the end of this process, which may only start the ranks. Only
+    # torch's own backward needs CUDA, and `_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
@@ -96,9 +96,10 @@ def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Select the same kernels as a run (device/precision.py), but without errors from torch.
+    """Select the same kernels as a run (device/precision.py), but let torch warn instead of raising errors.
 
-    This way, all operations are found. Restores the global settings at the end of the block.
+    This way, all nondeterministic operations are found, and not only the first one. Restores the global settings after
+    the block.
     """
     before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -111,7 +112,7 @@ def _deterministic() -> Iterator[None]:
 
 
 def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
-    """Run forward and, if the model is in training mode, backward. Returns the operations that were rejected."""
+    """Run forward and, if the model is in training mode, backward. Return the operations without an exact kernel."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
         with recorder.forward():
@@ -129,22 +130,22 @@ def _rnn_dropouts(model: nn.Module) -> Iterator[Refusal]:
 
 @final
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records rejected operations while it is entered, with the module of `model` that called each of them."""
+    """A context manager that records operations without an exact kernel, and the module that called each of them."""
 
     def __init__(self, model: nn.Module, cuda: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusals: list[Refusal] = []
         self._cuda = cuda
         self._names = {module: _module_label(path, module) for path, module in model.named_modules()}
-        self._stack = [_LOSS]
-        # Nodes of the graph are numbered in the order of their creation. These lists contain the numbers at which a
-        # module began or ended, and the module of the nodes that follow.
-        self._numbers, self._modules = [0], [_LOSS]
-        self.node: Any = None  # the node of the graph whose backward is running
+        self._stack = [_LOSS_LABEL]
+        # Graph nodes are numbered in the order of their creation. `_numbers` has each number at which a module began or
+        # ended, and `_modules` has the module that created the nodes from this number on.
+        self._numbers, self._modules = [0], [_LOSS_LABEL]
+        self.node: Any = None  # the graph node whose backward is running, if any
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Track which module is computing, while the block runs."""
+        """Track the module that is computing in the block."""
         with ExitStack() as hooks:
             hooks.enter_context(register_module_forward_pre_hook(self._enter))
             hooks.enter_context(register_module_forward_hook(self._leave, always_call=True))
@@ -152,13 +153,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter(self, module: nn.Module, _: object) -> None:
         self._stack.append(self._names.get(module, self._stack[-1]))
-        self._mark()
+        self._record_module()
 
     def _leave(self, module: nn.Module, _: object, __: object) -> None:
         self._stack.pop()
-        self._mark()
+        self._record_module()
 
-    def _mark(self) -> None:
+    def _record_module(self) -> None:
         self._numbers.append(_get_sequence_nr())
         self._modules.append(self._stack[-1])
 
@@ -181,10 +182,10 @@ def _module_label(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def _backward(loss: Tensor, recorder: _Recorder) -> None:
-    """Compute the gradients of `loss` node by node, in reverse order of creation.
+    """Run backward from `loss` node by node, in reverse order of creation.
 
-    torch's own engine asks the driver for the device of a fake tensor, which may not exist. After each node, this
-    function reduces gradients to the shape and dtype that they belong to, as the engine does.
+    torch's own engine can't be used, because it asks the driver for the device of a fake tensor, which may not exist.
+    Like this engine, the function reduces each gradient to the shape and dtype of its tensor.
     """
     if loss.grad_fn is None:
         return
@@ -197,7 +198,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
         for (next_node, slot), gradient in zip(
             node.next_functions, _call_node(node, gradients.pop(node)), strict=False
         ):
-            if next_node is None or gradient is None or next_node.name().endswith(_LEAF):
+            if next_node is None or gradient is None or next_node.name().endswith(_LEAF_NODE):
                 continue
             if next_node not in gradients:
                 gradients[next_node] = [None] * len(next_node._input_metadata)
@@ -208,9 +209,9 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
 
 
 def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a node's inputs."""
+    """Call a graph node with the gradients of its outputs. Return the gradients of its inputs."""
     metadata = node._input_metadata
-    if isinstance(node, BackwardCFunction):  # written in Python, and called with zeros for missing gradients
+    if isinstance(node, BackwardCFunction):  # custom functions in Python get zeros for missing gradients
         filled = [
             _zeros(entry) if gradient is None else gradient for gradient, entry in zip(gradients, metadata, strict=True)
         ]

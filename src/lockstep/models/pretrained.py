@@ -1,4 +1,4 @@
-"""Pretrained weights: downloaded by one process per node while the others wait, and adapted to the data's classes."""
+"""Loads pretrained weights. One process per node downloads them, and a head of a different size isn't loaded."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -11,21 +11,21 @@ from lockstep.common.locking import exclusive, private_folder
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError
 
-_NETWORK: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
+_NETWORK_PACKAGES: Final = ("huggingface_hub", "httpx", "requests", "urllib", "urllib3")
 
 
 @contextmanager
 def download_lock(name: str) -> Iterator[None]:
     """Let only one process of the node build a pretrained model at a time.
 
-    This means that only the first process downloads the weights. The lock is local to the node, because a home folder
-    can be shared between nodes on a file system without locks. Raises UsageError if a download or a file access fails.
+    This means that only the first process downloads the weights. The lock file isn't in the home folder, because that
+    folder may be on a shared file system without locks. Raises UsageError if a download or a file access fails.
     """
     try:
         with exclusive(private_folder() / "pretrained.lock"):
             yield
     except Exception as error:
-        if not _is_network(error):
+        if not _is_io_error(error):
             raise
         raise UsageError(
             f"model {name}: cannot fetch the pretrained weights: {error}; check the network, copy the file to the "
@@ -34,9 +34,9 @@ def download_lock(name: str) -> Iterator[None]:
 
 
 def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Return a torchvision model with its default weights, except for tensors with a different shape, such as the head.
+    """Build a torchvision model, and load all pretrained weights that have the same shape.
 
-    Warns with the names of the tensors that keep their initial values.
+    Warns with the names of the other tensors, such as the head, which keep their initial values.
     """
     other_arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
     weights = build(weights="DEFAULT", **other_arguments).state_dict()
@@ -53,9 +53,9 @@ def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments:
     return model
 
 
-def _is_network(error: BaseException | None) -> bool:
-    """Return whether the error, or its cause, is from the network or the disk."""
+def _is_io_error(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, is a network or file error."""
     if error is None:
         return False
     root = type(error).__module__.partition(".")[0]
-    return isinstance(error, OSError) or root in _NETWORK or _is_network(error.__cause__)
+    return isinstance(error, OSError) or root in _NETWORK_PACKAGES or _is_io_error(error.__cause__)

@@ -1,6 +1,6 @@
-"""Reads tensors from files of other programs: safetensors, torch.save, and folders of transformers and DeepSpeed.
+"""Reads tensors from safetensors files, from files of torch.save, and from folders of transformers and DeepSpeed.
 
-Never runs code from a file: files of torch.save are pickles, and are read with `weights_only`.
+This module never runs code from a file. Files of torch.save are pickles, so they are loaded with `weights_only`.
 """
 
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from lockstep.common import plainfile
 from lockstep.common.names import suggestion
 from lockstep.common.patterns import list_some
 from lockstep.errors import UsageError, error_as
-from lockstep.models.deepspeed_folders import check_whole, model_file
+from lockstep.models.deepspeed_folders import check_full_precision, model_file
 
-_SAFE: Final = ".safetensors"
+_SAFETENSORS: Final = ".safetensors"
 _TORCH: Final = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".pyth")
-_WHOLE: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
+_FILES: Final = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors")
 _INDEX: Final = "model.safetensors.index.json"
-_LARGEST_INDEX: Final = 1 << 26  # bytes
-# Keys under which training scripts save the state_dict.
-_NESTED: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
-_WRAPPERS: Final = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+_MAX_INDEX_BYTES: Final = 1 << 26  # bytes
+# The keys under which training scripts save the state_dict in a larger dict.
+_STATE_KEYS: Final = ("state_dict", "model_state_dict", "model_state", "model", "module")
+_WRAPPERS: Final = ("module.", "_orig_mod.")  # the prefixes that DistributedDataParallel and torch.compile add
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder.
+    """Read the tensors of a file or a folder.
 
-    The folder can contain a single file such as `model.safetensors`, shards with an index, or a checkpoint of
-    DeepSpeed. The tensors are on the CPU, and memory-mapped if the format allows it. Raises UsageError if there are no
-    tensors, or if a file is damaged.
+    A folder can contain a single file such as `model.safetensors`, shards with an index, or a DeepSpeed checkpoint. The
+    tensors are on the CPU, and memory-mapped if the format supports it. Raises UsageError if there are no tensors or a
+    file is damaged.
     """
     if path.is_dir():
         return _read_folder(path)
@@ -41,18 +41,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"{path}: not found; use a file with tensors, a folder with such a file, or a run")
     if not path.is_file():
         raise UsageError(f"{path}: not a regular file; use a file with tensors, a folder with such a file, or a run")
-    if path.suffix == _SAFE:
+    if path.suffix == _SAFETENSORS:
         return _read_safetensors(path)
     if path.name.endswith(_TORCH):
         return _read_torch(path)
-    raise UsageError(f"{path}: unknown file type; use a file that ends in {', '.join([_SAFE, *_TORCH])}, or a folder")
+    raise UsageError(
+        f"{path}: unknown file type; use a file that ends in {', '.join([_SAFETENSORS, *_TORCH])}, or a folder"
+    )
 
 
 def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose names begin with `prefix`, without the prefix.
+    """Return the tensors whose names begin with `prefix`, and remove the prefix from their names.
 
-    If `prefix` is empty, removes the prefixes that wrappers add to all names: `module.` and `_orig_mod.`. Raises
-    UsageError, which begins with `label`, if no name begins with `prefix`.
+    If `prefix` is empty, removes the prefixes `module.` and `_orig_mod.`, which wrappers add to all names. Raises
+    UsageError if no name begins with `prefix`. `label` is the prefix of the error.
     """
     if prefix:
         stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -71,15 +73,15 @@ def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     if (folder / _INDEX).is_file():
         return _read_shards(folder)
-    for name in _WHOLE:
+    for name in _FILES:
         if (folder / name).is_file():
             return read_tensors(folder / name)
     if (file := model_file(folder)) is not None:
         tensors = read_tensors(file)
-        check_whole(tensors, file)
+        check_full_precision(tensors, file)
         return tensors
     raise UsageError(
-        f"{folder}: contains no weights: neither {_INDEX} nor {', '.join(_WHOLE)}, nor checkpoints of a run or of "
+        f"{folder}: contains no weights: neither {_INDEX} nor {', '.join(_FILES)}, nor checkpoints of a run or of "
         f"DeepSpeed; use the path of a file"
     )
 
@@ -88,11 +90,11 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     index = folder / _INDEX
     error_types = (OSError, ValueError, KeyError, TypeError, AttributeError)
     with error_as(UsageError, error_types, f"{index}: not a valid index of weights", "; download it again"):
-        files = plainfile.parse_json(plainfile.content(index, _LARGEST_INDEX))["weight_map"]
+        files = plainfile.parse_json(plainfile.content(index, _MAX_INDEX_BYTES))["weight_map"]
         locations = {str(name): str(file) for name, file in files.items()}
     for file in set(locations.values()):
-        if Path(file).name != file or not file.endswith(_SAFE):
-            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFE} files next to it")
+        if Path(file).name != file or not file.endswith(_SAFETENSORS):
+            raise UsageError(f"{index}: lists {file!r}; all parts must be {_SAFETENSORS} files next to it")
     parts = {file: read_tensors(folder / file) for file in sorted(set(locations.values()))}
     missing = [name for name, file in locations.items() if name not in parts[file]]
     if missing:
@@ -115,19 +117,19 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251
-    except Exception as error:  # damaged files and files of other formats may raise anything
+    except Exception as error:  # a damaged file or a different format may raise any exception
         if type(error).__name__ == "UnpicklingError":
             raise UsageError(
                 f"{path}: contains more than tensors, and is not loaded, since it could run code; if you trust it, "
                 f"load it yourself and save its state_dict() with safetensors.torch.save_file"
             ) from error
         raise UsageError(f"{path}: not a complete file of torch.save: {error}; write or download it again") from error
-    return _tensors(content, path)
+    return _find_state_dict(content, path)
 
 
-def _tensors(content: Any, path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a state_dict, which is either the whole content or one of its entries."""
-    entries = [content.get(name) for name in _NESTED] if isinstance(content, dict) else []
+def _find_state_dict(content: Any, path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a state_dict. It is either the content of the file itself, or one of its entries."""
+    entries = [content.get(name) for name in _STATE_KEYS] if isinstance(content, dict) else []
     for candidate in (content, *entries):
         if isinstance(candidate, dict) and candidate and all(isinstance(value, Tensor) for value in candidate.values()):
             return {str(name): value for name, value in candidate.items()}

@@ -1,1 +1,1 @@
-"""Engines and layouts: the training of a model on many ranks, shared by all strategies."""
+"""Engines and layouts: how a model is trained on several ranks. All strategies use them."""

@@ -1,11 +1,11 @@
-"""Activation offloading: the tensors that autograd saves in a forward are stored in CPU memory until the backward.
+"""Activation offloading: tensors that autograd saves in a forward are stored in CPU memory until the backward.
 
-Each part of a storage is copied once per forward, even if several operations save it or views of it. Tensors come back
-with the same strides and the same alignment, because these can change which kernel runs. Therefore the bits of the
+Each range of a storage is copied once per forward, even if several operations save it or views of it. Tensors are
+restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits of the
 backward don't change.
 
-These tensors stay on the device: parameters and buffers of the model, their views, and small tensors. The copies of
-parameters that autocast makes are offloaded like activations.
+These tensors stay on the device: parameters and buffers of the model, their views, and small tensors. Autocast's copies
+of parameters are offloaded like activations.
 """
 
 from contextlib import AbstractContextManager, ExitStack
@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lockstep.device.memory import host_like
 
-# Starting a copy takes a few microseconds. A PCIe bus transfers about this much in the same time.
+# Starting a copy takes a few microseconds. A PCIe bus transfers about this many bytes in the same time.
 _LEAST_BYTES: Final = 1 << 16
 _ALIGNED_BYTES: Final = 512  # the alignment of a storage in torch's GPU allocator
 
@@ -28,9 +28,9 @@ _ALIGNED_BYTES: Final = 512  # the alignment of a storage in torch's GPU allocat
 def around_forward(
     inner: AbstractContextManager[None], model: nn.Module, device: torch.device, offload: bool
 ) -> AbstractContextManager[None]:
-    """Return the context for forwards in training: `inner`, and with `offload` activation offloading around it.
+    """Return the context for forwards in training: `inner`, with activation offloading around it if `offload` is set.
 
-    On a CPU, activations are already in CPU memory. In this case, only `inner` is returned.
+    On the CPU, activations are already in CPU memory, so `inner` is returned unchanged.
     """
     return Offload(model, device, inner) if offload and device.type != "cpu" else inner
 
@@ -38,10 +38,10 @@ def around_forward(
 @final
 @dataclass(eq=False)
 class Offload:
-    """A reusable context for forwards, around `inner`, that moves the tensors saved on `device` to the CPU.
+    """A reusable context for forwards that enters `inner` and moves the tensors saved on `device` to the CPU.
 
-    Tensors smaller than `least_bytes` stay on the device. You can run the backward inside the context or after it. It
-    must run on the stream of its forward, which is autograd's default.
+    Tensors smaller than `least_bytes` stay on the device. You can run the backward inside the context or after it. The
+    backward must run on the same stream as the forward, which is autograd's default.
     """
 
     model: nn.Module
@@ -69,7 +69,7 @@ class Kept(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A saved tensor whose elements are in CPU memory. `watched` is empty, but shares the version counter."""
+    """A saved tensor that is stored in CPU memory. `watched` is an empty tensor with the same version counter."""
 
     elements: "Elements"
     size: torch.Size
@@ -81,22 +81,22 @@ class Moved(NamedTuple):
 
 @final
 class Packing:
-    """Packs the tensors that autograd saves in one forward of `model`."""
+    """Packs the tensors that autograd saves in a single forward of `model`."""
 
     def __init__(self, model: nn.Module, device: torch.device, least_bytes: int) -> None:
-        # The storages at this moment. While a block computes, fully_shard replaces its parameters: see `_moves`.
+        # The storages before the forward. fully_shard replaces parameters during the forward, which `_moves` detects.
         tensors = [
             tensor for tensor in chain(model.parameters(), model.buffers()) if type(tensor) in (Tensor, nn.Parameter)
         ]
         self._resident = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self._type = device.type
         self._least_bytes = least_bytes
-        # Keep a weak reference to the storage of moved elements, so that no new storage gets the same address.
+        # The weak reference keeps the address of the storage reserved, so that no new storage gets the same address.
         self._offloaded: dict[tuple[int, int, int, torch.dtype, int], tuple[Elements, StorageWeakRef]] = {}
 
     def pack(self, tensor: Tensor) -> Kept | Moved:
         """Return the object that is saved instead of `tensor`."""
-        saved = tensor.detach()  # the result must not hold `tensor` itself; this shares its memory and version
+        saved = tensor.detach()  # shares memory and version; the result must not refer to `tensor` itself
         if not self._moves(tensor):
             return Kept(saved, saved._version)
         storage = saved.untyped_storage()
@@ -112,7 +112,7 @@ class Packing:
 
     def _moves(self, tensor: Tensor) -> bool:
         return (
-            type(tensor) is Tensor  # not a parameter, and not a subclass, which may have no storage
+            type(tensor) is Tensor  # not a parameter, and not a subclass that may have no storage
             and tensor.device.type == self._type
             and tensor.layout == torch.strided
             and not (tensor.is_conj() or tensor.is_neg())  # their values differ from the values in memory
@@ -124,18 +124,18 @@ class Packing:
 
 @final
 class Elements:
-    """A copy of consecutive elements of a storage in CPU memory. The storage can be freed."""
+    """A copy of consecutive elements of a storage in CPU memory, so that the storage can be freed."""
 
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
-        # From a GPU, the copy is asynchronous for the CPU, and in order with the computation of the GPU.
+        # A copy from a GPU doesn't block the CPU, and runs in order with the computation on the GPU.
         self._host = host_like(elements).copy_(elements, non_blocking=elements.is_cuda)
         self._last: StorageWeakRef | None = None
 
     def back(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        """Return a tensor of these elements on their original device.
+        """Return a tensor with these elements on their original device.
 
-        All returned tensors that are in use at the same time share memory, like the saved tensors did.
+        Tensors that are in use at the same time share memory, like the saved tensors did.
         """
         tensor = torch.empty(0, dtype=self._host.dtype, device=self._device)
         storage = None
@@ -159,7 +159,7 @@ def _unpack(packed: Kept | Moved) -> Tensor:
 
 
 def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
-    """Raise the error that autograd would raise. Autograd doesn't check versions if saved tensors are packed."""
+    """Raise the same error as autograd, which doesn't check the versions of saved tensors if they are packed."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -170,8 +170,8 @@ def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
 def _extent(tensor: Tensor, elements: int) -> tuple[int, int]:
     """Return the first element and the number of elements to move, for a storage of `elements` elements.
 
-    If the tensor spans at least half of the storage, move the whole storage, because more views are likely to follow,
-    e.g. query, key and value.
+    If the tensor spans at least half of the storage, this is the entire storage, because more views of it will probably
+    be saved, e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 2 * span >= elements:

@@ -1,22 +1,22 @@
 """Asynchronous data parallelism: rank 0 applies the gradient of each rank as soon as it arrives.
 
-Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, called this Downpour SGD. A step of a
-rank, phase by phase:
+Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, call this Downpour SGD. A step of a rank
+has these phases:
 
-1. The rank computes the gradient of its own micro-batches, as if it were alone. The gradient is divided by the weight
-   of the whole step, so the gradients of all ranks add up to the usual gradient. Therefore a learning rate has about
-   the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, it has a larger
-   effect.
-2. Each rank clips gradients, scales the loss and skips steps separately.
+1. The rank computes the gradient of its own micro-batches, as if it were the only rank. The gradient is divided by the
+   weight of the full step, so the gradients of all ranks add up to the usual gradient. Therefore a learning rate has
+   about the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, it has a
+   larger effect.
+2. The rank clips its gradient, scales the loss and skips steps independently of other ranks.
 3. The rank pushes its gradient to rank 0, which applies it to the shared weights.
 4. The rank pulls the new weights.
 
-Other ranks can update the shared weights between phases 1 and 3. In this case, the gradient is stale. The order of the
-updates depends on the speed of the ranks. Therefore no two runs have the same results, and no run has the results of a
-single process. No rank is more than two steps ahead, because the ranks agree on when to stop.
+If other ranks update the shared weights between phases 1 and 3, the gradient is stale. The order of the updates depends
+on the speed of the ranks. Therefore no two runs have the same results, and no run has the same results as a single
+process. No rank is more than two steps ahead of the others, because the ranks agree on when to stop.
 
-For evaluation and for checkpoints, the ranks wait for each other. All of them then load the newest weights, and the
-BatchNorm statistics and averaged weights of rank 0.
+Before an evaluation and before a checkpoint, the ranks wait for each other. All ranks then load the newest weights, and
+the BatchNorm statistics and averaged weights of rank 0.
 """
 
 from collections import Counter
@@ -50,30 +50,32 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optim
 from lockstep.parallel.optimizer_step import gradient, keep_ratios
 from lockstep.tasks.base import MicroBatches, Problem
 
-Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a rate and gradients, and returns the new weights
+Exchange = Callable[[float, list[Tensor]], list[Tensor]]  # pushes a learning rate and gradients, pulls weights
 
 _LOSS: Final = ""  # no sum of a task has this name
 
 
 @final
 class AsynchronousEngine:
-    """A rank that trains on its own micro-batches, and only shares weights with other ranks."""
+    """The engine of a rank that trains on its own micro-batches, and only shares weights with other ranks."""
 
     def __init__(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> None:
         self._world = world
         self._server: _Server | None = None
         self._calls: Rpc | None = None
 
-        def pushing(trained: Sequence[Named], _: Norms) -> Optimizer:
+        def make_push_optimizer(trained: Sequence[Named], _: Norms) -> Optimizer:
             self._server = None if world.rank else _Server(trained, make_optimizer)
-            self._pushing = _Pushing(trained, self._exchange)
-            return self._pushing
+            self._push_optimizer = _PushOptimizer(trained, self._exchange)
+            return self._push_optimizer
 
         local_world = World(ALONE, world.device)
-        # The micro-batches of each rank are renumbered from 0. A different seed per rank keeps dropout different.
+        # Each rank numbers its micro-batches from 0. The seed depends on the rank, so that dropout masks differ.
         local_numerics = replace(numerics, peers=world.size, peer=world.rank)
         make_layout = replicated(local_world, Mesh(), bucket_bytes=1)
-        self._local_engine = DataParallelEngine(problem, pushing, local_world, local_numerics, Mesh(), make_layout)
+        self._local_engine = DataParallelEngine(
+            problem, make_push_optimizer, local_world, local_numerics, Mesh(), make_layout
+        )
         self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
         self._advice = against_nonfinite(numerics.recipe)
@@ -83,7 +85,7 @@ class AsynchronousEngine:
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Compute this rank's gradient.
 
-        The loss is an estimate from this rank's micro-batches. With `observe`, it is the total loss over all ranks.
+        The loss is estimated from the micro-batches of this rank. If `observe` is set, it is the loss of all ranks.
         """
         self._has_microbatches = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
@@ -94,7 +96,7 @@ class AsynchronousEngine:
             sums = self._local_engine.forward_backward(local_microbatches, local_step, observe)
             self._check(sums, step)
         if observe:
-            return self._of_all(sums, step)
+            return self._sum_over_ranks(sums, step)
         if step.weights is not None:
             return self._estimate(sums, microbatches, step)
         weight = sum(microbatch.weight for microbatch in microbatches)
@@ -112,7 +114,7 @@ class AsynchronousEngine:
         return sums._replace(total=total_loss(named) if named else sums.total, weight=1, named=named)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Push the gradient and pull the weights. If this rank had no micro-batch, this is a no-op."""
+        """Push the gradient and pull the weights. This is a no-op if the rank had no micro-batches."""
         return self._local_engine.update(lr, max_norm) if self._has_microbatches else Update(None, applied=True)
 
     def gradients(self) -> dict[str, MaybeSharded]:
@@ -122,13 +124,13 @@ class AsynchronousEngine:
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
         """See Engine."""
-        self._level()
+        self._sync_weights()
         with self._local_engine.evaluation() as predict:
             yield predict
 
     def state(self) -> State:
-        """See Engine. Only the state of rank 0, which is saved, includes the state of the shared optimizer."""
-        self._level()
+        """See Engine. Only the state of rank 0, which is saved, contains the state of the shared optimizer."""
+        self._sync_weights()
         state = self._local_engine.state()
         if self._server is None:
             return state
@@ -141,7 +143,7 @@ class AsynchronousEngine:
         scalars = {**state.scalars, "optimizer": self._local_engine.state().scalars["optimizer"]}
         self._local_engine.load(replace(state, optimizer={}, scalars=scalars))
         if self._server is not None:
-            self._server.load(self._pushing.weights(), state)
+            self._server.load(self._push_optimizer.weights(), state)
         self._world.barrier()  # so that no rank pushes before rank 0 has loaded the state
 
     def close(self) -> None:
@@ -154,11 +156,11 @@ class AsynchronousEngine:
         if self._server is not None:
             return self._server.exchange(lr, gradients)
         assert self._calls is not None
-        newest: list[Tensor] = self._calls.ask("exchange", lr, [tensor.cpu() for tensor in gradients])
+        newest: list[Tensor] = self._calls.call_server("exchange", lr, [tensor.cpu() for tensor in gradients])
         return newest
 
-    def _of_all(self, sums: Sums, step: Step) -> Sums:
-        """Return the sums over all ranks. The ranks wait for each other here."""
+    def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
+        """Return the sums over all ranks. This blocks until all ranks call it."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
         parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | losses
@@ -172,27 +174,27 @@ class AsynchronousEngine:
         return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.own_losses, totals, named=named)
 
     def _check(self, sums: Sums, step: Step) -> None:
-        """Raise TrainingError if the loss isn't finite, because it would spread to all ranks with the weights."""
+        """Raise TrainingError if the loss isn't finite. The shared weights would otherwise spread it to all ranks."""
         if not self._skips and not bool(torch.isfinite(sums.total)):
             raise TrainingError(
                 f"loss is {float(sums.loss)} at step {step.number + 1} (epoch {step.epoch + 1}), on rank "
                 f"{self._world.rank}; {self._advice}"
             )
 
-    def _level(self) -> None:
-        """Load the newest weights on all ranks, and the rest of the model's state from rank 0."""
-        self._world.barrier()  # now all earlier pushes are applied, because a push returns after its update
+    def _sync_weights(self) -> None:
+        """Load the newest weights on all ranks, and the remaining state of the model from rank 0."""
+        self._world.barrier()  # all earlier pushes have been applied, because a push returns after its update
         if self._server is not None:
-            self._pushing.take(self._server.newest())
-            self._local_engine.load(self._local_engine.state())  # publishes the weights to the model
+            self._push_optimizer.load_weights(self._server.newest())
+            self._local_engine.load(self._local_engine.state())  # copies the weights into the model
         self._world.barrier()
         if self._server is None and self._calls is not None:
-            model, ema = self._calls.ask("_snapshot")
+            model, ema = self._calls.call_server("_snapshot")
             self._local_engine.load(replace(self._local_engine.state(), model=model, ema=ema))
-        self._world.barrier()  # rank 0 must not continue before the other ranks have its state
+        self._world.barrier()  # rank 0 must not continue before the other ranks have received its state
 
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-        """Return the model's state and its averaged weights, for all other ranks."""
+        """Return the state of the model and its averaged weights on the CPU. Called by the other ranks."""
         state = self._local_engine.state()
         ema = None if state.ema is None else _on_cpu(state.ema)
         return _on_cpu(state.model), ema
@@ -200,44 +202,44 @@ class AsynchronousEngine:
 
 @final
 class _Server:
-    """The shared weights, and the optimizer that updates them."""
+    """The shared weights and their optimizer, on rank 0."""
 
     def __init__(self, trained: Sequence[Named], make_optimizer: MakeOptimizer) -> None:
         self.trained = [(name, nn.Parameter(weight.detach().clone())) for name, weight in trained]
         self.optimizer = make_optimizer(self.trained, whole_norms)
         keep_ratios(self.optimizer)
-        self._one = Lock()  # each call runs in a separate thread
+        self._lock = Lock()  # each call runs in a separate thread
 
     def exchange(self, lr: float, gradients: list[Tensor]) -> list[Tensor]:
-        """Apply a gradient at this rate, and return the new weights."""
-        with self._one:
+        """Apply a gradient with this learning rate, and return the new weights."""
+        with self._lock:
             for (_, weight), gradient in zip(self.trained, gradients, strict=True):
                 weight.grad = gradient.to(weight.device)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr * group.get(SCALE, 1.0)
             self.optimizer.step()
-            return self._copies()
+            return self._copy_weights()
 
     def newest(self) -> list[Tensor]:
         """Return the weights."""
-        with self._one:
-            return self._copies()
+        with self._lock:
+            return self._copy_weights()
 
     @torch.no_grad()
     def load(self, weights: Sequence[Tensor], state: State) -> None:
-        """Load these weights and the optimizer's state."""
-        with self._one:
+        """Load these weights and the state of the optimizer."""
+        with self._lock:
             torch._foreach_copy_(list[Tensor](weight for _, weight in self.trained), list(weights))
             tensors = {name: local_tensor(tensor) for name, tensor in state.optimizer.items()}
             load_optimizer_state(self.trained, self.optimizer, tensors, state.scalars["optimizer"])
 
-    def _copies(self) -> list[Tensor]:
+    def _copy_weights(self) -> list[Tensor]:
         return [weight.detach().to("cpu", copy=True) for _, weight in self.trained]
 
 
 @final
-class _Pushing(Optimizer):
-    """An optimizer whose step pushes the gradients and pulls the weights."""
+class _PushOptimizer(Optimizer):
+    """An optimizer whose `step` pushes the gradients to the server and pulls the new weights."""
 
     def __init__(self, trained: Sequence[Named], exchange: Exchange) -> None:
         self._trained: list[Tensor] = [weight for _, weight in trained]
@@ -246,11 +248,11 @@ class _Pushing(Optimizer):
 
     def step(self) -> None:  # type: ignore[override]
         """Push the gradients to the server and load the new weights."""
-        self.take(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
+        self.load_weights(self._exchange(self.param_groups[0]["lr"], [gradient(weight) for weight in self._trained]))
 
     @torch.no_grad()
-    def take(self, weights: list[Tensor]) -> None:
-        """Load these weights."""
+    def load_weights(self, weights: list[Tensor]) -> None:
+        """Copy `weights` into this rank's weights."""
         torch._foreach_copy_(self._trained, weights)
 
     def weights(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Digests of the results and the state of ranks, grouped by subject, to compare ranks that hold the same tensors."""
+"""Digests of the results and the state of ranks, grouped by subject, to compare ranks with the same tensors."""
 
 import hashlib
 import json
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from lockstep.core.digest import Digests, Noted, differing_bit
+from lockstep.core.digest import Digests, TensorDigest, differing_bit
 from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
-class Subject(NamedTuple):
-    """A subject that several ranks have results for. Ranks that hold the same rows have the same `rows`."""
+class ComparedResult(NamedTuple):
+    """A result that several ranks compare. `rows` is the same for ranks that hold the same rows, or "" without rows."""
 
     kind: str
     rows: str = ""
 
 
-Findings = list[tuple[Subject, dict[str, str]]]  # of one rank, with a digest for each name
+Findings = list[tuple[ComparedResult, dict[str, str]]]  # the digests by name of each subject, for a single rank
 
 
 @final
@@ -27,18 +27,18 @@ class DigestNotes:
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
-        self._seen: dict[str, Noted] = {}
+        self._tensor_digests: dict[str, TensorDigest] = {}
 
     def note(self, name: str, tensor: Tensor) -> None:
-        self._seen[name] = self._digests.noted(tensor)
+        self._tensor_digests[name] = self._digests.noted(tensor)
 
     def values(self) -> dict[str, str]:
-        """Return the digest of each name. Waits for the device."""
-        return {name: note.text() for name, note in self._seen.items()}
+        """Return the digest of each name. Synchronizes with the device."""
+        return {name: note.text() for name, note in self._tensor_digests.items()}
 
 
 def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findings:
-    """Return the digests of the whole tensors on this rank, and of its rows of sharded tensors, as two subjects."""
+    """Return the digests of a rank's unsharded tensors, and of its rows of sharded tensors, as two subjects."""
     full, row_notes = DigestNotes(digests), DigestNotes(digests)
     for name, tensor in tensors.items():
         (row_notes if isinstance(tensor, Shard) else full).note(name, local_tensor(tensor))
@@ -47,17 +47,19 @@ def tensor_findings(digests: Digests, kind: str, tensors: NamedTensors) -> Findi
         for name, tensor in tensors.items()
         if isinstance(tensor, Shard)
     ]
-    findings = [(Subject(kind), full.values()), (Subject(kind, hash_of(shards)), row_notes.values())]
+    findings = [(ComparedResult(kind), full.values()), (ComparedResult(kind, short_hash(shards)), row_notes.values())]
     return [(subject, values) for subject, values in findings if values]
 
 
-def which_bit(subject: Subject, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]) -> str:
-    """Return e.g. ", bit 22 of element [5, 120]" if the digests of a single name differ by one bit, or else ""."""
+def describe_flipped_bit(
+    subject: ComparedResult, names: Sequence[str], first: Mapping[str, str], second: Mapping[str, str]
+) -> str:
+    """Return e.g. ", bit 22 of element [5, 120]" if the digests of a single name differ by one bit, or "" otherwise."""
     if len(names) != 1 or not (bit := differing_bit(first.get(names[0], "0"), second.get(names[0], "0"))):
         return ""
     return f", {bit}{' of its rows' if subject.rows else ''}"
 
 
-def hash_of(value: Any) -> str:
-    """Return a short hash of a value that JSON can hold."""
+def short_hash(value: Any) -> str:
+    """Return a short hash of a JSON-serializable value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,14 +1,14 @@
-"""Audits: find ranks that compute wrong results or hold corrupted state, before an error reaches the weights.
+"""Audits find ranks that compute wrong results or hold corrupted state, before an error reaches the weights.
 
-A micro-batch gives the same bits on every rank. In an audited step, the ranks compare their results, phase by phase:
+A micro-batch gives the same bits on every rank. In an audited step, the ranks compare their results in these phases:
 
-1. Each rank checks that its weights and its optimizer state haven't changed since the last update (KeptState).
-2. Each rank repeats a micro-batch of a different rank, outside of the step.
-3. Each rank computes the step. It notes digests (core/digest.py) of its own micro-batch that a different rank repeats,
+1. Each rank checks that its weights and optimizer state haven't changed since the last update (KeptState).
+2. Each rank recomputes a micro-batch of a different rank, in addition to the step.
+3. Each rank computes the step. It records digests (core/digest.py) of the micro-batch that a different rank recomputes,
    of the gradient sums, of the loss, and of the messages that it sent and received.
-4. All ranks compare the digests of messages on both ends of each link, and then all other digests.
-5. If any digests differ, all ranks repeat phases 2 and 3. All ranks also repeat the disputed micro-batches. The audit
-   then raises an error that names the ranks whose results differ from the majority (core/majority.py).
+4. The ranks compare the digests of messages on both ends of each link, and then all other digests.
+5. If any digests differ, all ranks repeat phases 2 and 3, and recompute the disputed micro-batches. The audit then
+   raises an error that names the ranks whose results differ from the majority (core/majority.py).
 """
 
 from collections import Counter
@@ -24,20 +24,36 @@ from lockstep.core.digest import Digests
 from lockstep.core.majority import odd_ones
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import DigestNotes, Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import OTHER_HOSTS, SHOWN, TAKE_OUT, changed_on_the_way, link_verdict, name_ranks
+from lockstep.parallel.audit_digests import (
+    ComparedResult,
+    DigestNotes,
+    Findings,
+    describe_flipped_bit,
+    short_hash,
+    tensor_findings,
+)
+from lockstep.parallel.corruption import (
+    MAX_SHOWN_NAMES,
+    OTHER_HOSTS,
+    REMOVE_HOST,
+    find_changed_link,
+    link_verdict,
+    name_ranks,
+)
 from lockstep.parallel.engine import Auditable, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Opinions = dict[Subject, list[tuple[int, str]]]  # pairs of rank and digest, only for subjects with different digests
+Opinions = dict[
+    ComparedResult, list[tuple[int, str]]
+]  # rank and digest of each result; only subjects whose digests differ
 
 
 @dataclass(eq=False)
 class Part:
-    """The next computation of a rank: the micro-batches of a step, or with `beside` one micro-batch outside of it.
+    """The next computation of a rank: the micro-batches of a step, or with `beside` a micro-batch in addition to it.
 
-    For a micro-batch outside of the step, see Auditable.repeat. After you compute a step, set `sums`.
+    For the additional micro-batch, call `Auditable.repeat`. After you have computed the step, set `sums`.
     """
 
     microbatches: MicroBatches
@@ -48,11 +64,11 @@ class Part:
 @final
 @dataclass(eq=False)
 class AuditedEngine:
-    """Wraps the engine of `start` and audits the steps that `schedule` selects. Audits don't change any results.
+    """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
-    In an audited step, the first micro-batch is the one that this rank repeats. `fetch` returns any other micro-batch.
-    If the ranks disagree on the results of a step, all ranks raise CorruptionError. `audited` is the number of steps on
-    which they agreed.
+    In an audited step, the first micro-batch that the engine gets is the one to recompute. `fetch` returns any other
+    micro-batch. If the ranks disagree on the results of a step, CorruptionError is raised on all ranks. `audited` is
+    the number of steps that passed an audit.
     """
 
     start: Callable[[World], Auditable]
@@ -91,10 +107,10 @@ class AuditedEngine:
 
 @final
 class Audit:
-    """The audits of an engine on this rank. The caller computes the steps.
+    """The audits of an engine on this rank. The caller runs the computations.
 
-    `log` must record the messages of the engine. `audited` is the number of steps on which the ranks agreed. Call
-    `kept.note` after the update of each step. Steps that are multiples of `every` are audited.
+    `log` must record the messages of the engine. `audited` is the number of steps that passed an audit. Call
+    `kept.note` after the update of each step. One in `every` steps is audited.
     """
 
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
@@ -110,9 +126,9 @@ class Audit:
     def parts(
         self, schedule: AuditSchedule, fetch: Callable[[Step, int], MicroBatch], microbatches: MicroBatches, step: Step
     ) -> Iterator[Part]:
-        """Yield the parts of an audited step. All ranks must iterate, and compute each part before the next.
+        """Yield the parts of an audited step. All ranks must iterate, and compute each part when it is yielded.
 
-        The first of `microbatches` is the micro-batch that this rank repeats. `fetch` returns any other micro-batch.
+        The first of `microbatches` is the micro-batch that this rank recomputes. `fetch` returns any other micro-batch.
         Raises CorruptionError on all ranks if they disagree on the results.
         """
         repeated, *own_microbatches = microbatches
@@ -122,7 +138,7 @@ class Audit:
         self._check_links(step, self._log.close())
         findings += computed
         if disputes := self._find_disputes(findings):
-            # Collect more results: repeat the same computation, and let all ranks compute each disputed micro-batch.
+            # Collect more evidence: repeat the same computation, and recompute each disputed micro-batch on all ranks.
             findings += yield from self._compute(schedule, step, repeated, own_microbatches)
             for index in range(schedule.microbatches):
                 if _microbatch(index) in disputes:
@@ -133,7 +149,7 @@ class Audit:
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Part, None, Findings]:
-        """Compute a step and return this rank's digests of results that other ranks have, too. Causes come first."""
+        """Compute a step and return the digests of results that other ranks also have. Causes come before effects."""
         findings = [(yield from self._repeat(repeated))]
         target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         part = Part(
@@ -143,11 +159,11 @@ class Audit:
             ]
         )
         yield part
-        if digests := notes.values():  # empty if a short step has no micro-batch for this rank
+        if digests := notes.values():  # empty if the step is short and this rank has no micro-batch
             findings.append((_microbatch(target), digests))
         if self._world.size > 1:
             assert part.sums is not None
-            # The gradients can appear twice, if this rank also kept them from the whole gradient. Count them once.
+            # If this rank also kept its gradients from the full gradient, they appear twice. Count them once.
             for sums in (self._engine.gradients(), *self._engine.witnessed()):
                 sum_findings = tensor_findings(self._digests, "the sum of the gradients", sums)
                 findings += [finding for finding in sum_findings if finding not in findings]
@@ -157,27 +173,27 @@ class Audit:
     def _check_links(self, step: Step, messages: Mapping[str, str]) -> None:
         """Raise CorruptionError on all ranks if a message differs between its sender and its receiver."""
         digests = [
-            {peer: hash_of(entries) for peer, entries in by_peer(messages, direction).items()}
+            {peer: short_hash(entries) for peer, entries in by_peer(messages, direction).items()}
             for direction in (SENT, RECEIVED)
         ]
         links = [[*map(list, digest_by_peer.items())] for digest_by_peer in digests]
         reports = self._world.told_by_all({"host": self._world.host, "links": links})
         sent, received = ([dict(report["links"][direction]) for report in reports] for direction in (0, 1))
-        if link := changed_on_the_way(sent, received):
+        if link := find_changed_link(sent, received):
             raise link_verdict(step, *link, reports)
 
-    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[Subject, dict[str, str]]]:
+    def _repeat(self, microbatch: MicroBatch) -> Generator[Part, None, tuple[ComparedResult, dict[str, str]]]:
         notes = DigestNotes(self._digests)
         yield Part([replace(microbatch, note=notes.note)], beside=True)
         return _microbatch(microbatch.index), notes.values()
 
     def _find_disputes(self, findings: Findings) -> Opinions:
-        """Return the subjects on which ranks disagree. All ranks must call it."""
-        summaries = [[*subject, hash_of(digests)] for subject, digests in findings]
+        """Return the subjects on which the ranks disagree. All ranks must call this method."""
+        summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
         for rank, summaries_of_rank in enumerate(self._world.told_by_all(summaries)):
             for kind, rows, result in summaries_of_rank:
-                opinions.setdefault(Subject(kind, rows), []).append((rank, result))
+                opinions.setdefault(ComparedResult(kind, rows), []).append((rank, result))
         return {
             subject: rank_results
             for subject, rank_results in opinions.items()
@@ -185,15 +201,15 @@ class Audit:
         }
 
     def _verdict(self, step: Step, findings: Findings) -> CorruptionError:
-        """Return the error that names the faulty ranks. All ranks must call it, and they get the same error."""
+        """Return the error that names the faulty ranks. All ranks must call this method and get the same error."""
         disputes = self._find_disputes(findings)
         accused = {
             subject: odd_ones(opinions) or sorted({rank for rank, _ in opinions})
             for subject, opinions in disputes.items()
         }
         decided = [subject for subject, opinions in disputes.items() if odd_ones(opinions)]
-        # The subject with the fewest faulty ranks is closest to the fault: e.g. the rows of a weight, and not the
-        # results that a replica computes with them.
+        # The subject with the fewest faulty ranks is closest to the fault. For example, if the rows of a weight are
+        # corrupted, this is the subject of these rows, and not of the results that the replica computes with them.
         subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
         report = {
             "host": self._world.host,
@@ -202,18 +218,18 @@ class Audit:
         return _verdict(step, subject, disputes[subject], self._world.told_by_all(report))
 
 
-def _microbatch(index: int) -> Subject:
-    return Subject(f"micro-batch {index}")
+def _microbatch(index: int) -> ComparedResult:
+    return ComparedResult(f"micro-batch {index}")
 
 
 def _verdict(
-    step: Step, subject: Subject, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
+    step: Step, subject: ComparedResult, opinions: Sequence[tuple[int, str]], reports: Sequence[dict[str, Any]]
 ) -> CorruptionError:
-    """Return the error for a disputed `subject`. `reports` has the host and the digests of every rank."""
+    """Return the error for a disputed `subject`. `reports` contains the host and the digests of each rank."""
     all_digests = [digests for report in reports for digests in report["found"]]
     names = [name for name in all_digests[0] if len({digests.get(name) for digests in all_digests}) > 1]
-    first, second = [*{hash_of(digests): digests for digests in all_digests}.values()][:2]
-    label = f"{subject.kind} ({list_some(names, SHOWN)}{which_bit(subject, names, first, second)})"
+    first, second = [*{short_hash(digests): digests for digests in all_digests}.values()][:2]
+    label = f"{subject.kind} ({list_some(names, MAX_SHOWN_NAMES)}{describe_flipped_bit(subject, names, first, second)})"
     start = f"audit at step {step.number + 1}"
     odd_ranks = odd_ones(opinions)
     results: dict[int, list[str]] = {}
@@ -230,6 +246,6 @@ def _verdict(
     repetition = f"; the fault {'occurred again' if persists else 'did not occur again'} when the step was repeated"
     return CorruptionError(
         f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result for {label}, as {agreeing} of "
-        f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {TAKE_OUT}",
+        f"{len(opinions)} results agree{repetition if len(opinions) > len(results) else ''}. {REMOVE_HOST}",
         odd_ranks,
     )

@@ -1,17 +1,17 @@
-"""Running statistics of BatchNorm that are the same regardless of which rank computes which micro-batch.
+"""Running statistics of BatchNorm that don't depend on which rank computes which micro-batch.
 
 In training, each micro-batch is normalized with its own batch statistics. The running statistics change once per step:
-they move towards the sample-weighted mean of the batch statistics over all micro-batches. The tree adds up this mean as
-part of one vector.
+they move toward the sample-weighted mean of the batch statistics of all micro-batches. This mean is summed by the
+reduction tree as part of one vector.
 
-A step, phase by phase:
+A step has these phases:
 
 1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward, the scratch
-   vector is reset to the running statistics. If a forward doesn't call a layer, the layer's statistics don't change.
-2. In the forward, torch's kernel writes the batch statistics to the buffers, because of momentum 1.
-3. After the forward, Lockstep reads the scratch vector, multiplies it by the number of samples and adds it to the tree.
-4. After the update, the running statistics, which are kept outside of the scratch vector, move towards the mean of the
-   step. Then they are copied back to the buffers. If the step was skipped because its loss or its gradient isn't
+   vector is reset to the running statistics. Therefore the statistics of a layer that isn't called don't change.
+2. In the forward, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
+3. After the forward, Lockstep multiplies the scratch vector by the number of samples and adds it to the tree.
+4. After the update, the running statistics, which are stored outside of the scratch vector, move toward the mean of
+   the step. Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't
    finite, the running statistics don't change, and neither do the weights.
 
 A layer can be called several times in a micro-batch, e.g. in the discriminator of a GAN or in a siamese network. For
@@ -20,12 +20,12 @@ observes
 
     o_1 = s_1    o_k = s_k + (1 - m) (o_(k-1) - r)          without a momentum: o_k = s_k + (o_(k-1) - r)
 
-A single move towards o_k, by momentum m or by 1 / calls so far, is equal to the k moves of torch. Each further call
-writes to a separate buffer. All buffers are folded after the forward, so the forward itself has no extra computation.
-Calls during recomputation don't count.
+A single move toward o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k moves. Each
+further call writes to a separate buffer. The buffers are combined after the forward, so the forward itself has no extra
+computation. Calls during recomputation don't count.
 
-Layers that are in evaluation mode while the model trains, such as frozen layers, are left alone: they normalize with
-their running statistics, which don't change. InstanceNorm layers that track statistics work in the same way.
+Layers that are in evaluation mode while the model trains, such as frozen layers, aren't changed: they normalize with
+their running statistics, which stay constant. InstanceNorm layers that track statistics work in the same way.
 """
 
 from collections.abc import Callable
@@ -38,19 +38,21 @@ from torch import Tensor, nn
 
 @final
 class RunningStatistics:
-    """The running statistics of all layers in training that track them, as one float32 vector of length `size`.
+    """The running statistics of all layers that track them in training, as one float32 vector of length `size`.
 
-    The model must be in training mode. At its end, the vector has the number of calls of each layer. This number is 0
-    for layers that don't count their batches. Pass `counted=False` for compiled models, and if the forwards of several
-    micro-batches run interleaved. In this case, each layer counts as called once per micro-batch and observes its last
-    call.
+    The model must be in training mode. The vector ends with the number of calls of each layer, which is 0 for layers
+    that don't count their batches. Pass `counted=False` for compiled models, and if the forwards of several
+    micro-batches run interleaved. In this case, each layer is assumed to be called once per micro-batch, and its last
+    call is observed.
     """
 
     def __init__(self, model: nn.Module, *, counted: bool = True) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks(m)]
+        self._layers = [
+            m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and _tracks_statistics(m)
+        ]
         buffers = [buffer for layer in self._layers for buffer in _buffers(layer)]
         padded_buffers = [_pad(buffer) for buffer in buffers]
-        self._calls_at = sum(map(len, padded_buffers))  # the start of the numbers of calls
+        self._calls_offset = sum(map(len, padded_buffers))  # offset of the call counts
         calls = [padded_buffers[0].new_zeros(len(self._layers))] if buffers else []
         self._scratch = torch.cat([*padded_buffers, *calls]) if buffers else torch.empty(0)
         self._running = self._scratch.clone()
@@ -58,23 +60,23 @@ class RunningStatistics:
         self._batches = batches[:, 0] if self._layers else batches
         self._batches_so_far = self._batches.double()
         self._counts_batches = [isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in self._layers]
-        # The rate at which each statistic moves in a step. Without a momentum, BatchNorm averages all batches so far.
+        # How far each statistic moves in a step. Without a momentum, BatchNorm averages all batches so far.
         self._rates = torch.cat([*(_rates(layer) for layer in self._layers), *calls]) if buffers else torch.empty(0)
-        # Without a momentum, InstanceNorm doesn't change its statistics.
+        # Without a momentum, InstanceNorm never changes its statistics.
         self._averaging = [
             n for n, layer in enumerate(self._layers) if layer.momentum is None and self._counts_batches[n]
         ]
-        self._kept_shares = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
+        self._kept_fractions = [1.0 - (layer.momentum or 0.0) for layer in self._layers]
         self._regions: list[slice] = []
-        self._lie_in_scratch()
+        self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._counted = counted
-        self._observing = False  # whether a forward is in progress whose observations will be read
+        self._observing = False  # whether a forward is in progress whose statistics will be read
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # The buffers for further calls, by layer and call, and the buffers that this micro-batch has written to.
-        self._beside: dict[tuple[int, int], Tensor] = {}
+        # Buffers for the further calls, by layer and call number, and the buffers written in this micro-batch.
+        self._extra_buffers: dict[tuple[int, int], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if counted:
             for number, layer in enumerate(self._layers):
@@ -86,9 +88,9 @@ class RunningStatistics:
         return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
 
     def before_forward(self) -> None:
-        """Reset the scratch vector. Call this before each forward in training.
+        """Reset the scratch vector. Call this method before each forward in training.
 
-        A layer that the forward doesn't call then observes its running statistics, so they don't change.
+        If the forward doesn't call a layer, the running statistics of this layer are observed and don't change.
         """
         if self.size:
             self._scratch.copy_(self._running)
@@ -97,63 +99,63 @@ class RunningStatistics:
             self._forget_calls()
 
     def observations(self, samples: int) -> Tensor:
-        """Return the observations of the last forward, times its number of samples: float64 of shape [size]."""
+        """Return the statistics observed in the last forward times its sample count: float64 of shape [size]."""
         self._observing = False
         if self._written:
-            self._fold()
+            self._combine_calls()
         calls = self._calls if self._counted else [int(layer.training) for layer in self._layers]
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
             counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
-            for vector in (self._running, self._scratch):  # the next forward likely makes the same number of calls
-                vector[self._calls_at :] = torch.tensor(counted, dtype=vector.dtype)
+            for vector in (self._running, self._scratch):  # reused if the next forward makes the same number of calls
+                vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
-    def with_loss(self, loss: Tensor, samples: int, *beside: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, the float64 vectors `beside` and the batch statistics as one vector.
+    def with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
-        The vector is a leaf of the tree. It is float64 and has the shape [1 + beside + size]. Several losses are also
-        a vector.
+        The vector is a leaf of the reduction tree: float64, with 1 + total length of `extra` + size elements. For
+        several losses, `loss` is a vector, and its length replaces the 1.
         """
-        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # the tree adds in place
-        parts = [value, *beside, self.observations(samples)] if self.size else [value, *beside]
+        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # a copy, because the tree adds in place
+        parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
         return torch.cat(parts) if len(parts) > 1 else value
 
     def settle(self, applied: bool, mean: Tensor) -> None:
-        """Move the running statistics towards the observations of a whole step, and copy them back to the layers.
+        """Move the running statistics toward the mean of a step, and copy them back to the layers.
 
-        `mean` is the mean over the samples of the step: float64 of shape [size]. If the step wasn't `applied`, the
-        running statistics don't change.
+        `mean` contains the observed statistics averaged over the samples of the step: float64 of shape [size]. If the
+        step wasn't `applied`, the running statistics don't change.
         """
         if not self.size:
             return
         if applied:
-            # If micro-batches call a layer different numbers of times, the mean has a fraction. Round it up, because
-            # the layer was called.
-            calls = mean[self._calls_at :].ceil()
+            # If micro-batches call a layer different numbers of times, the mean number of calls is a fraction. Round it
+            # up, so that a layer that was called at all has at least one call.
+            calls = mean[self._calls_offset :].ceil()
             self._batches_so_far += calls
             for number in self._averaging:
                 batches = self._batches_so_far[number].float()
                 self._rates[self._regions[number]] = torch.where(calls[number] > 0, 1.0 / batches, 0.0)
-            # If a layer wasn't called, mean is r. lerp_ computes r + rate * (mean - r), which then is r to the bit.
+            # If a layer wasn't called, its mean is r, and lerp_ computes r + rate * (r - r), which is exactly r.
             self._running.lerp_(mean.float(), self._rates)
         self.restore()
 
     def restore(self) -> None:
-        """Copy the running statistics back to the layers, over the observations of the last forward."""
+        """Copy the running statistics back to the layers, and discard the statistics of the last forward."""
         self._observing = False
         self._scratch.copy_(self._running)
         self._batches.copy_(self._batches_so_far)
 
     def reload(self) -> None:
-        """Read the running statistics from the buffers. Call this after values were loaded into the buffers."""
+        """Read the running statistics from the buffers. Call this method after you load values into the buffers."""
         self._running.copy_(self._scratch)
         self._batches_so_far.copy_(self._batches)
 
-    def _lie_in_scratch(self) -> None:
+    def _move_buffers_to_scratch(self) -> None:
         start = 0
         for layer, batches in zip(self._layers, self._batches, strict=True):
-            region = slice(start, start + 2 * _room(layer.num_features))
+            region = slice(start, start + 2 * _padded_width(layer.num_features))
             layer.momentum = 1.0
             layer.running_mean, layer.running_var = _views(self._scratch[region], layer.num_features)
             layer.num_batches_tracked = batches.data
@@ -163,43 +165,43 @@ class RunningStatistics:
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's original forward, and observe each call in a micro-batch."""
+        """Call a layer's original forward. Within a micro-batch, record the statistics of each call."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
-        if torch._C._current_graph_task_id() != -1:  # within a backward: this call is a recomputation
-            return self._call_beside(number, 0, forward, inputs, named)
+        if torch._C._current_graph_task_id() != -1:  # this call is a recomputation, because a backward is running
+            return self._call_with_extra_buffers(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
-        if calls == 1 or layer.momentum != 1.0:  # users set it to 0 to pause the statistics
+        if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
             return forward(*inputs, **named)
-        outputs = self._call_beside(number, calls, forward, inputs, named)
-        self._written.append((number, self._beside[number, calls]))
+        outputs = self._call_with_extra_buffers(number, calls, forward, inputs, named)
+        self._written.append((number, self._extra_buffers[number, calls]))
         return outputs
 
-    def _call_beside(
+    def _call_with_extra_buffers(
         self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
         """Call a layer's forward with separate buffers for the statistics of this call.
 
-        Recomputations have the call number 0 and share its buffers.
+        All recomputations have call number 0 and share its buffers.
         """
         layer, region = self._layers[number], self._regions[number]
-        if (number, call) not in self._beside:
+        if (number, call) not in self._extra_buffers:
             with torch.inference_mode(False):
-                self._beside[number, call] = torch.zeros_like(self._running[region])
+                self._extra_buffers[number, call] = torch.zeros_like(self._running[region])
         buffers = _buffers(layer)
-        layer.running_mean, layer.running_var = _views(self._beside[number, call], layer.num_features)
+        layer.running_mean, layer.running_var = _views(self._extra_buffers[number, call], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
             layer.running_mean, layer.running_var = buffers
 
-    def _fold(self) -> None:
-        """Fold the statistics of all further calls of each layer into the scratch vector."""
+    def _combine_calls(self) -> None:
+        """Combine the statistics of all further calls of each layer in the scratch vector."""
         for number, statistics in self._written:
             region = self._regions[number]
             observed = self._scratch[region]
-            observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics)
+            observed.sub_(self._running[region]).mul_(self._kept_fractions[number]).add_(statistics)
         self._forget_calls()
 
     def _forget_calls(self) -> None:
@@ -210,7 +212,7 @@ class RunningStatistics:
 
 @final
 class _ObservedForward:
-    """Replaces the forward of a layer to observe its calls. A copy of the layer has the original forward again."""
+    """Replaces the forward of a layer to observe its calls. Copies of the layer have the original forward."""
 
     def __init__(self, running: RunningStatistics, number: int, layer: nn.Module) -> None:
         self._running = running
@@ -218,7 +220,7 @@ class _ObservedForward:
         self._forward: Callable[..., Tensor] = layer.forward
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        if torch.compiler.is_compiling():  # within a function that the model's code compiles, count a single call
+        if torch.compiler.is_compiling():  # in a function that user code compiles, count one call
             self._running._calls[self._number] = 1
             return self._forward(*inputs, **named)
         return self._running._call(self._number, self._forward, inputs, named)
@@ -227,7 +229,7 @@ class _ObservedForward:
         return partial, (self._forward,)
 
 
-def _tracks(layer: nn.modules.batchnorm._NormBase) -> bool:
+def _tracks_statistics(layer: nn.modules.batchnorm._NormBase) -> bool:
     return layer.training and layer.track_running_stats and layer.running_mean is not None
 
 
@@ -243,29 +245,28 @@ def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 
 
 def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance of a layer as views of its part of a vector.
+    """Return the mean and the variance of a layer as views of its region of a vector.
 
-    Because of `data`, each view has a separate version counter. Plain views of one vector would share the counter.
-    Autograd checks the version of the tensors that it saves for backward, which include the statistics of a layer, and
-    compiled code increments the version of the tensors that it writes.
+    `data` gives each view a separate version counter, while plain views of one vector would share a counter. Autograd
+    checks the versions of tensors that it saves for backward, which include the statistics of a layer, and compiled
+    code increments the version of each tensor that it writes.
     """
-    middle = _room(width)
+    middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data
 
 
-def _room(width: int) -> int:
+def _padded_width(width: int) -> int:
     """Return the number of elements reserved for a statistic, so that each statistic is aligned to 16 bytes.
 
-    If the first address that a compiled kernel receives is a multiple of 16 bytes, the kernel is specialized for
-    aligned addresses.
+    Compiled kernels are specialized for aligned addresses if the first address that they receive is aligned.
     """
     return -(-width // 4) * 4
 
 
 def _pad(buffer: Tensor) -> Tensor:
-    return nn.functional.pad(buffer.flatten().float(), (0, _room(buffer.numel()) - buffer.numel()))
+    return nn.functional.pad(buffer.flatten().float(), (0, _padded_width(buffer.numel()) - buffer.numel()))
 
 
 def _rates(layer: nn.modules.batchnorm._NormBase) -> Tensor:
     mean, _ = _buffers(layer)
-    return mean.new_full((2 * _room(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)
+    return mean.new_full((2 * _padded_width(layer.num_features),), layer.momentum or 0.0, dtype=torch.float32)

@@ -1,8 +1,8 @@
-"""The blocks of a model, and activation recomputation by block.
+"""Finds the blocks of a model, and recomputes activations by block.
 
-A block that is recomputed only keeps its inputs, and repeats its forward when its backward needs the activations (Chen
-et al. 2016, "Training deep nets with sublinear memory cost"). For the second forward, the generators are restored to
-their state before the first forward, so the results have the same bits.
+A recomputed block only saves its inputs, and repeats its forward when its backward needs the activations (Chen et al.
+2016, "Training deep nets with sublinear memory cost"). Before the second forward, the generators are restored to their
+state before the first forward, so the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ _CONTAINERS: Final[Any] = (nn.Sequential, nn.ModuleList)
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of the model, in order. A block is gathered, freed or recomputed as a unit.
+    """Return the blocks of the model in order. Each block is gathered, freed and recomputed as a unit.
 
-    Blocks are the items of plain nn.Sequential and nn.ModuleList containers, at any nesting depth, because the items of
-    a container are called as modules. Two kinds of items aren't blocks: items that share a parameter with the rest of
-    the model, and parts of a different block that are reached by a second name.
+    Blocks are the items of plain nn.Sequential and nn.ModuleList containers at any nesting depth, because models call
+    the items of these containers as modules. Two kinds of items aren't blocks: items that share a parameter with the
+    rest of the model, and items that are also part of a different block.
     """
     candidates = [module for child in model.children() for module in _blocks(child, listed=type(model) in _CONTAINERS)]
     nested = {part for block in candidates for part in block.modules() if part is not block}
@@ -43,13 +43,13 @@ def _blocks(module: nn.Module, listed: bool) -> list[nn.Module]:
 
 
 def recompute(model: nn.Module, every: int) -> nn.Module:
-    """Make every `every`-th block of the model recompute its activations, counted from the last block backwards.
+    """Make every `every`-th block of the model recompute its activations, counting backwards from the last block.
 
-    A model without blocks is recomputed as a whole. Returns the model. The names of its modules don't change.
+    If the model has no blocks, the full model is recomputed. Returns the model. Module names don't change.
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
-        # Replace the forward on the instance, so that hooks around the forward stay in place.
+        # Replace the forward on the instance, so that hooks still run outside of it.
         unit.forward = partial(_recompute, unit.forward)
     return model
 
@@ -57,7 +57,7 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
 def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
     """Call a block's forward through checkpoint.
 
-    The keyword arguments are bound first, because checkpoint has keywords that a block may also have, such as `debug`
-    or `function`.
+    The keyword arguments are bound first, because checkpoint has keywords that a block may use too, such as `debug` or
+    `function`.
     """
     return checkpoint(partial(forward, **named), *inputs, use_reentrant=False)

@@ -1,9 +1,9 @@
 """Rejects forwards that write to weights, or to buffers that Lockstep doesn't keep the same on all ranks.
 
-BatchNorm's running statistics are handled separately (parallel/batchnorm.py). Other buffers can also be written or
-replaced in a training forward, e.g. by spectral_norm, a counter or a running mean. Each rank would then update the
-buffer once for each of its own micro-batches, so the model would depend on the placement and not only on the recipe.
-The same applies to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
+BatchNorm's running statistics are handled separately (parallel/batchnorm.py). A training forward can also write to or
+replace other buffers, e.g. in spectral_norm, or for a counter or a running mean. Each rank would then update the buffer
+once for each of its own micro-batches, so the model would depend on the placement. The same applies to writes to
+weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,16 +23,16 @@ _WEIGHT_ADVICE: Final = (
     "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
     "of a forward must not write to weights either"
 )
-# Weights are checked in each of the first forwards, and in every n-th forward after that.
+# Weights are checked in each of the first forwards, and then in every _EVERY-th forward.
 _FIRST_FORWARDS: Final = 8
 _EVERY: Final = 16
 
 
 @final
 class BufferGuard:
-    """Watches the weights of a model, and all of its buffers except those in `kept`.
+    """Watches the weights of a model, and all of its buffers except those in `exempt`.
 
-    `gathered` maps the gathered tensors that the model computes with to their parameters.
+    `gathered` returns a map from the gathered tensors that the model computes with to their parameters.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class BufferGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise UsageError if the training forward in the block writes a weight or a buffer, or changes the buffers."""
+        """Raise UsageError if the training forward in the block writes to a weight or changes a buffer."""
         with self.watch_weights(), self.watch_buffers():
             yield
 
     @contextmanager
     def watch_weights(self) -> Iterator[None]:
-        """Raise UsageError if the training forward in the block writes a weight. Only some forwards are checked."""
+        """Raise UsageError if the training forward in the block writes to a weight. Only checks some forwards."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
@@ -75,7 +75,7 @@ class BufferGuard:
                 raise UsageError(f"the forward writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
     def watch_buffers(self) -> "_BufferWatch":
-        """Raise UsageError if the training forward in the block writes, replaces, adds or removes a buffer."""
+        """Raise UsageError if the training forward in the block writes to, replaces, adds or removes a buffer."""
         return _BufferWatch(self)
 
     def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
@@ -96,23 +96,23 @@ class BufferGuard:
 
 @final
 class _BufferWatch:
-    """The block of a forward. A class, because a generator would add 3 us to every micro-batch."""
+    """Checks the buffers around a forward. This is a class, because a generator would add 3 us to every micro-batch."""
 
     def __init__(self, guard: BufferGuard) -> None:
         self._guard = guard
 
     def __enter__(self) -> None:
-        self._noted = self._guard._buffer_states()
+        self._states = self._guard._buffer_states()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._guard._check_buffers(self._noted)
+            self._guard._check_buffers(self._states)
 
 
 def _refusal(path: str, module: nn.Module, name: str) -> Exception:
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:
-        kind = kind.__bases__[1]  # fully_shard replaces the class of the module by a subclass
+        kind = kind.__bases__[1]  # fully_shard replaces the class of a module with a subclass
     return refusal(
         f"the forward changes buffer {path}{'.' if path else ''}{name} of {kind.__name__}, so each process would "
         f"change it by its own micro-batches",

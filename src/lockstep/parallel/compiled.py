@@ -2,9 +2,9 @@
 
 By default, torch.compile switches to kernels for dynamic shapes when it sees a second size. A resumed run sees the
 shapes of micro-batches in a different order, and ranks see different shapes, so they would run different kernels. In
-addition, fusion depends on the code that is compiled together. Therefore Lockstep compiles separate kernels for each
-shape, and compiles each block of the model separately (parallel/blocks.py), because every strategy calls a block as a
-unit. Code between blocks isn't compiled.
+addition, operator fusion depends on which code is compiled together. Therefore Lockstep compiles separate kernels for
+each shape, and compiles each block of the model separately (parallel/blocks.py), because every strategy calls a block
+as a unit. Code between blocks isn't compiled.
 """
 
 from collections.abc import Iterator
@@ -22,30 +22,30 @@ from lockstep.device.machine import numerics
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 
-_LONGEST: Final = 300  # the most characters of torch's message in an error
+_MAX_MESSAGE_LENGTH: Final = 300  # maximum length of a torch message in an error
 
 
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
-    """Compile the blocks of a model for `device` in place. A model without blocks is compiled as a whole.
+    """Compile the blocks of a model for `device` in place. If the model has no blocks, the full model is compiled.
 
-    Only the forward of a block is compiled. Hooks around it, such as the hooks of fully_shard, run uncompiled.
+    Only the forward of a block is compiled. Hooks around it, such as the hooks of fully_shard, run eagerly.
     """
     prepare(numerics(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
     for block in units_to_compile(model):
         name = f"block {names[block]}" if names[block] else "the model"
         forward = torch.compile(block.forward, dynamic=False, options=dict(OPTIONS))
-        block.forward = _naming(name, unwrap(type(block).forward).__code__)(forward)
+        block.forward = _name_block_in_errors(name, unwrap(type(block).forward).__code__)(forward)
 
 
 def units_to_compile(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are compiled as a unit."""
+    """Return the modules that are compiled as a unit: the blocks, or the model if it has no blocks."""
     return find_units(model) or [model]
 
 
 @contextmanager
-def _naming(name: str, code: CodeType) -> Iterator[None]:
-    """Convert compilation failures to errors that name the block."""
+def _name_block_in_errors(name: str, code: CodeType) -> Iterator[None]:
+    """Convert compilation failures in the block to errors that name the module `name`."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     try:
@@ -56,14 +56,14 @@ def _naming(name: str, code: CodeType) -> Iterator[None]:
             f"make its code depend on fewer of them, or set recipe.compile to false"
         ) from error
     except TorchDynamoException as error:
-        _refuse(name, code, error)
+        _raise_compile_error(name, code, error)
 
 
-def _refuse(name: str, code: CodeType, error: Exception) -> NoReturn:
-    frames = [*getattr(error, "real_stack", ())]  # the frames of the model's code, if torch knows them
+def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoReturn:
+    frames = [*getattr(error, "real_stack", ())]  # the stack in the model's code, if torch recorded it
     code_location = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
-    words, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
-    lines = [text.strip().partition("\n")[0][:_LONGEST] for text in (words, output) if text]
+    message, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
+    lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
         f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "
         f"code, exclude it with torch.compiler.disable, or set recipe.compile to false"

@@ -1,8 +1,7 @@
 """Cooperative functions: several functions that run interleaved and wait for each other at exchanges.
 
-For example, the forwards of several micro-batches in one process run in this way if a layer computes over all of them.
-Each function has a separate thread, but only one thread runs at a time. The order of the functions alone decides which
-thread runs:
+For example, if a layer computes over several micro-batches, their forwards run in this way. Each function has a
+separate thread, but only one thread runs at a time. Which thread runs depends only on the order of the functions:
 
     caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
@@ -12,18 +11,18 @@ thread runs:
     caller       Arrived     Arrived     Computed      Arrived     Arrived
 
 1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
-   The state of the generators is restored before it continues, so each function draws the same random numbers as if it
-   ran alone.
-2. All functions must have reached the same exchange. The thread of the last function computes the results of all
+   Before it continues, its generator states are restored, so each function draws the same random numbers as if it ran
+   alone.
+2. When all functions have reached the same exchange, the thread of the last function computes the results of all
    functions from the inputs of all functions. Therefore autograd records one node with all inputs, and a single
    backward goes through all graphs. Separate backwards wouldn't work: on CUDA, one thread runs the backward, and it
    can't wait for a different backward in the middle.
 3. Each function continues with its result.
 
-Backward visits nodes by sequence number, the newest node first. If a tensor is used several times, its gradients are
-added in this order. Each thread counts its nodes separately. Therefore each exchange makes the counts of all threads
-equal. In the joint backward, the nodes of a function then have the same order as if it ran alone, and its gradients
-have the same bits.
+Backward visits nodes by sequence number, newest first. If a tensor is used several times, its gradients are added in
+this order. Each thread numbers its nodes separately. Therefore each exchange sets the sequence numbers of all threads
+to the same value. In the joint backward, the nodes of a function then have the same order as if it ran alone, and its
+gradients have the same bits.
 """
 
 import contextvars
@@ -40,11 +39,11 @@ from lockstep.errors import UsageError
 
 T = TypeVar("T")
 
-Joint = Callable[[Sequence[Any]], Sequence[Any]]  # from the inputs of all functions to one result for each of them
+Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all functions to one result per function
 
 
 class _Arrived(NamedTuple):
-    """A function has reached an exchange. `nodes` is its next sequence number."""
+    """The reply that a function has reached an exchange. `nodes` is the next sequence number of its thread."""
 
     place: str
     joint: Joint
@@ -62,7 +61,7 @@ class _Ended(NamedTuple):
 
 
 class _Compute(NamedTuple):
-    """The order to compute the results of all functions, with sequence numbers from `nodes` on."""
+    """The order to compute the results of all functions, with sequence numbers that start at `nodes` or later."""
 
     joint: Joint
     inputs: Sequence[Any]
@@ -70,7 +69,7 @@ class _Compute(NamedTuple):
 
 
 class _Continue(NamedTuple):
-    """The order to continue, with the result of the exchange."""
+    """The order to continue with the result of the exchange."""
 
     result: Any
     nodes: int
@@ -78,41 +77,43 @@ class _Continue(NamedTuple):
 
 @final
 class Cooperative:
-    """Runs functions interleaved. Each function can call `exchange`, and draws random numbers from `generators`."""
+    """Runs functions interleaved. A function can call `exchange`, and draws random numbers from `generators`."""
 
     def __init__(self, generators: Sequence[Generator]) -> None:
         self._generators = generators
-        self._running: _Part | None = None  # the function that runs now, if there are several
+        self._running: _FunctionThread | None = None  # the function that is currently running, if there are several
 
     @property
-    def under_way(self) -> bool:
-        """Whether several functions are in progress."""
+    def in_progress(self) -> bool:
+        """Whether several functions are running interleaved."""
         return self._running is not None
 
     def exchange(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """Return this function's item of the result of `joint`, which gets the `inputs` of all functions in order.
+        """Return this function's result of `joint`, which is called with the `inputs` of all functions in order.
 
-        All functions must reach the same places in the same order. A single function doesn't wait.
+        All functions must reach the same exchanges in the same order. If there is only one function, it doesn't wait.
         """
-        return joint([inputs])[0] if self._running is None else self._running.come(place, joint, inputs)
+        return joint([inputs])[0] if self._running is None else self._running.wait_at(place, joint, inputs)
 
     def run(self, functions: Sequence[Callable[[], T]], before_resume: Callable[[int], None]) -> list[T]:
         """Run the functions and return their results.
 
-        `before_resume` is called with a function's number before it continues. If a function raises an exception, all
-        functions end and the exception is raised here.
+        `before_resume` is called with the index of a function before it continues. If a function raises an exception,
+        all functions are ended and the exception is raised here.
         """
         if len(functions) == 1:
             before_resume(0)
             return [functions[0]()]
-        parts = [_Part(function, self._generators) for function in functions]
+        parts = [_FunctionThread(function, self._generators) for function in functions]
         try:
             replies = [
                 self._resume(number, part, _Continue(None, 0), before_resume) for number, part in enumerate(parts)
             ]
-            while arrivals := _at_one_place(replies):
+            while arrivals := _common_arrivals(replies):
                 last = max(arrival.nodes for arrival in arrivals)
-                computed = parts[-1].obey(_Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last))
+                computed = parts[-1].send_order(
+                    _Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last)
+                )
                 assert isinstance(computed, _Computed)
                 replies = [
                     self._resume(number, part, _Continue(result, computed.nodes), before_resume)
@@ -125,50 +126,52 @@ class Cooperative:
         return [reply.result for reply in replies if isinstance(reply, _Ended)]
 
     def _resume(
-        self, number: int, part: "_Part", order: _Continue, before_resume: Callable[[int], None]
+        self, number: int, part: "_FunctionThread", order: _Continue, before_resume: Callable[[int], None]
     ) -> _Arrived | _Ended:
         before_resume(number)
         self._running = part
-        reply = part.obey(order)
+        reply = part.send_order(order)
         assert isinstance(reply, _Arrived | _Ended)
         return reply
 
 
 @final
-class _Part:
-    """A function in its thread. The thread waits for orders: to continue, to compute the results, or None to end."""
+class _FunctionThread:
+    """A function in its thread. The thread receives orders: to continue, to compute the results, or to end (None)."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
         self._orders: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
         self._replies: SimpleQueue[_Arrived | _Computed | _Ended | BaseException] = SimpleQueue()
-        # torch keeps these settings per thread, so the thread doesn't inherit them from the caller.
-        self._grad = torch.is_grad_enabled()
+        # These settings are thread-local in torch, so the new thread doesn't inherit them from the caller.
+        self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._stream = torch.cuda.stream(torch.cuda.current_stream()) if cuda else nullcontext()
-        self._thread = Thread(target=contextvars.copy_context().run, args=(self._body,), name="together", daemon=True)
+        self._thread = Thread(
+            target=contextvars.copy_context().run, args=(self._run_thread,), name="together", daemon=True
+        )
         self._thread.start()
 
-    def obey(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
-        """Send an order and return the outcome. If the function raises an exception, raise it here."""
+    def send_order(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
+        """Send an order to the thread and return its reply. Raises the exception of the function, if any."""
         self._orders.put(order)
         reply = self._replies.get()
         if isinstance(reply, BaseException):
             raise reply
         return reply
 
-    def come(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """Wait for the result of an exchange. This is called in the thread."""
+    def wait_at(self, place: str, joint: Joint, inputs: Any) -> Any:
+        """Reach an exchange and wait for its result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Arrived(place, joint, inputs, _nodes()))
+        self._replies.put(_Arrived(place, joint, inputs, _next_sequence_number()))
         while isinstance(order := self._orders.get(), _Compute):
-            _make_nodes(order.nodes)
+            _advance_sequence_number(order.nodes)
             results = order.joint(order.inputs)
-            self._replies.put(_Computed(results, _nodes()))
+            self._replies.put(_Computed(results, _next_sequence_number()))
         if order is None:
-            raise _Cancelled
-        _make_nodes(order.nodes)
+            raise _Canceled
+        _advance_sequence_number(order.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
         return order.result
@@ -178,22 +181,22 @@ class _Part:
         self._orders.put(None)
         self._thread.join()
 
-    def _body(self) -> None:
+    def _run_thread(self) -> None:
         if self._orders.get() is None:
             return
         try:
-            with torch.set_grad_enabled(self._grad), self._stream:
+            with torch.set_grad_enabled(self._grad_enabled), self._stream:
                 self._replies.put(_Ended(self._function()))
         except BaseException as error:
             self._replies.put(error)
 
 
-class _Cancelled(BaseException):
-    """Ends a function whose result isn't needed. It isn't an Exception, because the function may catch those."""
+class _Canceled(BaseException):
+    """Ends a function whose result isn't needed. A BaseException, because the function may catch any Exception."""
 
 
-def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
-    """Return the exchange that all functions have reached, or an empty list if all have ended.
+def _common_arrivals(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
+    """Return the arrivals of all functions at the same exchange, or [] if all functions have ended.
 
     Raises UsageError if the functions are at different exchanges.
     """
@@ -209,14 +212,14 @@ def _at_one_place(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
     return arrivals
 
 
-def _nodes() -> int:
-    """Return the sequence number of the next node of this thread."""
+def _next_sequence_number() -> int:
+    """Return the sequence number that autograd assigns to the next node of this thread."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
-def _make_nodes(count: int) -> None:
+def _advance_sequence_number(count: int) -> None:
     """Create and drop nodes until the sequence number of the next node is at least `count`."""
     leaf = torch.zeros((), requires_grad=True)
     with torch.enable_grad():
-        while _nodes() < count:
+        while _next_sequence_number() < count:
             leaf.view_as(leaf)

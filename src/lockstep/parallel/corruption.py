@@ -1,4 +1,4 @@
-"""Compares the messages that ranks noted in an audit, and words the errors that name a rank."""
+"""Compares the messages that ranks recorded in an audit, and builds the errors that name the faulty ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -6,34 +6,34 @@ from typing import Any, Final
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 
-SHOWN: Final = 3  # how many names of differing tensors an error lists
+MAX_SHOWN_NAMES: Final = 3  # maximum number of tensor names in an error
 _NOT_APPLIED: Final = "The step was neither applied nor saved."
 _RESUME: Final = "start again with the same run.dir to resume from the last checkpoint"
-TAKE_OUT: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
+REMOVE_HOST: Final = f"{_NOT_APPLIED} Remove the host, and {_RESUME}"
 OTHER_HOSTS: Final = (
     f"{_NOT_APPLIED} If `lockstep verify` finds no fault in the recipe, use different hosts, and {_RESUME}"
 )
 
 
 def name_ranks(ranks: Sequence[int], reports: Sequence[dict[str, Any]]) -> str:
-    """Return the ranks and their hosts as text. `reports` has the host of every rank."""
+    """Return the ranks and their hosts as text. `reports` contains the host of each rank."""
     names = ", ".join(f"{rank} ({reports[rank]['host']})" for rank in ranks)
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def changed_on_the_way(
+def find_changed_link(
     sent: Sequence[Mapping[int, Any]], received: Sequence[Mapping[int, Any]]
 ) -> tuple[int, int] | None:
-    """Return the sender and the receiver of a message that changed on the way, or None.
+    """Return the sender and the receiver of a message that changed in transit, or None if there is none.
 
-    `sent` and `received` are indexed by rank. Each item has the notes of that rank by peer.
+    `sent` and `received` are indexed by rank. Each item maps a peer to the digest of the messages with this peer.
     """
     links = ((rank, peer) for rank, notes_by_peer in enumerate(sent) for peer in notes_by_peer)
     return next((link for link in links if sent[link[0]][link[1]] != received[link[1]].get(link[0])), None)
 
 
 def link_verdict(step: Step, sender: int, receiver: int, reports: Sequence[dict[str, Any]]) -> CorruptionError:
-    """Return the error for a link that changes messages. `reports` has the host of every rank."""
+    """Return the error for a link that changed a message. `reports` contains the host of each rank."""
     return CorruptionError(
         f"audit at step {step.number + 1}: {name_ranks([receiver], reports)} received a different message "
         f"than {name_ranks([sender], reports)} sent. {_NOT_APPLIED} Check the link between them, and {_RESUME}"

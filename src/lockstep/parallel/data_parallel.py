@@ -1,24 +1,25 @@
-"""The data-parallel engine: each rank computes the whole model on different micro-batches.
+"""The data-parallel engine: each rank computes the full model on different micro-batches.
 
-The layout (parallel/layouts/base.py) decides how parameters, gradients and the optimizer's state are stored: replicated
-on each rank, or sharded in rows.
+The layout (parallel/layouts/base.py) determines how parameters, gradients and the optimizer state are stored:
+replicated on each rank, or sharded by rows.
 
-A step, phase by phase, for each micro-batch of this rank:
+A step has these phases for each micro-batch of the rank:
 
-1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on the rank that computes it.
-2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the whole step
-   (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, times the weight of the micro-batch over the
-   weight of the step. There can be several losses, each with its own weight (parallel/losses.py).
-3. Push the loss and the BatchNorm statistics into the tree, as one float64 vector (parallel/step_totals.py). After the
-   last forward, the ranks add up this vector while the last backward runs.
-4. Run the backward, and push the gradient into the tree (parallel/gradients.py). During the last backward, gradients
-   are reduced bucket by bucket.
+1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank computes it.
+2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full step
+   (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
+   micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
+   (parallel/losses.py).
+3. Add the loss and the BatchNorm statistics to the reduction tree, as one float64 vector (parallel/step_totals.py).
+   After the last forward, this vector is summed across ranks while the last backward runs.
+4. Run the backward, and add the gradient to the reduction tree (parallel/gradients.py). During the last backward,
+   gradients are reduced across ranks bucket by bucket.
 
-`forward_backward` runs all phases for a task. Custom loops call the phases themselves (see Phased). There are two
+`forward_backward` runs all phases for a task. Custom loops call the phases separately (see Phased). There are two
 exceptions to this order:
 
 - With synchronized BatchNorm, the forwards of all micro-batches of this rank run interleaved, and a single backward
-  goes through all of them. The gradients are still pushed into the tree one micro-batch after the other
+  goes through all of them. The gradients are still added to the tree one micro-batch after the other
   (parallel/cooperative.py, parallel/isolated_grads.py).
 - If sequences are split into chunks, each chunk has a separate forward. The forwards of the chunks of a micro-batch run
   interleaved in the same way (parallel/context/sequence_chunks.py).
@@ -59,14 +60,14 @@ from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_st
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
 from lockstep.parallel.step_totals import StepTotals
-from lockstep.parallel.sync_batchnorm import StepSums, synchronise
+from lockstep.parallel.sync_batchnorm import StepSums, synchronize
 from lockstep.parallel.work_units import MakeWorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @final
 class DataParallelEngine:
-    """A model in the layout of `make_layout` on the ranks of `mesh`. `close` calls `on_close`."""
+    """An engine for a model in the layout of `make_layout`, on the ranks of `mesh`. `close` calls `on_close`."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class DataParallelEngine:
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
-        self._model.train()  # a custom train() may return None
-        # Wrap the forwards before `recompute` does, so that the statistics see which calls are recomputations.
+        self._model.train()  # not chained, because a custom train() may return None
+        # Wrap the forwards before `recompute` does, so that the statistics can tell calls from recomputations.
         self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
@@ -98,7 +99,7 @@ class DataParallelEngine:
         self._step_sums: StepSums | None = None
         if numerics.sync_batchnorm:
             self._step_sums = StepSums(world.canonical(mesh, "replicate", "shard", side_stream=False))
-            synchronise(self._model, self._cooperative, self._step_sums)
+            synchronize(self._model, self._cooperative, self._step_sums)
         self._stream = world.stream()
         self._totals = StepTotals(self._running, canonical, self._stream, world.device, alone=world.size == 1)
         strides = {name: parameter.stride() for name, parameter in self._model.named_parameters()}
@@ -108,7 +109,7 @@ class DataParallelEngine:
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
-        # A custom loop has a separate guard (loop/guard.py), which names the line of a write.
+        # A custom loop has a separate guard for weights (loop/guard.py), which reports the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
         self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
         unowned = self._owned.unowned if self._owned is not None else ()
@@ -119,11 +120,11 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(16)(partial(share, device=world.device))  # the same in nearly every step
-        self._step: Step  # in progress
+        self._share = lru_cache(16)(partial(share, device=world.device))  # most steps have the same shares
+        self._step: Step  # the step in progress
         self._saved_buffers: list[
             tuple[Tensor, Tensor, int]
-        ] = []  # buffers to restore after a dummy outside of the step
+        ] = []  # buffers to restore after a micro-batch that isn't part of the step
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -151,7 +152,7 @@ class DataParallelEngine:
             self._step_sums.begin(leaves, [microbatch.index for microbatch in microbatches if not microbatch.dummy])
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """See Phased. Enter the context right away."""
+        """See Phased. Enter the returned context immediately."""
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
@@ -203,7 +204,7 @@ class DataParallelEngine:
         self._backward([loss], step, microbatch.weight if mean else 1)
         self._gradients.after_backward(microbatch)
         for buffer, saved, version in self._saved_buffers:
-            if buffer._version != version:  # don't write to unchanged buffers, since the guard watches their version
+            if buffer._version != version:  # skip unchanged buffers, because BufferGuard watches their versions
                 buffer.copy_(saved)
         self._saved_buffers = []
 
@@ -321,13 +322,13 @@ class DataParallelEngine:
         return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
 
     def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
-        """Return the rounds of the step. The forwards of a round run interleaved, and one round follows another."""
+        """Return the rounds of the step. The forwards within a round run interleaved. The rounds run in sequence."""
         if self._step_sums is not None:
             return [microbatches]
         return [self._leaves.units_for(microbatch, leaves) for microbatch in microbatches]
 
     def _at_once(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
-        """Run the forwards of all these micro-batches interleaved, and a single backward through all of them."""
+        """Run the forwards of these micro-batches interleaved, and then a single backward through all of them."""
         isolated = IsolatedGradients(self._model, len(microbatches))
         with isolated.restore_after():
             losses = self._cooperative.run(
@@ -346,7 +347,7 @@ class DataParallelEngine:
     def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
             loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
-            # Leave autocast only after all forwards have come here, because leaving clears the cache of all of them.
+            # Don't leave autocast before all forwards have ended, because leaving clears the cache that they share.
             self._cooperative.exchange("its end", list, None)
         return loss
 
@@ -357,7 +358,7 @@ class DataParallelEngine:
         else:
             roots, seeds = self._roots(losses)
         with self._model_code:
-            # Call the function that autograd.backward ends with. This skips its checks of the seeds, which take 9 us.
+            # autograd.backward ends by calling this function. A direct call skips checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
             _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
 
@@ -384,7 +385,7 @@ class DataParallelEngine:
 
 @final
 class _Within(AbstractContextManager[None]):
-    """Two nested contexts. A generator would take 3 us more in every micro-batch."""
+    """Two nested context managers. A generator would add 3 us to every micro-batch."""
 
     __slots__ = ("_inner", "_outer")
 

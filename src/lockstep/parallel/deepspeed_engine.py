@@ -1,19 +1,20 @@
-"""An engine that wraps DeepSpeed's engine: DeepSpeed shards, communicates and updates, with the numerics of a recipe.
+"""An engine that wraps DeepSpeed's engine. DeepSpeed shards, communicates and updates, with the numerics of a recipe.
 
 This engine overrides all behavior of DeepSpeed that depends on the number of processes:
 
-- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets undoes the division before
+- DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets reverts the division before
   the update. Therefore a backward starts from the same value as in a single process.
-- DeepSpeed counts micro-batches to detect the end of a step. This engine sets the end of each step explicitly.
-- In stages 2 and 3, each backward communicates. Therefore ranks go through a step in rounds. If a rank has no
-  micro-batch in a round, it computes a dummy, and its loss counts as 0.
+- DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
+- In stages 2 and 3, each backward communicates. Therefore ranks compute a step in rounds. A rank without a micro-batch
+  in a round computes a dummy, whose loss is multiplied by 0.
 
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
-drops steps with gradients that aren't finite.
+skips steps with gradients that aren't finite.
 
 In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, pads it, and shards it evenly over
 the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer updates these
-flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it map between both forms.
+flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between parameters and flat
+tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import add_
-from lockstep.comm.deepspeed import its_exchanges, library
+from lockstep.comm.deepspeed import init_deepspeed, translate_deepspeed_errors
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.common.own_code import OwnCode
@@ -54,7 +55,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DeepSpeedEngine:
-    """A model in DeepSpeed's engine with this `configuration`. `mesh` assigns the micro-batches of each round."""
+    """An engine that runs a model in DeepSpeed with this `configuration`. `mesh` assigns micro-batches to rounds."""
 
     def __init__(
         self,
@@ -74,12 +75,12 @@ class DeepSpeedEngine:
             raise UsageError(
                 f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
-        model.train()  # a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, so that it sees which calls are recomputations
+        model.train()  # not chained, because a custom train() may return None
+        self._running = RunningStatistics(model)  # before `recompute`, so that it can tell calls from recomputations
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        # Enter autocast inside the model. DeepSpeed treats the model as fp32, and exits an autocast around it.
+        # Enter autocast inside the model, because DeepSpeed treats the model as fp32 and exits an outer autocast.
         inner = autocast(numerics.recipe.precision, world.device)
         if isinstance(inner, torch.autocast):
             model.forward = inner(model.forward)
@@ -90,20 +91,20 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(self._trained, whole_norms)
         keep_ratios(optimizer)
         stage: int = configuration["zero_optimization"]["stage"]
-        self._library = library(world)
-        with its_exchanges():
+        self._library = init_deepspeed(world)
+        with translate_deepspeed_errors():
             self._engine, *_ = self._library.initialize(
                 model=model, optimizer=optimizer, config=dict(configuration), dist_init_required=False
             )
         self._optimizer: Any = self._engine.optimizer
-        self._cut_weights = stage == 3
+        self._shards_weights = stage == 3
         self._pieces = flat_pieces(self._optimizer, world.rank, stage)
         self._ema = average_of(self._model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
-        none = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
-        self._loss, self._observed, self._weight, self._step = none[0], none[1:], 0, 0
+        no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
+        self._loss, self._observed, self._weight, self._step = no_statistics[0], no_statistics[1:], 0, 0
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -112,8 +113,8 @@ class DeepSpeedEngine:
         self._weight, self._step = step.weight, step.number
         statistics = Counter[Tensor](add_)
         own_losses = []
-        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by it, after it has
-        # divided them by the number of ranks.
+        # DeepSpeed multiplies the loss by this scale. In the update, it divides the gradients by the number of ranks,
+        # and then by this scale.
         self._optimizer.override_loss_scale(self._scaler.get_scale() / self._world.size)
         for number, microbatch in enumerate(microbatches):
             with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
@@ -124,8 +125,8 @@ class DeepSpeedEngine:
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
         count = 1 if step.weights is None else len(step.weights)
-        none = torch.empty(count + self._running.size, dtype=torch.float64, device=self._world.device)
-        total = self._canonical(statistics.pieces(), leaves, none)
+        no_statistics = torch.empty(count + self._running.size, dtype=torch.float64, device=self._world.device)
+        total = self._canonical(statistics.pieces(), leaves, no_statistics)
         self._loss, self._observed = total[0].clone(), total[count:] / step.samples
         sums = Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
         if step.weights is None:
@@ -135,19 +136,19 @@ class DeepSpeedEngine:
         return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """See Engine. Every rank returns whole gradients, multiplied by the loss scale."""
+        """See Engine. Every rank returns full gradients, multiplied by the loss scale."""
         if not self._weight:
             return {name: torch.zeros(self._pieces[parameter].shape) for name, parameter in self._trained}
         gather_gradient = self._library.utils.safe_get_full_grad
-        with its_exchanges():
+        with translate_deepspeed_errors():
             gradients = {name: gather_gradient(parameter) for name, parameter in self._trained}
         return {name: gradient * self._world.size for name, gradient in gradients.items()}
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """See Engine. DeepSpeed drops steps whose gradient isn't finite, regardless of the recipe.
+        """See Engine. DeepSpeed skips steps whose gradient isn't finite, regardless of the recipe.
 
-        Raises TrainingError if it drops a step with a finite loss, unless the recipe skips such steps or scales the
-        loss.
+        Raises TrainingError if DeepSpeed skips a step with a finite loss, unless the recipe skips such steps or scales
+        the loss.
         """
         if not self._weight:
             self._running.settle(False, self._observed)
@@ -155,12 +156,12 @@ class DeepSpeedEngine:
         self._optimizer.clip_grad = max_norm or 0.0
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
-        with its_exchanges():
+        with translate_deepspeed_errors():
             self._engine.step()
         applied: bool = self._engine.was_step_applied()
         scale = self._scaler.get_scale() if self._scaler.is_enabled() else None
         if scale is not None:
-            self._move_scale(applied)
+            self._update_scale(applied)
         elif not applied and not self._numerics.skip_nonfinite and torch.isfinite(self._loss):
             raise TrainingError(
                 f"step {self._step + 1}: the gradient is not finite, and DeepSpeed drops such a step; set "
@@ -180,7 +181,7 @@ class DeepSpeedEngine:
             yield self._predict
 
     def state(self) -> State:
-        """See Engine. Tensors that DeepSpeed shards are shards that all other strategies can read."""
+        """See Engine. Tensors that DeepSpeed shards are returned as shards, which all other strategies can load."""
         model = self._model_state()
         tensors, slots = self._optimizer_state()
         scalars = {"slots": slots, "groups": numbers_of(self._base.param_groups)}
@@ -219,7 +220,7 @@ class DeepSpeedEngine:
         with self._guarded():
             inputs = self._numerics.prepare_inputs(self._task.inputs(microbatch.batch))
             with self._autocast:
-                with self._model_code, its_exchanges():
+                with self._model_code, translate_deepspeed_errors():
                     outputs = call(self._engine, inputs)
                 loss = losses_of_task(self._task.loss(outputs, microbatch.batch), step)
         if observed.enabled and not microbatch.dummy:
@@ -228,45 +229,45 @@ class DeepSpeedEngine:
         return loss
 
     def _backward(self, loss: Tensor | Losses, dummy: bool, last: bool) -> None:
-        """Add the gradient of a micro-batch's loss to the step's."""
+        """Add the gradient of a micro-batch's loss to the gradient of the step."""
         if isinstance(loss, Losses):
             shares = [self._shared(root.loss, root.weight, dummy) for root in loss.roots]
             shared_loss = torch.stack(shares).sum()
         else:
             shared_loss = self._shared(loss, self._weight, dummy)
         self._engine.set_gradient_accumulation_boundary(last)
-        with self._model_code, its_exchanges():
+        with self._model_code, translate_deepspeed_errors():
             self._engine.backward(shared_loss, scale_wrt_gas=False)
 
     def _shared(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
-        """Return the part of the step's loss that a micro-batch has, times the number of ranks."""
+        """Return the share of a micro-batch in the loss of the step, times the number of ranks."""
         share = torch.full_like(loss, 0.0 if dummy or not weight else self._world.size / weight)
         if self._numerics.skip_nonfinite:
-            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed drops the step. Otherwise the gradient
+            # If the loss isn't finite, make the gradient NaN, so that DeepSpeed skips the step. Otherwise, the gradient
             # could still be finite.
             share += 0.0 * loss.detach()
         return loss * share
 
-    def _move_scale(self, applied: bool) -> None:
-        """Update the loss scale like torch's GradScaler: grow after n steps, and shrink after a dropped step."""
+    def _update_scale(self, applied: bool) -> None:
+        """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
         self._scaler.update(self._numerics.recipe.loss_scale.static)
 
     def _predict(self, inputs: Inputs) -> Any:
-        with self._autocast, self._model_code, its_exchanges():
+        with self._autocast, self._model_code, translate_deepspeed_errors():
             return call(self._engine, self._numerics.prepare_inputs(inputs))
 
     def _model_state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
+        """Return the model state. Trained parameters are the fp32 tensors of DeepSpeed's optimizer."""
         return {name: self._as_shard(tensor) for name, tensor in self._named.items()}
 
     def _as_shard(self, tensor: Tensor) -> MaybeSharded:
         if isinstance(tensor, nn.Parameter) and tensor in self._pieces:
             flat_piece = self._pieces[tensor]
             return flat_piece.piece_of(flat_piece.flat)
-        if isinstance(tensor, nn.Parameter) and self._cut_weights:  # a parameter that requires no gradient
+        if isinstance(tensor, nn.Parameter) and self._shards_weights:  # a parameter that doesn't require a gradient
             parameter: Any = tensor
             first = self._world.rank * len(parameter.ds_tensor)
             length = max(0, min(len(parameter.ds_tensor), parameter.ds_numel - first))
@@ -274,10 +275,10 @@ class DeepSpeedEngine:
         return tensor.detach()
 
     def _publish(self) -> None:
-        """Copy the trained tensors to the parameters that the model computes with."""
+        """Copy the tensors that the optimizer updates to the parameters that the model computes with."""
         optimizer = self._optimizer
-        with its_exchanges():
-            if not self._cut_weights:
+        with translate_deepspeed_errors():
+            if not self._shards_weights:
                 optimizer.update_lp_params()
                 return
             optimizer.checkpoint_event_prologue()
@@ -286,7 +287,7 @@ class DeepSpeedEngine:
             optimizer.checkpoint_event_epilogue()
 
     def _optimizer_state(self) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the optimizer's state by parameter and slot: the tensors, and all other values."""
+        """Return the optimizer state by parameter and slot: first the tensors, then all other values."""
         tensors: dict[str, MaybeSharded] = {}
         slots: dict[str, Any] = {}
         for name, parameter in self._trained:
@@ -319,10 +320,10 @@ class DeepSpeedEngine:
 
 
 def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Write a parameter's part of a slot to the slot of its flat tensor."""
+    """Write a parameter's value of a slot into the slot of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
-        # The value is the same for all parameters of the group.
+        # The parameters of the group share this value.
         slots[slot] = tensor.clone() if isinstance(tensor, Tensor) else tensor
         return
     flat = slots.setdefault(slot, torch.zeros_like(flat_piece.flat, dtype=tensor.dtype, requires_grad=False))
@@ -332,9 +333,10 @@ def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece")
 
 @dataclass(frozen=True, eq=False)
 class FlatPiece:
-    """The location of this rank's piece of a parameter of `shape`: `length` elements of a flat tensor from `at` on.
+    """The location of this rank's piece of a parameter of shape `shape` within a flat tensor.
 
-    The piece has the elements of the parameter that start at `first`.
+    The piece is elements `offset` to `offset + length` of `flat`. It contains the elements of the parameter that start
+    at element `first`.
     """
 
     flat: Tensor
@@ -350,12 +352,12 @@ class FlatPiece:
 
 
 def flat_pieces(optimizer: Any, rank: int, stage: int) -> dict[nn.Parameter, FlatPiece]:
-    """Return the location of each parameter that DeepSpeed's `optimizer` updates."""
-    pieces_by_parameter = _of_parameters(optimizer, rank) if stage == 3 else _of_groups(optimizer)
+    """Return the flat piece of each parameter that DeepSpeed's `optimizer` updates."""
+    pieces_by_parameter = _pieces_of_parameters(optimizer, rank) if stage == 3 else _pieces_of_groups(optimizer)
     return dict(pieces_by_parameter)
 
 
-def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _pieces_of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in parameters:
             mapping = parameter._hp_mapping
@@ -366,7 +368,7 @@ def _of_groups(optimizer: Any) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
             yield parameter, FlatPiece(flat, master.start, source.start, master.numel, parameter.shape)
 
 
-def _of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
+def _pieces_of_parameters(optimizer: Any, rank: int) -> Iterator[tuple[nn.Parameter, FlatPiece]]:
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in parameters:
             _, offset, capacity = optimizer.grad_position[optimizer.get_param_id(parameter)]

@@ -1,4 +1,4 @@
-"""An exponential moving average of a model's weights, for evaluation."""
+"""The exponential moving average (EMA) of a model's weights, for evaluation."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor, shard_like
-from lockstep.parallel.offloaded import lent, pieces
+from lockstep.parallel.offloaded import on_device_copies, pieces
 
 
 @final
 class WeightAverage:
-    """The average of all parameters and floating-point buffers of a model.
+    """The moving average of all parameters and floating-point buffers of a model.
 
-    After an update with decay d, the average is d * average + (1 - d) * weights. It has at least float32 precision,
-    because (1 - d) times a difference would be lost with fewer bits. Integer buffers are copied.
+    With decay d, an update computes d * average + (1 - d) * weights. The average has at least float32 precision. With
+    fewer bits, the small contribution of (1 - d) * weights would be lost. Integer buffers are copied.
     """
 
     def __init__(self, live: NamedTensors, decay: float, device: torch.device | None = None) -> None:
-        """Average `live`, this rank's part of the model's state. Its tensors must be updated in place.
+        """Start the average with `live`, this rank's part of the model state, whose tensors must be updated in place.
 
-        The average is computed on `device`, even if it is stored on a different device. If `device` is None, it is
-        computed on the device that stores it.
+        If `device` is set, the average is computed on this device, even if it is stored on a different device.
+        Otherwise, it is computed on the device on which it is stored.
         """
         self._decay = decay
         self._device = device
@@ -35,10 +35,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the average towards the current weights of the model. Call this after each step."""
+        """Move the average toward the current weights of the model. Call this method after each step."""
         for names in pieces((name, average.nbytes) for name, average in self._average.items()):
             averages = [self._average[name] for name in names]
-            with lent(averages, self._device or averages[0].device) as on_device:
+            with on_device_copies(averages, self._device or averages[0].device) as on_device:
                 current = [self._live[name].to(average) for name, average in zip(names, on_device, strict=True)]
                 torch._foreach_lerp_(on_device, current, 1.0 - self._decay)
         for name, counter in self._counters.items():
@@ -46,9 +46,9 @@ class WeightAverage:
 
     @contextmanager
     def swap(self, reload: Callable[[], None]) -> Iterator[None]:
-        """Swap the averaged weights into the model's tensors inside the block, and restore them afterwards.
+        """Swap the averaged weights into the model within the block, and restore the model's weights afterwards.
 
-        `reload` is called after each change, and must publish the tensors to the model.
+        `reload` is called after each change, and must copy the changed tensors to the model.
         """
         live = {**self._live, **self._live_counters}
         saved = {name: tensor.detach().clone() for name, tensor in live.items()}
@@ -61,7 +61,7 @@ class WeightAverage:
             reload()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the average under the names of the model's state. The tensors are the live tensors, not copies."""
+        """Return the average by the names of the model state. The tensors are the average itself, not copies."""
         return {**self._average, **self._counters}
 
     def shards(self, live: NamedTensors) -> dict[str, MaybeSharded]:
@@ -70,13 +70,13 @@ class WeightAverage:
 
 
 def average_of(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
-    """Return the average of `live` with this decay, computed on `device`. Return None if `decay` is None."""
+    """Return the moving average of `live` with this decay, or None if `decay` is None."""
     return None if decay is None else WeightAverage(live, decay, device)
 
 
 @contextmanager
 def evaluating(model: nn.Module, average: WeightAverage | None, reload: Callable[[], None]) -> Iterator[None]:
-    """Switch a model to evaluation inside the block, without gradients. If there is an average, use its weights.
+    """Switch a model to evaluation mode without gradients within the block. If there is an average, use its weights.
 
     `reload` is called after each change of the weights.
     """

@@ -1,4 +1,4 @@
-"""The engine protocols: the interface between the training loop and a strategy, and the state of an engine."""
+"""The engine protocols: the interface between the training loop and a strategy, and the state that engines save."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,18 +14,18 @@ from lockstep.core.shard import MaybeSharded, NamedTensors
 from lockstep.parallel.losses import Losses, NamedLoss
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-Predict = Callable[[Inputs], Any]  # returns the model's outputs
+Predict = Callable[[Inputs], Any]  # returns the outputs of the model
 
 
 class Sums(NamedTuple):
     """The losses of a step, as 0-dim tensors.
 
-    - `total` is the sum over all samples of the step. It is the same on every rank.
-    - `weight` is the weight of the step.
-    - `named` has each of several losses by name. `total` is then the sum of their means, and `weight` is 1.
-    - `own_losses` has one loss per micro-batch of this rank, as a sum over the micro-batch.
-    - `of_task` has the sums of the task over all micro-batches, on the CPU. It is empty unless you request them.
-    - `counts` is the float64 vector that a custom loop adds up next to its loss.
+    - `total`: the sum over all samples of the step, which is the same on every rank.
+    - `weight`: the weight of the step.
+    - `own_losses`: one loss for each micro-batch of this rank, summed over the micro-batch.
+    - `of_task`: the metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
+    - `counts`: the float64 vector that a custom loop sums together with its loss.
+    - `named`: each of several losses by name. In this case, `total` is the sum of their means, and `weight` is 1.
     """
 
     total: Tensor
@@ -37,26 +37,26 @@ class Sums(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss by weight, in float64, computed on access. If the weight of the step is 0, it is 0 / 0."""
+        """The weighted mean loss in float64, computed on access. It is NaN if the weight of the step is 0."""
         return self.total.double() / self.weight
 
 
 class Update(NamedTuple):
-    """The result of an update: the gradient norm before clipping, if it was computed, and whether weights changed."""
+    """The result of an update: the gradient norm before clipping, if it was computed, and whether it was applied."""
 
     norm: Tensor | None
     applied: bool
-    loss_scale: float | None = None  # the loss scale of this step, for fp16
+    loss_scale: float | None = None  # the loss scale of this step; only for fp16
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a run needs to continue. All names are the same as on a single process.
+    """Everything that a run needs to resume. All names are the same as on a single process.
 
-    `optimizer` has names such as `layer1.weight/momentum_buffer`. `scalars` has all values that aren't tensors, ready
-    for JSON. If a strategy shards a tensor, the state of each rank has a Shard (core/shard.py) under its name. If
-    gradients are sent in low rank (parallel/powersgd.py), `feedback` is the part of the gradients that each rank keeps
-    for the next step.
+    `optimizer` has names such as `layer1.weight/momentum_buffer`. `scalars` contains all values that aren't tensors, in
+    JSON-serializable form. If a strategy shards a tensor, the state of each rank contains a Shard (core/shard.py) under
+    its name. If gradients are compressed to low rank (parallel/powersgd.py), `feedback` contains the compression error
+    that each rank adds to its gradients in the next step.
     """
 
     model: NamedTensors
@@ -67,19 +67,19 @@ class State:
 
 
 class Stepping(Protocol):
-    """The part of an engine that the loop calls in a step: each method once, in this order, on all ranks."""
+    """The part of an engine that the training loop calls in a step: each method once, in this order, on all ranks."""
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
-        """Compute the canonical gradient of `step` and keep it for `update`.
+        """Compute the canonical gradient of `step`, and keep the gradient for `update`.
 
-        `microbatches` are the micro-batches of this rank. The sequence may be empty. With `observe`, Lockstep also adds
-        up the sums of the task. All ranks must pass the same `observe`.
+        `microbatches` are the micro-batches of this rank. The sequence can be empty. If `observe` is set, also compute
+        the metric sums of the task. All ranks must pass the same `observe`.
         """
 
     def update(self, lr: float, max_norm: float | None) -> Update:
-        """Clip the gradient to `max_norm`, update the weights and drop the gradient.
+        """Clip the gradient to `max_norm`, update the weights and free the gradient.
 
-        If the weight of the step is 0, the weights don't change and the update counts as not applied.
+        If the weight of the step is 0, the weights don't change, and the update isn't applied.
         """
 
 
@@ -87,50 +87,50 @@ class Engine(Stepping, Protocol):
     """A model in training, regardless of how it is distributed. All ranks must call the methods in the same order."""
 
     def gradients(self) -> dict[str, MaybeSharded]:
-        """Return the canonical gradient of each parameter. Call it between `forward_backward` and `update`."""
+        """Return the canonical gradient of each parameter. Call this between `forward_backward` and `update`."""
 
     def evaluation(self) -> AbstractContextManager[Predict]:
-        """Switch to evaluation and yield `predict(inputs)`. If the recipe averages weights, it uses the average."""
+        """Switch to evaluation mode and yield `predict(inputs)`. Uses the averaged weights if the recipe sets `ema`."""
 
     def state(self) -> State:
-        """Return the state. Its tensors are the live tensors or shards of them, not copies."""
+        """Return the state. Its tensors are the tensors in use or shards of them, not copies."""
 
     def load(self, state: State) -> None:
-        """Load a state of whole tensors. Raises UsageError if names are missing or unexpected."""
+        """Load a state with full tensors. Raises UsageError if names are missing or unexpected."""
 
     def close(self) -> None:
         """Release threads and streams."""
 
 
 class Rotates(Engine, Protocol):
-    """An engine that can repeat a step, and also a step of an engine whose ranks have different places in the mesh."""
+    """An engine that can repeat a step of its own, or of an engine with a different assignment of ranks in the mesh."""
 
     def take_weights(self, state: State) -> None:
-        """Load the model's tensors, which must be whole, and the loss scale."""
+        """Load the model tensors, which must be unsharded, and the loss scale."""
 
     def forget(self) -> None:
-        """Drop the gradients of a step that isn't applied."""
+        """Free the gradients of a step that won't be applied."""
 
 
 @runtime_checkable
 class Auditable(Engine, Protocol):
-    """An engine in which every rank computes the whole model, so that any rank can compute any micro-batch."""
+    """An engine in which every rank computes the full model, so that any rank can compute any micro-batch."""
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """Compute a dummy micro-batch outside of the step. Only its `note` sees the results.
+        """Compute a dummy micro-batch that isn't part of the step. The results are only passed to its `note`.
 
-        Call this method before `forward_backward`, or after a `forward_backward` that you are going to repeat, because
-        it drops the gradients in `grad`.
+        Call this method before `forward_backward`, or after a `forward_backward` that you will repeat, because it
+        clears the gradients in `grad`.
         """
 
     def keep_whole(self) -> None:
-        """Keep the gradients that `witnessed` returns until the update of each step."""
+        """From now on, keep the gradients that `witnessed` returns until the update of each step."""
 
     def witnessed(self) -> Sequence[NamedTensors]:
-        """Return rows of the gradient that this rank had as a whole, before each rank kept only some of its rows.
+        """Return rows of the full gradient, from the time before each rank kept only some of its rows.
 
-        The first item has the rows that this rank keeps, and the second item has the rows that the next rank keeps. The
-        sequence is empty if no rank has the whole gradient, or if every rank keeps the whole gradient.
+        The first item contains the rows that this rank keeps, and the second item the rows that the next rank keeps.
+        The sequence is empty if no rank ever has the full gradient, or if every rank keeps the full gradient.
         """
 
 
@@ -139,58 +139,58 @@ class Phased(Auditable, Protocol):
     """An engine for custom loops, which call the model themselves and run a step phase by phase.
 
     1. Call `begin`.
-    2. For each micro-batch, compute its outputs and its loss inside `forward`. Then call `backward`.
+    2. For each micro-batch, compute the outputs and the loss inside `forward`. Then call `backward`.
     3. Call `end`.
     4. Call `update`.
 
-    For a micro-batch outside of the step (see Auditable.repeat), use `forward_beside` and `backward_beside`.
+    For a micro-batch that isn't part of the step (see Auditable.repeat), use `forward_beside` and `backward_beside`.
     """
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of this rank's optimizer. You can change their settings before an update."""
+        """The parameter groups of this rank's optimizer. You can change their options before an update."""
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are sent in low rank. The rest of each gradient is kept for the next step."""
+        """Whether gradients are compressed to low rank. The compression error is kept for the next step."""
 
     @property
     def kept_buffers(self) -> list[Tensor]:
-        """The buffers that Lockstep keeps the same on all ranks."""
+        """The buffers that Lockstep keeps identical on all ranks."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Map each gathered tensor that the model computes with to the sharded parameter that it was gathered from."""
+        """Return a map from each gathered tensor that the model computes with to its sharded parameter."""
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int = 0) -> None:
-        """Start a step of `leaves` micro-batches over all ranks. This rank computes `microbatches`.
+        """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`.
 
-        The step adds up `counts` numbers next to the losses.
+        `counts` is the length of the vector that is summed together with the losses.
         """
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """Enter the context of a micro-batch's forward and loss: its random seed, its precision and its BatchNorm."""
+        """Return the context for a micro-batch's forward and loss. It sets the seed, the precision and BatchNorm."""
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
-        """Compute the gradient of a micro-batch's loss. Add the gradient, the loss and the counts to the step's sums.
+        """Compute the gradient of a micro-batch, and add the gradient, the loss and `counts` to the sums of the step.
 
-        By default, the loss is a sum. With `mean`, it is the mean over the weight of the micro-batch. In a step with
-        several losses, pass Losses, without `mean`. `counts` is the float64 vector of this micro-batch that is added up
-        next to its loss. Its length is the `counts` of `begin`.
+        By default, `loss` is a sum. If `mean` is set, it is a mean over the weight of the micro-batch. In a step with
+        several losses, pass Losses, without `mean`. `counts` is a float64 vector of this micro-batch that is summed
+        together with its loss. Its length must be the `counts` of `begin`.
         """
 
     def end(self) -> Sums:
         """Complete the canonical gradient of the step, and return its sums."""
 
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """The same as `forward`, for a dummy micro-batch outside of the step."""
+        """Same as `forward`, for a dummy micro-batch that isn't part of the step."""
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
-        """The same as `backward`, for that dummy. Only its `note` keeps anything of it."""
+        """Same as `backward`, for a dummy micro-batch that isn't part of the step. Results only go to its `note`."""
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
-        """See Engine. With `only`, update the optimizer groups with these indices and leave all other groups alone."""
+        """See Engine. If `only` is set, update only the optimizer groups with these indices."""
 
     def own_evaluation(self) -> AbstractContextManager[None]:
-        """Switch to evaluation for a custom loop, which calls the model itself."""
+        """Switch to evaluation mode for a custom loop, which calls the model itself."""

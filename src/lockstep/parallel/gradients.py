@@ -1,20 +1,20 @@
 """The canonical sum of gradients, reduced in buckets that overlap with the last backward.
 
-A step, phase by phase:
+A step has these phases:
 
 1. After the backward of each micro-batch except the last, the gradients are moved from `param.grad` to the binary
    counters of their buckets (core/tree.py).
-2. During the backward of the last micro-batch of this rank, a hook on each parameter counts the gradients that are
-   ready. Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens
-   them and adds them up over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the order
-   of backward, from the last parameter to the first.
-3. `finish` submits the remaining buckets, waits for the sums, and puts them into `param.grad`.
+2. During the backward of this rank's last micro-batch, a hook on each parameter counts the gradients that are ready.
+   Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens the
+   pieces and sums them over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the order of
+   backward, from the last parameter to the first.
+3. `finish` submits the remaining buckets, waits for the sums, and stores them in `param.grad`.
 
-If a micro-batch doesn't use a parameter, its gradient counts as zeros, on any number of ranks.
+If a micro-batch doesn't use a parameter, its gradient is zero, on any number of ranks.
 
-A nested backward, such as in a reentrant checkpoint, can add to a gradient that looked complete. After a micro-batch
-had a nested backward, buckets are therefore only submitted once the whole backward is done. The first backward of a run
-always waits in this way, because Lockstep doesn't know yet whether it is nested.
+A nested backward, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, once a
+micro-batch has had a nested backward, buckets are only submitted at the end of the outer backward. The first backward
+of a run is handled in the same way, because it isn't known yet whether it is nested.
 
 Shapes: a bucket is a flat vector b_N with the elements of its parameters p_..., one parameter after the other. The
 elements of a parameter are in memory order and padded with zeros, so that each parameter is aligned as in separate
@@ -38,8 +38,8 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
 Parts = list[Tensor]
 
-# In elements: each parameter is padded to a multiple of this, at least 256 bytes. CUDA selects the kernels that add or
-# multiply by the alignment of a tensor, and the optimizer must run the same kernels as on one process.
+# Each parameter is padded to a multiple of this number of elements, which is at least 256 bytes. CUDA selects kernels
+# by the alignment of a tensor, and the optimizer must run the same kernels as on a single process.
 _ALIGNED: Final = 128
 
 
@@ -48,13 +48,13 @@ class _Bucket:
     parameters: list[nn.Parameter]
     add: Sum
     counter: Counter[Parts] = field(default_factory=lambda: Counter(add_parts_))
-    missing: int = 0  # parameters whose gradient isn't ready
-    sent: bool = False  # whether it was submitted in this step
+    missing: int = 0  # number of parameters whose gradients aren't ready
+    sent: bool = False  # whether it was submitted to the stream in this step
 
 
 @final
 class Gradients:
-    """Adds up the gradients of the trained parameters over micro-batches and ranks."""
+    """Sums the gradients of the trained parameters over micro-batches and ranks."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Gradients:
         bucket_bytes: int,
         sum_of: Callable[[Sequence[nn.Parameter]], Sum] | None = None,
     ) -> None:
-        """Add up buckets with `canonical`. With `sum_of`, add up each bucket with `sum_of(parameters)` instead."""
+        """Sum buckets with `canonical`. If `sum_of` is set, sum each bucket with `sum_of(parameters)` instead."""
         self._names = {parameter: name for name, parameter in trained}
         self._parameters = [parameter for _, parameter in trained]
         self._stream = stream
@@ -79,7 +79,7 @@ class Gradients:
         self._last_leaf: int | None = None
         self._armed = False
         self._graph_task = -1  # id of the first backward that reached a parameter in this micro-batch
-        self._nested = False  # whether a micro-batch has had a second backward, inside or around the first
+        self._nested = False  # whether a micro-batch has had a second backward, inside or around the first backward
         self._watched = False  # whether a backward has finished, so that `_nested` is known
         self._note: Note | None = None
         for bucket in () if alone else self._buckets:
@@ -89,8 +89,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        # If the last micro-batch is a dummy, submit the sums after it, so that all collectives have the same order on
-        # all ranks.
+        # If the last micro-batch is a dummy, the sums are submitted after it, so that the order of all collectives is
+        # the same on all ranks.
         self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
@@ -98,7 +98,7 @@ class Gradients:
         self._armed = microbatch.index == self._last_leaf and not (self._alone or microbatch.dummy)
         self._graph_task = -1
         self._note = microbatch.note
-        if microbatch.dummy:  # `grad` may hold the sums of the step: don't add gradients of the dummy to them
+        if microbatch.dummy:  # `grad` may contain the sums of the step, which the dummy must not change
             for parameter in self._parameters:
                 parameter.grad = None
         if self._armed:
@@ -125,8 +125,8 @@ class Gradients:
         """See GradientSum."""
         if self._nothing_to_add:
             for parameter in self._parameters:
-                # An fp32 gradient needs no conversion, whatever the dtype of the parameter. Test this first, because
-                # `wide_gradient` takes as long again.
+                # An fp32 gradient needs no conversion, regardless of the dtype of the parameter. This check comes
+                # first, because it is cheaper than `wide_gradient`.
                 if parameter.grad is None or parameter.grad.dtype is not torch.float32:
                     parameter.grad = wide_gradient(parameter)
             return
@@ -142,7 +142,7 @@ class Gradients:
 
     @property
     def _nothing_to_add(self) -> bool:
-        """Whether the gradient of backward is already the sum: with one micro-batch on one rank."""
+        """Whether backward already computes the sum, because there is only one micro-batch and one rank."""
         return self._alone and self._leaves == 1
 
     def _ready(self, bucket: _Bucket, parameter: Tensor) -> None:
@@ -187,7 +187,7 @@ class Gradients:
 
 
 def partition(parameters: Sequence[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
-    """Group parameters into buckets of one dtype and about `bucket_bytes`, in the order of backward (last first)."""
+    """Group parameters into buckets with the same dtype and about `bucket_bytes`, from the last to the first."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -208,15 +208,15 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return `grad` in the dtype of the sum. If backward computed no gradient, return zeros."""
+    """Return `grad` in the dtype of the sum, or zeros if backward didn't compute a gradient."""
     dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # `to` takes longer to find that it is
+    return gradient if gradient.dtype is dtype else gradient.to(dtype)  # faster than `to` if the dtype is the same
 
 
 def nodes_behind(root: Any) -> Iterator[Any]:
-    """Yield a node of an autograd graph and all nodes that its gradient flows to."""
+    """Yield an autograd node, and all nodes that its gradient flows to."""
     pending, visited = [root], {root}
     while pending:
         yield (node := pending.pop())
@@ -227,39 +227,39 @@ def nodes_behind(root: Any) -> Iterator[Any]:
 
 
 def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype for sums of a parameter's gradients: its own, or fp32 if it is a copy (weights.py)."""
+    """Return the dtype in which a parameter's gradients are summed: its dtype, or fp32 for copies (weights.py)."""
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
 def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
-    """Put gradients into `grad`."""
+    """Store gradients in the `grad` of the parameters."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
 
 
 def empty_sum(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return an empty flat vector for the gradient sums of parameters that have the same dtype."""
+    """Return an uninitialized flat vector for the gradient sums of parameters with the same dtype."""
     return parameters[0].new_empty(sum(_sizes(parameters)), dtype=sum_dtype(parameters[0]))
 
 
 def add_parts_(left: Parts, right: Parts) -> Parts:
-    """Add the gradients `right` to `left` in place."""
+    """Add the gradients `right` to `left` in place, and return `left`."""
     torch._foreach_add_(left, right)
     return left
 
 
 def _sizes(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Return the length of each parameter, followed by the length of its padding."""
+    """Return the number of elements of each parameter, each followed by the number of elements of its padding."""
     return [size for parameter in parameters for size in (parameter.numel(), -parameter.numel() % _ALIGNED)]
 
 
 def _memory_order(parameter: Tensor) -> list[int]:
-    """Return the dims from the outermost to the innermost in memory. Flattening in this order keeps memory in order."""
+    """Return the dims from the outermost to the innermost in memory. Flattening in this order doesn't copy."""
     return sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
 
 
 def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a flat vector of gradients. The elements of each gradient have the memory order of its parameter."""
+    """Return gradients as one flat vector with padding. Each gradient is in the memory order of its parameter."""
     flat = [
         part.permute(_memory_order(parameter)).reshape(-1) for part, parameter in zip(parts, parameters, strict=True)
     ]
@@ -269,7 +269,7 @@ def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
-    """Return views of a bucket's flat vector, with the shapes of its parameters."""
+    """Return views of the flat vector of a bucket, with the shapes and strides of its parameters."""
     pieces = torch.split(flat, _sizes(parameters))[::2]
     return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 

@@ -1,7 +1,7 @@
-"""Parameter groups of the optimizer: settings for the parameters whose names match a pattern.
+"""Parameter groups of the optimizer: options for parameters whose names match a pattern.
 
-The settings of a parameter depend on all parameter names of the model. Therefore Lockstep computes them once, before it
-splits the model. A rank that holds a stage or rows of the model then looks up the settings of its parameters by name.
+The options of a parameter depend on all parameter names of the model. Therefore Lockstep computes them once, before it
+splits the model. A rank with a stage or rows of the model then looks up the options of its parameters by name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,13 @@ from typing import Any, Final
 from lockstep.common.patterns import select
 from lockstep.errors import UsageError
 
-SCALE: Final = "lr_scale"  # the key in a parameter group: timm uses the same name, and checkpoints keep it
+SCALE: Final = "lr_scale"  # a key in parameter groups; timm uses the same key, and checkpoints contain it
 _KEY: Final = "recipe.optimizer.groups"
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Settings for parameters whose names match one of `patterns`. Their rate is `lr_factor` times the optimizer's."""
+    """Options for parameters whose names match one of `patterns`. `lr_factor` multiplies the learning rate."""
 
     patterns: Sequence[str]
     lr_factor: float = 1.0
@@ -27,11 +27,11 @@ class GroupSettings:
 def settings(
     names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Return the settings of each name that has any.
+    """Return the options of each name that has any.
 
-    If several groups match a name, the first group applies. `scales` has factors of the learning rate by name, such as
-    the factors of layer decay. They are multiplied with the factor of the group. Raises UsageError if a pattern matches
-    no name, or if earlier groups have all names that a group matches.
+    If several groups match a name, the first group applies. `scales` maps names to factors of the learning rate, such
+    as the factors of layer decay, which are multiplied by the factor of the group. Raises UsageError if a pattern
+    matches no name, or if earlier groups match all names of a group.
     """
     group_of: dict[str, GroupSettings] = {}
     for number, group in enumerate(groups):
@@ -49,7 +49,7 @@ def settings(
 
 
 def distinct(by_name: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the distinct settings."""
+    """Return the distinct options, in order of first use."""
     unique: list[dict[str, Any]] = []
     for setting in by_name.values():
         if setting not in unique:

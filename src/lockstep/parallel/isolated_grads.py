@@ -1,9 +1,9 @@
 """Isolated gradients for several interleaved forwards of one model in one process.
 
-Each forward has its own aliases of the trained parameters. An alias is a separate autograd leaf that shares the memory
-of its parameter. While a forward runs, the modules hold its aliases instead of the parameters. Each module also has a
-separate `__dict__` for each forward, so attributes that a forward sets stay private to it. All forwards share the
-buffers and submodules.
+Each forward has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of its
+parameter. While a forward runs, the modules contain its aliases instead of the parameters. Each module also has a
+separate `__dict__` for each forward, so that attributes set by one forward aren't visible in other forwards. All
+forwards share the buffers and submodules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,30 +17,30 @@ from lockstep.errors import UsageError
 
 @final
 class IsolatedGradients:
-    """Aliases of the trained parameters of `model`, with one set for each of `count` forwards."""
+    """Aliases of the trained parameters of `model`: one set for each of `count` forwards."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model = model
         self._modules = list(model.modules())
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._aliases = [{parameter: _alias(parameter) for parameter in parameters} for _ in range(count)]
-        self._states = [[_with(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
+        self._states = [[_with_aliases(vars(module), aliases) for module in self._modules] for aliases in self._aliases]
 
     @contextmanager
     def restore_after(self) -> Iterator[None]:
-        """Restore the modules' attributes at the end of the block. Call `use` inside this block."""
+        """Restore the attributes of the modules at the end of the block. Call `use` within the block."""
         attributes = [vars(module) for module in self._modules]
         try:
             yield
         finally:
-            _put(self._modules, attributes)
+            _set_attributes(self._modules, attributes)
 
     def use(self, number: int) -> None:
-        """Switch to forward `number`."""
-        _put(self._modules, self._states[number])
+        """Switch the modules to the aliases and attributes of forward `number`."""
+        _set_attributes(self._modules, self._states[number])
 
     def check(self) -> None:
-        """Raise UsageError if a backward reached a parameter instead of its alias, so gradients aren't isolated."""
+        """Raise UsageError if a backward reached a parameter instead of its alias."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
@@ -50,7 +50,7 @@ class IsolatedGradients:
                 )
 
     def hand(self, number: int) -> None:
-        """Move the gradients of forward `number` to `grad` of the parameters."""
+        """Move the gradients of forward `number` to the `grad` of the parameters."""
         for parameter, alias in self._aliases[number].items():
             parameter.grad, alias.grad = alias.grad, None
 
@@ -63,7 +63,7 @@ def _alias(parameter: nn.Parameter) -> nn.Parameter:
     return alias
 
 
-def _with(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+def _with_aliases(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
     parameters = attributes["_parameters"]
     return {
         **attributes,
@@ -71,6 +71,6 @@ def _with(attributes: dict[str, Any], aliases: dict[nn.Parameter, nn.Parameter])
     }
 
 
-def _put(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:
+def _set_attributes(modules: Sequence[nn.Module], states: Sequence[dict[str, Any]]) -> None:
     for module, state in zip(modules, states, strict=True):
         object.__setattr__(module, "__dict__", state)

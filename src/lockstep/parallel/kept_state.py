@@ -1,8 +1,8 @@
 """Detects state that changed on a rank between two steps.
 
-If only one rank holds the rows of a tensor, they can't be compared with other ranks. However, weights and the
-optimizer's state must not change between the end of an update and the next step. If their digests differ, the memory of
-the rank is faulty. This check doesn't depend on other ranks that hold the same rows.
+If only one rank holds the rows of a tensor, no other rank can verify them. However, weights and optimizer state must
+not change between the end of an update and the next step. If their digests differ, the memory of the rank is faulty.
+This check works without other ranks that hold the same rows.
 """
 
 from contextlib import AbstractContextManager
@@ -14,14 +14,14 @@ from lockstep.core.audit_schedule import is_due
 from lockstep.core.digest import Digests
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import Findings, Subject, hash_of, tensor_findings, which_bit
-from lockstep.parallel.corruption import SHOWN, TAKE_OUT, name_ranks
+from lockstep.parallel.audit_digests import ComparedResult, Findings, describe_flipped_bit, short_hash, tensor_findings
+from lockstep.parallel.corruption import MAX_SHOWN_NAMES, REMOVE_HOST, name_ranks
 from lockstep.parallel.engine import Engine, Predict, State, Update
 
 
 @final
 class KeptState:
-    """Digests of the state of `engine` on this rank, from the end of an update to the next audited step.
+    """Digests of the state of `engine` on this rank, taken after an update and compared in the next audited step.
 
     Every `every`-th step is audited, or no step if `every` is None. Call `update`, `evaluation` and `load` instead of
     the methods of the engine. Set `step` to the step in progress.
@@ -37,11 +37,11 @@ class KeptState:
         self._saved: Findings | None = None
 
     def begin(self) -> None:
-        """Keep digests of the state. Call this when the engine has its first weights, or those of a checkpoint."""
+        """Record digests of the state. Call this when the engine has initial weights or has loaded a checkpoint."""
         self._saved = None if self._every is None else self._findings()
 
     def note(self, step: Step) -> None:
-        """Keep digests of the state if the next step is audited. Call this after the update of `step`."""
+        """Record digests of the state if the next step is audited. Call this after the update of `step`."""
         due = self._every is not None and is_due(step.number + 1, self._every)
         self._saved = self._findings() if due else None
 
@@ -62,24 +62,24 @@ class KeptState:
         self.begin()
 
     def forget(self) -> None:
-        """Drop the digests. Call this before an evaluation, which may change buffers of the model."""
+        """Discard the digests. Call this before an evaluation, which may change buffers of the model."""
         self._saved = None
 
     def check(self, step: Step) -> Findings:
-        """Return digests of this rank's state, at the start of an audited step. All ranks must call it.
+        """Return digests of this rank's state. Call this at the start of an audited step, on all ranks.
 
-        Raises CorruptionError on all ranks if the state of any rank changed after its last update.
+        Raises CorruptionError on all ranks if the state of any rank has changed since its last update.
         """
         findings, saved = self._findings(), self._saved
         self._saved = None
         reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
         if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
             kind, names, bit = reports[changed_ranks[0]]["changed"]
-            label = f"{kind} ({list_some(names, SHOWN)}{bit})"
+            label = f"{kind} ({list_some(names, MAX_SHOWN_NAMES)}{bit})"
             since = f"the update of step {step.number}" if step.number else "the start"
             raise CorruptionError(
                 f"audit at step {step.number + 1}: {label} of {name_ranks(changed_ranks, reports)} changed after "
-                f"{since}, although no code writes there. {TAKE_OUT}",
+                f"{since}, although no code writes there. {REMOVE_HOST}",
                 changed_ranks,
             )
         return findings
@@ -89,15 +89,15 @@ class KeptState:
         return [
             *tensor_findings(self._digests, "the weights", state.model),
             *tensor_findings(self._digests, "the optimizer state", state.optimizer),
-            (Subject("the counters"), {name: hash_of(value) for name, value in state.scalars.items()}),
+            (ComparedResult("the counters"), {name: short_hash(value) for name, value in state.scalars.items()}),
             *tensor_findings(self._digests, "the averaged weights", state.ema or {}),
         ]
 
 
 def _changed(before: Findings, current: Findings) -> tuple[str, list[str], str] | None:
-    """Return the kind of the first subject that changed, the names that differ and the bit, or None."""
+    """Return the kind of the first changed subject, the names that differ and the flipped bit, or None."""
     for (subject, old), (_, new) in zip(before, current, strict=True):
         if old != new:
             names = [name for name in new if old.get(name) != new[name]]
-            return subject.kind, names, which_bit(subject, names, old, new)
+            return subject.kind, names, describe_flipped_bit(subject, names, old, new)
     return None

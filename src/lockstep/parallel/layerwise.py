@@ -1,8 +1,8 @@
-"""LARS and LAMB: optimizers that scale the update of each tensor by the ratio of two norms.
+"""LARS and LAMB, optimizers that scale the update of each tensor by a ratio of two norms.
 
-The ratio needs the norms of whole tensors. Other implementations compute the norms of the tensors that they receive, so
-they can't be used on rows of a sharded tensor. They also sum a norm in memory order. Here the norms come from the
-layout (parallel/layouts/base.py). All other operations are element by element.
+The ratio needs the norms of full tensors. Other implementations compute the norms of the tensors that they are given,
+so they don't work on rows of a sharded tensor. They also sum a norm in memory order. Here the norms come from the
+layout (parallel/layouts/base.py). All other operations are element-wise.
 """
 
 import math
@@ -19,7 +19,7 @@ Norms = Callable[[Mapping[Tensor, Tensor]], Tensor]
 
 
 def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
-    """Return the L2 norms of the tensors, which must be whole: float64 of shape [len(tensors)]."""
+    """Return the L2 norms of unsharded tensors: float64 of shape [len(tensors)]."""
     return torch.stack([norm_of_rows(tensor) for tensor in row_norms([*tensors.values()])])
 
 
@@ -27,8 +27,9 @@ def whole_norms(tensors: Mapping[Tensor, Tensor]) -> Tensor:
 class Lars(Optimizer):
     """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
 
-    The local rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters without weight decay
-    use the plain rate. To adapt them too, set `always_adapt`. With `trust_clip`, no local rate exceeds the plain rate.
+    The local learning rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters without
+    weight decay use the plain learning rate. To adapt them too, set `always_adapt`. If `trust_clip` is set, no local
+    learning rate exceeds the plain learning rate.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Lars(Optimizer):
         super().__init__(params, options)
 
     def step(self) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -89,9 +90,9 @@ class Lars(Optimizer):
 class Lamb(Optimizer):
     """You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2.
 
-    The update is Adam's direction plus weight decay, scaled by |w| over the norm of the update. By default, parameters
-    without weight decay use the plain rate. To adapt them too, set `always_adapt`. With `trust_clip`, the ratio is at
-    most 1. To clip gradients, use the recipe.
+    The update is Adam's direction plus weight decay, scaled by the ratio of |w| to the norm of the update. By default,
+    parameters without weight decay use the plain learning rate. To adapt them too, set `always_adapt`. If `trust_clip`
+    is set, the ratio is at most 1. To clip gradients, use the recipe.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Lamb(Optimizer):
         super().__init__(params, {**options, "betas": tuple(betas)})
 
     def step(self) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update all parameters that have a gradient."""
         _step_groups(self, self._step_group)
 
     def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -130,7 +131,7 @@ class Lamb(Optimizer):
         torch._foreach_add_(parameters, updates, alpha=-group["lr"])
 
     def _directions(self, parameters: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Update Adam's moving averages, and return its directions."""
+        """Update Adam's moving averages, and return Adam's update directions."""
         gradients = [_gradient(parameter) for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
@@ -156,7 +157,7 @@ class Lamb(Optimizer):
 
 @torch.no_grad()
 def _step_groups(optimizer: Optimizer, step_group: Callable[[list[Tensor], dict[str, Any]], None]) -> None:
-    """Call `step_group` for each group, with the parameters that have a gradient. Skip groups without any."""
+    """Call `step_group` for each group with its parameters that have a gradient. Skips groups without gradients."""
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if parameters:
@@ -173,7 +174,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor that are options of a group, in order.
+    """Return those arguments of a constructor that are options of a parameter group, in order.
 
     Raises ValueError if a number is negative.
     """

@@ -1,8 +1,8 @@
-"""Linear operations with an explicit backward, to move, split, concatenate, copy or add tensors.
+"""Linear operations with an explicit backward, for moving, splitting, concatenating, copying or adding tensors.
 
-With autograd's own backward of such an operation, the order in which gradients are added can depend on the rank that
-holds a part. It can also return views, but a process that holds only one part has a separate tensor. Here you pass both
-directions.
+With autograd's own backward of such an operation, the order in which gradients are added can depend on which rank holds
+a part. It can also return views, while a process that holds only one part has a separate tensor. Here you pass the
+forward and the backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ def linear_map(
 ) -> tuple[Tensor, ...]:
     """Return `forward(tensors)`. `backward` maps the gradients of the results to the gradients of `tensors`.
 
-    If a result isn't used, its gradient is zeros. The functions must not keep tensors of the graph.
+    If a result isn't used, its gradient is zeros. The functions must not keep references to tensors of the graph.
     """
     outputs: tuple[Tensor, ...] = _LinearMap.apply(forward, backward, *tensors)
     return outputs
@@ -29,10 +29,10 @@ def linear_map(
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Any, backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.of_results = backward
+        ctx.backward_map = backward
         return tuple(forward(tensors))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.of_results(gradients)
+        return None, None, *ctx.backward_map(gradients)

@@ -15,7 +15,7 @@ twice, and the scaled sums could overflow.
 - **Loss scale.** It multiplies the start of each backward, and the update divides the gradient by it once.
 - **Clipping and skipped steps** see a single gradient and the total loss.
 
-A name that has the weight 0 in the whole step contributes nothing: its backward starts from 0, and its mean counts as
+A name that has the weight 0 in the full step contributes nothing: its backward starts from 0, and its mean counts as
 0. If all names have the weight 0, the update is skipped, as it is for a single loss of weight 0.
 
 The totals of the losses are float64 and are added up by the tree, as elements of the vector that has the loss
@@ -35,7 +35,7 @@ from lockstep.core.several_losses import Loss, check_alike
 
 
 class NamedLoss(NamedTuple):
-    """A loss over a whole step: its sum, 0-dim and float64, and its weight."""
+    """A loss over a full step: its sum, 0-dim and float64, and its weight."""
 
     total: Tensor
     weight: int

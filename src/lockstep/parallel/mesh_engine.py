@@ -1,13 +1,14 @@
-"""The engine of a mesh: builds the layout and the work units for the axes that have more than one rank.
+"""The engine of a mesh: selects the layout and the work units for the axes that have more than one rank.
 
-In most strategies, one or two axes of the mesh have more than one rank:
+The axes of the mesh have these roles:
 - Along `replicate`, ranks only split the micro-batches.
-- Along `shard`, ranks keep rows of the model.
-- Along `expert`, ranks keep experts of the model.
-- Along `tensor`, ranks keep slices of the layers.
+- Along `shard`, ranks hold rows of the model.
+- Along `expert`, ranks hold experts of the model.
+- Along `tensor`, ranks hold slices of the layers.
 - Along `context`, ranks compute different positions of the sequences.
 
-Pipelines have a separate engine (parallel/pipeline/engine.py).
+In most strategies, one or two axes have more than one rank. Pipelines have a separate engine
+(parallel/pipeline/engine.py).
 """
 
 from dataclasses import replace
@@ -34,15 +35,16 @@ def mesh_engine(
     offload: bool = False,
     sequence_parallel: bool = False,
 ) -> DataParallelEngine:
-    """Return this rank's engine on a mesh without pipelines. All ranks must call it.
+    """Return this rank's engine on a mesh without pipelines. All ranks must call this function.
 
     If gradients are reduced in buckets, a bucket has about `bucket_mib` MiB. For `keep_gathered` and `offload`, see
-    layouts/sharded.py. With `sequence_parallel`, ranks along `tensor` also split sequences outside of sliced layers.
+    layouts/sharded.py. If `sequence_parallel` is set, ranks along `tensor` also split sequences outside of sliced
+    layers.
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
     work_mesh, make_leaves = mesh, leaves_of
-    # Import the code of an axis only if the mesh uses it: torch's fully_shard costs a second, and 45 MiB on each rank.
+    # Import the code of an axis only if the mesh uses it: importing fully_shard takes a second and 45 MiB on each rank.
     if mesh.expert > 1:
         from lockstep.parallel.layouts.experts import expert_layout, own_experts
 

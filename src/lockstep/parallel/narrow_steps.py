@@ -1,7 +1,8 @@
-"""Weight updates in 16 bits on the CPU that don't depend on the position of an element in its tensor.
+"""16-bit weight updates on the CPU that don't depend on the position of an element in its tensor.
 
-torch's kernel for a + alpha b rounds once if elements fill a vector, and twice for the elements that remain at the end
-of the tensor (torch 2.15, only for fp16 and bf16). The rows of a sharded tensor have a different end than the whole.
+torch's kernel for a + alpha b rounds once for elements that fill a vector register, and twice for the remaining
+elements at the end of the tensor (torch 2.15, only for fp16 and bf16). The rows of a sharded tensor end at different
+elements than the full tensor.
 """
 
 from typing import Any, Final, final
@@ -19,7 +20,7 @@ _IN_PLACE: Final = frozenset({_ATEN.add_.Tensor, _ATEN._foreach_add_.List})
 
 @final
 class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that computes a + alpha b in float32 and rounds once, for 16-bit tensors on the CPU."""
+    """A dispatch mode that computes a + alpha b in float32 and rounds once, for 16-bit tensors on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         alpha = (kwargs or {}).get("alpha", 1)
@@ -37,7 +38,7 @@ class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def narrow(tensor: Tensor) -> bool:
-    """Return whether a tensor has 16 bits and is on the CPU."""
+    """Return whether a tensor has a 16-bit dtype and is on the CPU."""
     return tensor.device.type == "cpu" and tensor.dtype in NARROW
 
 

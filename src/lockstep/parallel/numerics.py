@@ -18,26 +18,26 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.random_relu import watch_random_relu
 from lockstep.parallel.weights import store_in, widen_batchnorm
 
-# Arguments: the trained tensors of this rank, and the function that computes the norms of the whole tensors.
+# Arguments: the trained tensors of this rank, and the function that computes the norms of full tensors.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """The recipe of an engine, and the part of the placement that changes its forward but not the bits."""
+    """The recipe of an engine, and those placement settings that change how its forward runs but not the bits."""
 
     recipe: EngineRecipe
     offload_activations: bool = False
-    recompute: int = 0  # recompute every n-th block, for strategies without their own recomputation
-    guarded: bool = True  # whether a forward that writes weights or buffers is rejected
-    averages: bool = True  # whether to average weights, if the recipe does
-    whole_updates: bool = False  # whether the optimizer needs whole tensors, if the strategy shards them in rows
-    peers: int = 1  # the number of engines that only share the micro-batches of a step, each with a different seed
-    peer: int = 0  # the index of this engine
+    recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
+    guarded: bool = True  # whether a forward that writes to weights or buffers raises an error
+    averages: bool = True  # whether to average weights if the recipe sets `ema`
+    whole_updates: bool = False  # whether the optimizer needs full tensors although the strategy shards them by rows
+    peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
+    peer: int = 0  # the index of this engine among its peers
 
     @property
     def microbatches(self) -> int:
-        """The number of micro-batches of this engine in a whole step."""
+        """The number of micro-batches that this engine computes in a full step."""
         return len(part(self.recipe.microbatches, self.peers, self.peer))
 
     @property
@@ -57,7 +57,7 @@ class Numerics:
 
     @property
     def ema_decay(self) -> float | None:
-        """The decay of the weight average, or None if weights aren't averaged."""
+        """The decay of the moving average of the weights, or None if weights aren't averaged."""
         return self.recipe.ema.decay if self.averages and self.recipe.ema else None
 
     @property
@@ -72,12 +72,12 @@ class Numerics:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that the whole model computes in, or None if the precision doesn't set a single dtype."""
+        """The compute dtype of the full model, or None if the precision doesn't set a single dtype."""
         return computing_dtype(self.recipe.precision)
 
     @property
     def stored(self) -> torch.dtype | None:
-        """The dtype that weights are trained in, or None to keep the dtype of the model."""
+        """The dtype in which weights are stored and trained, or None to keep the dtype of the model."""
         return stored_dtype(self.recipe.precision)
 
     @property
@@ -86,7 +86,7 @@ class Numerics:
         return self.dtype if self.stored is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:
-        """Prepare a model in place for the dtypes and for compilation. Call this before you wrap any of its layers."""
+        """Prepare a model in place for its dtypes and for compilation. Call this before you wrap any of its layers."""
         if self.dtype is not None:
             widen_batchnorm(model)
         if self.stored is not None:
@@ -96,18 +96,18 @@ class Numerics:
             compile_blocks(model, device)
 
     def loss_scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        """Return the gradient scaler. It is disabled if the precision needs no loss scale."""
+        """Return the gradient scaler. It is disabled if the precision doesn't need loss scaling."""
         return loss_scaler(self.recipe.precision, self.recipe.loss_scale, device)
 
     def prepare_inputs(self, inputs: Inputs) -> Inputs:
-        """Convert the inputs of a micro-batch to the dtype and the memory format that the model computes in."""
+        """Convert the inputs of a micro-batch to the compute dtype and the memory format of the model."""
         if self.dtype is None and not self.channels_last:
             return inputs
         prepared: Inputs = map_tensors(self._prepare_tensor, inputs)
         return prepared
 
     def prepare_outputs(self, outputs: Any) -> Any:
-        """Convert the model's outputs to fp32 for the loss, because a sum in 16 bits would be too inexact."""
+        """Convert the outputs of the model to fp32 for the loss, because a 16-bit sum would be too inaccurate."""
         return outputs if self.dtype is None else map_tensors(_widen, outputs)
 
     def _prepare_tensor(self, tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Updates of offloaded tensors: they are stored in CPU memory and updated on the device, piece by piece.
+"""Updates offloaded tensors, which are stored in CPU memory and updated on the device, piece by piece.
 
-CPUs and GPUs round products, roots and long sums differently. Therefore offloaded tensors are only stored in CPU
+CPUs and GPUs round products, square roots and long sums differently. Therefore offloaded tensors are only stored in CPU
 memory. All computation runs on the same device as without offloading, so the bits don't change.
 """
 
@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 
 from lockstep.device.memory import host_like
 
-# The size of a piece, counted in whole weights. Each rank has its part of one piece on the device, together with the
-# same part of the gradients and of each slot of the optimizer.
+# The size of a piece in bytes of full weights. Each rank has its part of one piece on the device, together with the
+# same part of the gradients and of each optimizer slot.
 _PIECE_BYTES: Final = 64 << 20
-_STAYS: Final = "step"  # by default, torch's optimizers keep this counter on the CPU
+_CPU_SLOT: Final = "step"  # torch's optimizers keep this counter on the CPU by default
 
 T = TypeVar("T")
 
 
 def pieces(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iterator[list[T]]:
-    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item is a piece by itself.
+    """Group consecutive items into pieces of at most `max_bytes` bytes. A larger item forms a piece by itself.
 
-    `items` has pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
+    `items` contains pairs of an item and its size in bytes. `max_bytes` defaults to _PIECE_BYTES.
     """
     piece: list[T] = []
     size = 0
@@ -41,8 +41,8 @@ def pieces(items: Iterable[tuple[T, int]], max_bytes: int | None = None) -> Iter
 
 
 @contextmanager
-def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """Yield the tensors on `device`. At the end of the block, copy them back."""
+def on_device_copies(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
+    """Yield copies of the tensors on `device`, and copy them back at the end of the block."""
     on_device = [tensor.to(device) for tensor in tensors]
     yield on_device
     for tensor, updated in zip(tensors, on_device, strict=True):
@@ -55,8 +55,8 @@ def lent(tensors: Sequence[Tensor], device: torch.device) -> Iterator[list[Tenso
 class Offloaded:
     """An optimizer whose parameters, gradients and state are stored in CPU memory.
 
-    `bytes_of` maps a parameter to the size of its whole weight, which is the same on all ranks. Therefore all ranks use
-    the same pieces. This is required because an optimizer can request norms of whole weights.
+    `bytes_of` maps a parameter to the size of its full weight, which is the same on all ranks. Therefore all ranks use
+    the same pieces, which is necessary because an optimizer can request norms of full weights.
     """
 
     optimizer: Optimizer
@@ -66,17 +66,17 @@ class Offloaded:
     def step(self, step: Callable[[], object]) -> None:
         """Call the optimizer's `step` for each piece of each group.
 
-        Counters in a group count once per step, for any number of pieces, because each piece starts with the values
-        from before the step.
+        Each piece starts with the group values from before the step. Therefore counters in a group increase once per
+        step, for any number of pieces.
         """
         groups = self.optimizer.param_groups
         try:
             for group in groups:
-                saved = _copied(group)
+                saved = _copy_group(group)
                 sizes = [(parameter, self.bytes_of[parameter]) for parameter in group["params"]]
                 for piece in pieces(sizes):
                     group.clear()
-                    group.update({**_copied(saved), "params": piece})
+                    group.update({**_copy_group(saved), "params": piece})
                     self.optimizer.param_groups = [group]
                     with self._on_device(piece):
                         step()
@@ -86,44 +86,45 @@ class Offloaded:
 
     @contextmanager
     def _on_device(self, piece: Sequence[Tensor]) -> Iterator[None]:
-        """Move parameters with their gradients and state to the device, and back to CPU memory after the block."""
+        """Move parameters, gradients and state to the device, and back to CPU memory at the end of the block."""
         hosts = [parameter.data for parameter in piece]
         host_values: dict[tuple[Tensor, str], Tensor] = {}
         for parameter, host in zip(piece, hosts, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            _put(parameter, host.to(self.device))
+            _set_data(parameter, host.to(self.device))
             parameter.grad = None if gradient is None else gradient.to(self.device)
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
-                if isinstance(value, Tensor) and slot != _STAYS:
+                if isinstance(value, Tensor) and slot != _CPU_SLOT:
                     host_values[parameter, slot] = value
                     state[slot] = value.to(self.device)
         yield
         for parameter, host in zip(piece, hosts, strict=True):
             updated, parameter.grad = parameter.data, None
-            _put(parameter, host)
+            _set_data(parameter, host)
             if updated is not host:
                 host.copy_(updated)
             state = self.optimizer.state.get(parameter, {})
             for slot, value in state.items():
                 if isinstance(value, Tensor) and value.device != host.device:
-                    state[slot] = _kept(value, host_values.get((parameter, slot)))
+                    state[slot] = _copy_to_host(value, host_values.get((parameter, slot)))
 
 
-def _put(parameter: Tensor, data: Tensor) -> None:
-    """Replace the memory of a parameter. The parameter stays the same object, because its optimizer looks it up by
-    identity.
+def _set_data(parameter: Tensor, data: Tensor) -> None:
+    """Replace the data of a parameter in place, because the optimizer finds its state by the identity of the parameter.
+
+    The parameter stays the same object.
     """
     parameter.data = data
 
 
-def _kept(value: Tensor, host: Tensor | None) -> Tensor:
-    """Copy a tensor from the device to CPU memory. If `host` has the same shape, reuse its memory."""
+def _copy_to_host(value: Tensor, host: Tensor | None) -> Tensor:
+    """Copy a tensor from the device to CPU memory. Reuses the memory of `host` if it has the same shape."""
     if host is not None and host.shape == value.shape:
         return host.copy_(value)
     return host_like(value).copy_(value)
 
 
-def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a group in which tensors are cloned, so that a step can't change the original values."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}

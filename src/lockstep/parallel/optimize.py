@@ -1,4 +1,4 @@
-"""Creates optimizers by name, from torch, timm or your own code, and makes all choices that change bits."""
+"""Creates optimizers by name, from torch, timm or your own code, and sets all options that change bits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
 from lockstep.parallel.optimizer_state import Named
 
 Factory = Callable[..., Optimizer]
-Settings = Callable[[str], Mapping[str, Any]]  # returns the options of a parameter, given its name
+Settings = Callable[[str], Mapping[str, Any]]  # maps the name of a parameter to its options
 
 CONTRACT: Final = "see docs/extend.md"
-# Optimizers of Lockstep. They have precedence over optimizers of torch or timm with the same name.
-OURS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
-_GIVEN: Final = ("params", "lr", "norms")  # arguments of an optimizer that aren't options
+# Lockstep's own optimizers. They take precedence over optimizers of torch or timm with the same name.
+OWN_OPTIMIZERS: Final[Mapping[str, type[Optimizer]]] = {"lars": Lars, "lamb": Lamb}
+_NON_OPTIONS: Final = ("params", "lr", "norms")  # constructor arguments that aren't options
 
 
 def make_optimizer(
@@ -40,39 +40,39 @@ def make_optimizer(
     norms: Norms = whole_norms,
     settings: Settings | None = None,
 ) -> Optimizer:
-    """Return the optimizer `name` over the parameters that require a gradient. Its groups keep the parameter names.
+    """Return the optimizer `name` over the parameters that require a gradient. Its groups contain the parameter names.
 
-    `lars` and `lamb` are part of Lockstep (parallel/layerwise.py) and read the norms of whole tensors from `norms`. Any
-    other name is searched in torch.optim, ignoring case, and then in timm. `package.module:Class` is your own class.
-    Arguments that are None keep the default of the optimizer. With `decay_bias_and_norm=False`, parameters of at most
-    one dim are in separate groups without weight decay. `settings` returns options of single parameters. They override
-    all other options.
+    `lars` and `lamb` are part of Lockstep (parallel/layerwise.py) and get the norms of full tensors from `norms`. Any
+    other name is looked up in torch.optim, ignoring case, and then in timm. `package.module:Class` is your own class.
+    Arguments that are None keep the default of the optimizer. With `decay_bias_and_norm=False`, parameters with at most
+    one dim are in separate groups without weight decay. `settings` returns options for individual parameters. They
+    override all other options.
 
-    By default, the multi-tensor implementation ("foreach") is used if there is one, and never the fused implementation.
-    To change this, set it in `options`. The implementations differ in bits, so torch must not select one by device.
-    In addition, torch's fused implementation for the CPU computes different bits for an element at the end of a tensor
-    than for an element in the middle. Therefore rows of a sharded tensor would get different bits.
+    If an optimizer has a multi-tensor implementation ("foreach"), it is used by default. The fused implementation is
+    never used by default. To change this, set it in `options`. The implementations have different bits, so torch must
+    not select one by device. In addition, torch's fused implementation for the CPU computes different bits at the end
+    of a tensor than in the middle, so rows of a sharded tensor would get different bits.
     """
-    factory = _find_own(name) if ":" in name else find_optimizer(name)
+    factory = _find_custom(name) if ":" in name else find_optimizer(name)
     values = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
     options_set = {key: value for key, value in values.items() if value is not None} | dict(options or {})
     argument_names = _argument_names(factory)
     _check_options(name, argument_names, options_set, decay_bias_and_norm)
-    form: dict[str, Any] = (
+    implementation: dict[str, Any] = (
         {"foreach": True} if "foreach" in (argument_names or ()) and not options_set.get("fused") else {}
     )
-    if name.lower() in OURS:
-        form = {"norms": norms}
+    if name.lower() in OWN_OPTIMIZERS:
+        implementation = {"norms": norms}
     groups = _groups(name, parameters, decay_bias_and_norm, settings or (lambda _: {}))
-    # Lockstep applies the scale itself.
+    # `lr_scale` isn't an option of the optimizer: Lockstep applies it.
     group_options = {key: None for group in groups for key in group if key not in ("params", SCALE)}
     _check_options(f"{name}, recipe.optimizer.groups", argument_names, group_options, True)
     if ":" in name:
-        optimizer = _call_factory(name, factory, groups, {"lr": lr, **form, **options_set})
-        _check_kept(name, groups, optimizer)
+        optimizer = _call_factory(name, factory, groups, {"lr": lr, **implementation, **options_set})
+        _check_options_kept(name, groups, optimizer)
         return optimizer
     try:
-        return factory(groups, **{"lr": lr, **form, **options_set})
+        return factory(groups, **{"lr": lr, **implementation, **options_set})
     except (TypeError, ValueError, RuntimeError) as error:
         options_text = ", ".join(f"{key}={value}" for key, value in options_set.items()) or "nothing"
         raise UsageError(f"optimizer {name}: {error}; options passed: {options_text}") from error
@@ -81,8 +81,8 @@ def make_optimizer(
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     """Return the step of `optimizer` without torch's wrapper, which adds a profiler record and step hooks.
 
-    The record is made even without a profiler, and takes longer than the update of a small model. If torch hasn't
-    wrapped the optimizer's step, or if the instance has its own `step`, return the step unchanged.
+    The wrapper creates the record even without a profiler, which takes longer than the update of a small model. If
+    torch hasn't wrapped `step`, or if the instance overrides it, returns `step` unchanged.
     """
     step = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
@@ -90,8 +90,8 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return MethodType(cast(Any, step).__wrapped__, optimizer)
 
 
-def _find_own(path: str) -> Callable[..., Any]:
-    """Return the custom class or function. Raises UsageError if it is neither, or if it has no argument `lr`."""
+def _find_custom(path: str) -> Callable[..., Any]:
+    """Return the custom class or function. Raises UsageError if it is neither, or if it has no `lr` argument."""
     factory = import_callable(path, "optimizer", "a class or a function")
     argument_names = _argument_names(factory)
     if argument_names is not None and "lr" not in argument_names:
@@ -100,7 +100,7 @@ def _find_own(path: str) -> Callable[..., Any]:
 
 
 def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
-    """Return the argument names of a class or a function. Return None if it accepts any name, or if it is unknown."""
+    """Return the argument names of a class or a function, or None if it accepts any name or if they are unknown."""
     cls = factory.func if isinstance(factory, partial) else factory
     try:
         parameters = inspect.signature(cls).parameters
@@ -112,7 +112,7 @@ def _argument_names(factory: Callable[..., Any]) -> list[str] | None:
 def _call_factory(
     path: str, factory: Callable[..., Any], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> Optimizer:
-    """Call the custom class or function with groups of named parameters and with `arguments`, which includes `lr`.
+    """Call the custom class or function with groups of named parameters and with `arguments`, which contain `lr`.
 
     Raises UsageError unless it returns an optimizer over exactly these parameters.
     """
@@ -141,10 +141,10 @@ def _call_factory(
 
 
 def find_optimizer(name: str) -> Factory:
-    """Return the optimizer of that name from Lockstep, torch or timm. Raises UsageError if there is none."""
+    """Return the optimizer with this name from Lockstep, torch or timm. Raises UsageError if there is none."""
     lower = name.lower()
-    if lower in OURS:
-        return OURS[lower]
+    if lower in OWN_OPTIMIZERS:
+        return OWN_OPTIMIZERS[lower]
     from_torch = _torch_optimizers()
     return from_torch[lower] if lower in from_torch else _timm_optimizer(name)
 
@@ -170,7 +170,7 @@ def _check_options(
     name: str, argument_names: Sequence[str] | None, requested: Iterable[str], decay_bias_and_norm: bool
 ) -> None:
     keys = [*requested] if decay_bias_and_norm else [*requested, "weight_decay"]
-    options = [argument for argument in argument_names or () if argument not in _GIVEN]
+    options = [argument for argument in argument_names or () if argument not in _NON_OPTIONS]
     for key in keys:
         if key == "lr":
             raise UsageError(f"optimizer {name}: options contain lr; set recipe.optimizer.lr instead")
@@ -181,7 +181,7 @@ def _check_options(
 def _groups(
     name: str, parameters: Iterable[Named], decay_bias_and_norm: bool, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Return one group per set of options. Groups of biases and norms that are exempt from weight decay come last."""
+    """Return one group per distinct set of options. Groups that are exempt from weight decay come last."""
     trained = [(key, parameter) for key, parameter in parameters if parameter.requires_grad]
     if not trained:
         raise UsageError(
@@ -199,7 +199,7 @@ def _groups(
     return list(groups.values())
 
 
-def _check_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def _check_options_kept(name: str, groups: Iterable[Mapping[str, Any]], optimizer: Optimizer) -> None:
     """Raise UsageError if a custom optimizer dropped an option of a parameter group."""
     group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for group in groups:

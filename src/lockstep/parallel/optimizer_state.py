@@ -1,4 +1,4 @@
-"""The state of an optimizer by parameter name, instead of by the parameter numbers of torch."""
+"""The state of an optimizer keyed by parameter names, and not by parameter numbers as in torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 Named = tuple[str, Parameter]
 
-GROUP: Final = "group "  # no parameter's name has a space
+GROUP: Final = "group "  # can't collide with a parameter name, because parameter names contain no spaces
 
 
 def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of an optimizer as `<parameter>/<slot>`, and its other state, ready for JSON.
+    """Return the state of an optimizer: the tensors by name, and all other values in JSON-serializable form.
 
-    `trained` has the names of the tensors that the optimizer updates. Some optimizers keep counters in their parameter
-    groups. A tensor in a group has the name `group <number>/<slot>`. In the second item, `slots` has state that is a
-    number or None, and `groups` has the numbers of the groups. The learning rate isn't part of it, because it follows
-    from the number of samples seen.
+    `trained` contains the names of the tensors that the optimizer updates. The tensors of a parameter are named
+    `<parameter>/<slot>`. Some optimizers keep counters in their parameter groups. A tensor in a group is named
+    `group <number>/<slot>`. In the second item, `slots` contains state that is a number or None, and `groups` contains
+    the numbers in the groups. The learning rate is excluded, because it depends only on the number of samples seen.
     """
     names = _names(trained, optimizer)
     state = optimizer.state_dict()
@@ -35,7 +35,7 @@ def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dic
 
 
 def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values of parameter groups that are numbers or None, except the learning rate."""
+    """Return the values in parameter groups that are numbers or None, except for the learning rate."""
     numbers = [{slot: value for slot, value in group.items() if slot != "lr"} for group in groups]
     return [
         {slot: value for slot, value in group.items() if isinstance(value, int | float | None)} for group in numbers
@@ -64,7 +64,7 @@ def load_optimizer_state(
 
 
 def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore tensors that torch converted to the dtype of their parameter, such as `mu_product` of NAdam."""
+    """Restore tensors that torch converted to the dtype of their parameter, such as `mu_product` in NAdam."""
     for slot, value in saved.items():
         converted = loaded.get(slot)
         if isinstance(value, Tensor) and isinstance(converted, Tensor) and converted.dtype is not value.dtype:
@@ -72,7 +72,7 @@ def _restore_dtypes(loaded: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _in_memory_format(value: Any, parameter: Tensor) -> Any:
-    """If a tensor has the parameter's shape, return it in the parameter's memory format.
+    """Convert a tensor with the shape of `parameter` to its memory format. Return any other value unchanged.
 
     The memory format matters, because the norms of LAMB are summed in memory order.
     """

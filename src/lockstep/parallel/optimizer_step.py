@@ -1,4 +1,4 @@
-"""The second half of a step, the same for all engines: unscale, clip, step or skip, and drop the gradient."""
+"""The second half of a step, which is the same for all engines: unscale, clip, step or skip, and free the gradients."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -22,9 +22,9 @@ from lockstep.parallel.optimize import bare_step
 
 @final
 class Updates:
-    """Updates the trained tensors: owns the optimizer and the loss scale, clips gradients and skips steps.
+    """Updates the trained tensors. Owns the optimizer and the loss scale, clips gradients and skips steps.
 
-    `unowned` are trained tensors that the optimizer must skip, because other ranks update them.
+    The optimizer skips the trained tensors in `unowned`, because other ranks update them.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class Updates:
                 for name, tensor in layout.trained
             }
             self._step_optimizer = partial(Offloaded(self.optimizer, sizes, device).step, self._step_optimizer)
-        self._narrow = any(narrow(tensor) for tensor in self._trained)  # because of the recipe or of the model itself
+        self._narrow = any(narrow(tensor) for tensor in self._trained)  # set by the recipe or by the model itself
         self._skip_nonfinite = numerics.skip_nonfinite
         self._scaler = numerics.loss_scaler(device)
         self._static_scale = numerics.recipe.loss_scale.static
         self._scales = self._scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:
-        """Return the seed of a backward. If there is a loss scale, the seed is multiplied by it."""
+        """Return the seed of a backward, multiplied by the loss scale if there is one."""
         return self._scaler.scale(seed) if self._scales else seed
 
     def update(
         self, lr: float, max_norm: float | None, loss: Tensor, weight: int, only: Collection[int] | None = None
     ) -> Update:
-        """Update the weights as in Engine.update. `loss` and `weight` are the totals of the whole step.
+        """Update the weights as in Engine.update. `loss` and `weight` are the totals of the full step.
 
-        With `only`, update only the groups with these indices. In the gradient norm, the gradients of all other groups
-        count as zeros.
+        If `only` is set, update only the groups with these indices. The gradients of all other groups count as zeros in
+        the gradient norm.
         """
         if not weight:
             self.forget()
@@ -75,8 +75,8 @@ class Updates:
         if self._scales:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.agree_(self._infinities())
-            # Reading the scale waits for the device. Read it before the update, so that an fp16 step waits only for its
-            # gradient, and not for its update.
+            # Reading the scale synchronizes with the device. Read it before the update, so that an fp16 step waits only
+            # for its gradient, and not for its update.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
@@ -96,7 +96,7 @@ class Updates:
 
     @property
     def loss_scale(self) -> dict[str, Any]:
-        """Return the state of the loss scale, ready for JSON."""
+        """The state of the loss scale, in JSON-serializable form."""
         return self._scaler.state_dict()
 
     @loss_scale.setter
@@ -106,7 +106,7 @@ class Updates:
     def _step(self, lr: float) -> bool:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get(SCALE, 1.0)
-        # This replaces GradScaler.step, which would check each flag again and doesn't report whether it stepped.
+        # This replaces GradScaler.step, which would check each flag again and doesn't return whether it stepped.
         if self._scales and any(bool(infinity) for infinity in self._infinities()):
             return False
         for tensor in self._unowned:
@@ -116,8 +116,8 @@ class Updates:
         return True
 
     def forget(self) -> None:
-        """Drop the gradients."""
-        for tensor in self._trained:  # the same as zero_grad, in a tenth of the time
+        """Free the gradients."""
+        for tensor in self._trained:  # same as zero_grad, but 10 times as fast
             tensor.grad = None
 
     def _resting(self, only: Collection[int]) -> list[Tensor]:
@@ -132,9 +132,9 @@ class Updates:
 
 
 def keep_ratios(optimizer: Optimizer) -> None:
-    """Store the ratio of each group's rate to the optimizer's rate in the group, if it isn't 1, as timm does.
+    """Store the ratio of each group's learning rate to the default in the group, like timm does. Omits ratios of 1.
 
-    If the optimizer's rate is 0, e.g. because a schedule sets it, the rates of the groups are ignored.
+    If the default learning rate of the optimizer is 0, e.g. because a schedule sets it, the groups' rates are ignored.
     """
     rate = float(optimizer.defaults["lr"])
     for group in optimizer.param_groups:
@@ -144,10 +144,10 @@ def keep_ratios(optimizer: Optimizer) -> None:
 
 
 def share(weight: int, dtype: torch.dtype, device: torch.device, part: int = 1) -> Tensor:
-    """Return the seed of a backward in a step of this `weight`, rounded once to `dtype`. It is 0 if `weight` is 0.
+    """Return the seed of a backward in a step with this `weight`, rounded once to `dtype`. It is 0 if `weight` is 0.
 
-    If the loss is a sum, the seed is 1 / weight. If the loss is a mean, pass the weight of its micro-batch as `part`,
-    and the seed is `part` / weight. If the step has one micro-batch, this is exactly 1.
+    If the loss is a sum, the seed is 1 / weight. If the loss is a mean, pass the weight of its micro-batch as `part`.
+    The seed is then `part` / weight, which is exactly 1 if the step has a single micro-batch.
     """
     return torch.full((), part / weight if weight else 0.0, dtype=dtype, device=device)
 
@@ -160,4 +160,4 @@ def gradient(parameter: Tensor) -> Tensor:
 
 def _finite(loss: Tensor, norm: Tensor | None) -> bool:
     finite = torch.isfinite(loss)
-    return bool(finite if norm is None else finite & torch.isfinite(norm))  # read once, since it waits for the device
+    return bool(finite if norm is None else finite & torch.isfinite(norm))  # one read, because it synchronizes

@@ -1,7 +1,7 @@
 """Optimizer checks that run before any process starts. Each check is a trial: a few steps over small tensors.
 
-No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer can
-be sharded, flattened, stored in 16 bits, or resumed.
+No list could cover all optimizers of torch, timm and your own code. Therefore trials determine whether an optimizer
+works on shards, on flattened tensors, in 16 bits, and after a resume.
 """
 
 import json
@@ -19,28 +19,39 @@ from lockstep.common import plainfile
 from lockstep.common.own_code import OwnCode, own_error
 from lockstep.errors import UsageError
 from lockstep.parallel.narrow_steps import AlikeInRows
-from lockstep.parallel.optimize import CONTRACT, OURS
+from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbers_of, optimizer_state
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
-# Shapes of the trials that shard. Most of these tensors and of their parts don't fill whole CPU vectors. Some are large
-# enough for optimizers that factor their state.
+# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill whole CPU vectors. Some are
+# large enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
 
-_SIZES: Final = (1.0, 0.1, 1e-2, 5e-3, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 0.0)  # of gradients, for the trials in 16 bits
+_GRADIENT_MAGNITUDES: Final = (
+    1.0,
+    0.1,
+    1e-2,
+    5e-3,
+    1e-3,
+    1e-4,
+    1e-5,
+    1e-6,
+    1e-7,
+    0.0,
+)  # gradient magnitudes for the 16-bit trials
 _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` does, or if the optimizer that it returns can't take a plain step.
+    """Raise UsageError if `make` does, or if the optimizer that it returns can't perform a plain step.
 
-    The optimizer takes a step over a tiny parameter for each number of dims in `dims`. This detects optimizers that
+    The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
-    a checkpoint can't hold.
+    a checkpoint can't store.
     """
-    optimizer = make([(f"parameter{dim}", _tiny(dim)) for dim in sorted(set(dims))])
+    optimizer = make([(f"parameter{dim}", _small_parameter(dim)) for dim in sorted(set(dims))])
     name = type(optimizer).__name__
     try:
         _step(optimizer)
@@ -49,7 +60,7 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
         raise UsageError(f"optimizer {name}: a plain step failed: {explanation}") from error
     states = cast(dict[int, dict[str, Any]], optimizer.state_dict()["state"])
     for slot, value in ((slot, value) for values in states.values() for slot, value in values.items()):
-        # A checkpoint file holds plain tensors, but no tensor subclasses, such as an 8-bit tensor with its scales.
+        # A checkpoint can store plain tensors, but no tensor subclasses, such as an 8-bit tensor with scales.
         if not isinstance(value, int | float | None) and type(value) not in (Tensor, Parameter):
             type_name = type(value).__name__
             raise UsageError(
@@ -58,28 +69,28 @@ def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
             )
 
 
-def needs_wholes(make: Make, dtype: torch.dtype | None = None) -> bool:
-    """Return whether an optimizer updates rows differently than a whole tensor. Raises UsageError as check_optimizer.
+def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
+    """Return whether an optimizer updates rows differently than a full tensor. Raises the errors of check_optimizer.
 
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
-    dtype. The optimizers of parallel/layerwise.py can update rows, because they receive the norms of whole tensors.
-    Fused optimizers need whole tensors without a trial: the ends of their vectors change bits, but only for some
-    values, so a trial can't be sure to detect it.
+    dtype. The optimizers in parallel/layerwise.py can update rows, because they receive the norms of full tensors. For
+    fused optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only
+    for some values, so a trial might not detect it.
     """
     optimizer = _small_optimizer(make)
-    if type(optimizer) in OURS.values():
+    if type(optimizer) in OWN_OPTIMIZERS.values():
         return False
-    return _is_fused(optimizer) or not all(_alike_in_rows(make, shape, dtype) for shape in _SHAPES)
+    return _is_fused(optimizer) or not all(_matches_in_rows(make, shape, dtype) for shape in _SHAPES)
 
 
 def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
-    """Return whether an optimizer needs whole tensors, for a strategy that shards tensors in rows.
+    """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if it does and the strategy doesn't lend them (parallel/layouts/owned.py). Also raises UsageError
-    if the update of a tensor depends on other tensors, which can be on other ranks. Examples are an optimizer that
-    clips the norm of all gradients, and one that estimates a common step size.
+    Raises UsageError if it does and the strategy doesn't provide full tensors (parallel/layouts/owned.py). Also raises
+    UsageError if the update of a tensor depends on other tensors, which can be on other ranks. For example, the
+    optimizer clips the norm of all gradients or estimates a common step size.
     """
-    if not needs_wholes(make, dtype):
+    if not needs_full_tensors(make, dtype):
         return False
     name = type(_small_optimizer(make)).__name__
     if not lends_wholes:
@@ -89,13 +100,13 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
-        alike = _alike_apart(make, dtype)
+        matches = _matches_apart(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
             f"gradient, as those of other ranks have none: {own_error(error) or error}; skip such tensors"
         ) from error
-    if not alike:
+    if not matches:
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its update of a tensor depends on other "
             f"tensors, which other ranks have; use strategy ddp, or an optimizer that updates each tensor by itself"
@@ -106,10 +117,10 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
 def check_flat(make: Make, strategy: str) -> None:
     """Raise UsageError if check_optimizer does, or if an optimizer updates flattened pieces of a tensor differently.
 
-    With flattened pieces, an optimizer sees neither the shape nor the norm of a parameter.
+    When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
-    if _is_fused(optimizer) or not all(_alike_when_flat(make, shape) for shape in _SHAPES):
+    if _is_fused(optimizer) or not all(_matches_when_flat(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
             f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
@@ -121,17 +132,17 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
     """Raise UsageError if a step with weights and state in `dtype` isn't finite, or is too large.
 
     The trial uses gradients from 1 down to 0. Each step must be finite, and at most twice as large as the largest step
-    in float32. For example, Adam with its default eps fails in float16: there eps is rounded to 0, so a step can divide
-    by zero.
+    in float32. For example, Adam with its default eps fails in float16, because eps is rounded to 0, so a step can
+    divide by zero.
     """
-    optimizer = make([("parameter", _tiny(2))])
-    wide, narrow = (_longest_steps(make, each) for each in (torch.float32, dtype))
-    for size, longest in zip(_SIZES, narrow.tolist(), strict=True):
-        if math.isfinite(longest) and longest <= 2 * float(wide.max()):
+    optimizer = make([("parameter", _small_parameter(2))])
+    wide, narrow = (_largest_steps(make, each) for each in (torch.float32, dtype))
+    for size, largest in zip(_GRADIENT_MAGNITUDES, narrow.tolist(), strict=True):
+        if math.isfinite(largest) and largest <= 2 * float(wide.max()):
             continue
         name = str(dtype).removeprefix("torch.")
         step_text = (
-            f"{longest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(longest) else longest
+            f"{largest / float(wide.max()):.3g} times the largest in float32" if math.isfinite(largest) else largest
         )
         eps = next((group["eps"] for group in optimizer.param_groups if "eps" in group), None)
         eps_advice = "" if eps is None else f"an eps of 0.01 or more in its options (it is {eps}), "
@@ -143,9 +154,10 @@ def check_stored(make: Make, dtype: torch.dtype) -> None:
 
 
 def check_own(path: str, make: Make) -> None:
-    """Raise UsageError if a custom optimizer raises, ignores the rate, is random, or has state outside of checkpoints.
+    """Raise UsageError for a custom optimizer that breaks the contract.
 
-    The trial sets rates as a schedule does. One of its runs resumes from the checkpoint of a previous optimizer.
+    This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in
+    checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with OwnCode(f"optimizer {path}"):
         weights = _after_steps(make, rate=1.0)
@@ -168,28 +180,28 @@ def check_own(path: str, make: Make) -> None:
 
 def _small_optimizer(make: Make) -> Optimizer:
     check_optimizer(make, dims=(2,))
-    return make([("parameter", _tiny(2))])
+    return make([("parameter", _small_parameter(2))])
 
 
 def _is_fused(optimizer: Optimizer) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
-def _longest_steps(make: Make, dtype: torch.dtype) -> Tensor:
-    """Return the largest step for a constant gradient of each size, as a multiple of the rate: [sizes]."""
-    parameter = Parameter(torch.zeros(len(_SIZES), 1, dtype=dtype))
+def _largest_steps(make: Make, dtype: torch.dtype) -> Tensor:
+    """Return the largest step for a constant gradient of each size, divided by the learning rate: shape [sizes]."""
+    parameter = Parameter(torch.zeros(len(_GRADIENT_MAGNITUDES), 1, dtype=dtype))
     optimizer = make([("parameter", parameter)])
-    longest = torch.zeros(len(_SIZES))
+    largest = torch.zeros(len(_GRADIENT_MAGNITUDES))
     for _ in range(_STEPS_IN_16_BITS):
         previous = parameter.detach().float().clone()
-        parameter.grad = torch.tensor(_SIZES).to(dtype).unsqueeze(1)
+        parameter.grad = torch.tensor(_GRADIENT_MAGNITUDES).to(dtype).unsqueeze(1)
         _step(optimizer)
         step_sizes = (parameter.detach().float() - previous).abs().squeeze(1) / float(optimizer.defaults["lr"])
-        longest = torch.where(step_sizes.isnan(), step_sizes, torch.maximum(longest, step_sizes))
-    return longest
+        largest = torch.where(step_sizes.isnan(), step_sizes, torch.maximum(largest, step_sizes))
+    return largest
 
 
-def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
+def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with AlikeInRows() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
@@ -197,8 +209,8 @@ def _alike_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None
         return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _alike_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
-    """Return whether flattened pieces of a tensor get the same values as the whole tensor, except for rounding."""
+def _matches_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
+    """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
     whole = _after_steps(make, shape).flatten()
     third = whole.numel() // 3
     flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
@@ -214,15 +226,16 @@ def _after_steps(
     rate: float | None = None,
     resumed: bool = False,
 ) -> Tensor:
-    """Return a tensor after a few steps.
+    """Return a tensor after a few steps of the optimizer.
 
-    With `heights`, the tensor is split into parts with these numbers of rows. With `flat`, the tensor is flattened, and
-    the numbers are elements. `rate` is the rate of the first step, and then decreases as in a schedule. With `resumed`,
-    a second optimizer takes the last step from the checkpoint of the first optimizer.
+    If `heights` is set, the tensor is split into parts with these numbers of rows. If `flat` is set, the tensor is
+    flattened first, and the numbers are numbers of elements. `rate` is the learning rate of the first step, which
+    decreases like in a schedule. If `resumed` is set, a second optimizer performs the last step from the checkpoint of
+    the first optimizer.
     """
     generator = torch.Generator().manual_seed(0)
     start, gradients = (torch.randn(*count, *shape, generator=generator).to(dtype) for count in ((), (_STEPS,)))
-    if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for tensors of one dim
+    if flat and len(shape) > 1:  # keep two dims, because a recipe can set a different decay for 1-dim tensors
         start, gradients = start.reshape(-1, 1), gradients.reshape(len(gradients), -1, 1)
     lengths = [len(start)] if heights is None else list(heights)
     parts = [Parameter(part.clone()) for part in torch.split(start, lengths)]
@@ -243,20 +256,20 @@ def _after_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _alike_apart(make: Make, dtype: torch.dtype | None) -> bool:
-    """Return whether two matrices get the same values together as apart, with the same numbers in the groups."""
+def _matches_apart(make: Make, dtype: torch.dtype | None) -> bool:
+    """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
     together = _pair_after_steps(make, (True, True), dtype)
     first, second, idle = (
         _pair_after_steps(make, has, dtype) for has in ((True, False), (False, True), (False, False))
     )
-    alike = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
-    return alike and together[2] == first[2] == second[2] == idle[2]
+    matches = torch.equal(together[0], first[0]) and torch.equal(together[1], second[1])
+    return matches and together[2] == first[2] == second[2] == idle[2]
 
 
 def _pair_after_steps(
     make: Make, with_gradient: tuple[bool, bool], dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """Return two matrices after a few steps, and the numbers of the groups. Only some of them have a gradient."""
+    """Return two matrices after a few steps, and the numbers in the groups. `with_gradient` selects the matrices."""
     generator = torch.Generator().manual_seed(0)
     matrices = [Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in _SHAPES[:2]]
     optimizer = make([(f"part{number}", each) for number, each in enumerate(matrices)])
@@ -273,7 +286,7 @@ def _step(optimizer: Optimizer) -> None:
     cast(Callable[[], object], optimizer.step)()
 
 
-def _tiny(dim: int) -> Parameter:
+def _small_parameter(dim: int) -> Parameter:
     parameter = Parameter(torch.ones((2,) * dim))
     parameter.grad = torch.ones_like(parameter)
     return parameter

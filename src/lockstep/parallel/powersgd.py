@@ -1,19 +1,19 @@
-"""PowerSGD: ranks send two thin matrices instead of a gradient, and add the rest to the gradient of the next step.
+"""PowerSGD: ranks send two thin matrices instead of a gradient, and add the compression error to the next gradient.
 
 Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (NeurIPS),
 algorithms 1 and 2. torch has it as a hook for the buckets of DistributedDataParallel
 (torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook). In that hook, the order of sums depends on the backend, and
-the pickled errors only fit the same number of ranks. Here, the tree adds up the sums by rank number, and checkpoints
+the pickled errors only fit the same number of ranks. Here, sums are added by a tree over rank numbers, and checkpoints
 include the errors.
 
 For each bucket, all ranks run these phases together. M is a rank's gradient of a parameter as a matrix, plus the rank's
 error:
 
-1. Each rank computes P = M Q, with the orthonormalized Q of the last step. The ranks add up P. If the matrices wouldn't
-   be smaller than the gradient, e.g. for vectors, the ranks add up the whole gradient instead.
-2. Each rank orthonormalizes the columns of the sum of P to get a basis, and computes M^T basis. The ranks add it up.
-   The sum is the next Q.
-3. The gradient is basis Q^T. The new error of a rank is the part of M that its own matrices leave out:
+1. Each rank computes P = M Q, with the orthonormalized Q of the last step. P is summed over the ranks. If the matrices
+   wouldn't be smaller than the gradient, e.g. for vectors, the full gradient is summed instead.
+2. Each rank orthonormalizes the columns of the sum of P to get a basis, and computes M^T basis, which is summed over
+   the ranks. The sum is the next Q.
+3. The gradient is basis Q^T. The new error of a rank is the part of M that its own matrices don't represent:
    M - basis (M^T basis)^T.
 
 All phases are linear in M. Therefore a step depends only on the sum of the errors, and not on how the sum is split
@@ -39,16 +39,16 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trai
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.weights import Weights
 
-# The kept state of a parameter: <parameter>/error for each rank, and <parameter>/factor.
+# Names of the state of a parameter: <parameter>/error, with one error per rank, and <parameter>/factor.
 _ERROR: Final = "error"
 _FACTOR: Final = "factor"
 
 
 def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: int) -> MakeLayout:
-    """Return a function that creates a replicated layout whose gradients are sent as matrices of `columns` columns."""
+    """Return a function that creates a replicated layout. Gradients are sent as matrices with `columns` columns."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first, because it turns parameters into the copies that have the gradients
+        weights = Weights(model, dtype)  # first, because it replaces parameters with the copies that receive gradients
         trained, canonical = trainable_parameters(model), world.canonical(mesh, "replicate")
         power = PowerSgd(trained, canonical, mesh.data_rank(world.rank), columns, seed)
         gradients = Gradients(
@@ -60,13 +60,13 @@ def low_rank(world: World, mesh: Mesh, bucket_bytes: int, columns: int, seed: in
 
 
 def elements_sent(shape: Sequence[int], columns: int) -> int:
-    """Return how many elements a rank sends for a gradient of this shape: two matrices, or the gradient if smaller."""
+    """Return the number of elements that a rank sends for a gradient of this shape, as two matrices or uncompressed."""
     whole = Size(shape).numel()
     return min((shape[0] + Size(shape[1:]).numel()) * columns, whole) if len(shape) > 1 else whole
 
 
-def worth_it(shape: Sequence[int], columns: int) -> bool:
-    """Return whether two matrices of `columns` columns are smaller than a gradient of this shape."""
+def is_compressible(shape: Sequence[int], columns: int) -> bool:
+    """Return whether two matrices with `columns` columns are smaller than a gradient of this shape."""
     return elements_sent(shape, columns) < Size(shape).numel()
 
 
@@ -81,9 +81,9 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
 @final
 class PowerSgd:
-    """Adds up the gradients of `trained` over the ranks of `across` with matrices of `columns` columns.
+    """Sums the gradients of `trained` over the ranks of `across`, as matrices with `columns` columns.
 
-    `rank` is the place of this rank among them. `seed` is the seed for the first factors.
+    `rank` is the place of this rank among these ranks. `seed` is the seed of the initial factors.
     """
 
     def __init__(self, trained: Sequence[Named], across: CanonicalSum, rank: DataRank, columns: int, seed: int) -> None:
@@ -93,14 +93,14 @@ class PowerSgd:
         self._rank = rank
         self._columns = columns
         self._key = random.key(random.LOW_RANK, seed)
-        self._errors: dict[int, Tensor] = {}  # by the index of the parameter, like the next two
+        self._errors: dict[int, Tensor] = {}  # by parameter index, like the next two
         self._factors: dict[int, Tensor] = {}
-        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # errors and factors of a step before its update
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # the new errors and factors, before the update
 
     def add(
         self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
-        """Add up the flat vectors of a bucket as CanonicalSum does, except for the part that is kept as error."""
+        """Return the approximate sum of a bucket over the ranks, in place of CanonicalSum. Keeps the errors."""
         flat = own_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(
             zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
@@ -108,14 +108,16 @@ class PowerSgd:
         for number, part in parts.items():
             if number in self._errors:
                 part += self._errors[number]
-        matrices = {n: part.reshape(len(part), -1) for n, part in parts.items() if worth_it(part.shape, self._columns)}
+        matrices = {
+            n: part.reshape(len(part), -1) for n, part in parts.items() if is_compressible(part.shape, self._columns)
+        }
         unreduced = [part for number, part in parts.items() if number not in matrices]
-        # Phase 1: add up P, and gradients that are sent whole.
+        # Phase 1: sum P and the uncompressed gradients.
         projections = [matrix @ orthonormal(self._factor(number, matrix)) for number, matrix in matrices.items()]
         sums = self._sum_over_ranks([*unreduced, *projections])
         for part, total in zip(unreduced, sums, strict=False):
             part.copy_(total)
-        # Phase 2: add up M^T basis.
+        # Phase 2: sum M^T basis.
         bases = [orthonormal(matrix_sum) for matrix_sum in sums[len(unreduced) :]]
         own_factors = [matrix.T @ basis for matrix, basis in zip(matrices.values(), bases, strict=True)]
         factors = self._sum_over_ranks(own_factors)
@@ -128,9 +130,9 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def settle(self, applied: bool, growth: float) -> None:
-        """Keep the errors and factors of the step if it was applied, or else the previous ones. Call after each update.
+        """If the step was applied, keep its errors and factors. Otherwise, discard them. Call this after each update.
 
-        `growth` is the factor by which the loss scale changes from now on.
+        `growth` is the factor by which the loss scale changes after this step.
         """
         if applied:
             self._errors = {number: error for number, (error, _) in self._pending.items()}
@@ -140,7 +142,7 @@ class PowerSgd:
         self._pending = {}
 
     def feedback(self) -> dict[str, MaybeSharded]:
-        """Return the errors of each rank, stacked along dim 0, and the factors, which are the same on all ranks."""
+        """Return the errors of all ranks, stacked along dim 0, and the factors, which are the same on all ranks."""
         state: dict[str, MaybeSharded] = {}
         for number, error in self._errors.items():
             name, shape = self._trained[number][0], Size((self._rank.replicas, *error.shape))
@@ -150,7 +152,7 @@ class PowerSgd:
         return state
 
     def load_feedback(self, state: NamedTensors) -> None:
-        """Load the whole tensors of `feedback`, from the same or a different number of ranks."""
+        """Load the full tensors of `feedback`, from the same or a different number of ranks."""
         self._errors, self._factors, self._pending = {}, {}, {}
         for number, (name, parameter) in enumerate(self._trained):
             if f"{name}/{_ERROR}" in state:
@@ -177,15 +179,15 @@ class PowerSgd:
         """Return the sums of these tensors over all ranks."""
         if not tensors:
             return []
-        # Ranks without a micro-batch take part, too, because they have an error.
-        total = self._across.of_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+        # Ranks without a micro-batch also take part, because they have an error to add.
+        total = self._across.sum_over_ranks(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         pieces = torch.split(total, [tensor.numel() for tensor in tensors])
         return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 @final
 class LowRankGradients:
-    """Wraps `gradients`. Its buckets are added up by `power`, which keeps parts of them for the next step."""
+    """Wraps `gradients`, whose buckets are summed by `power`."""
 
     def __init__(self, gradients: GradientSum, power: PowerSgd) -> None:
         self.begin = gradients.begin

@@ -1,9 +1,9 @@
-"""Rejects nn.RReLU where torch computes its gradient from uninitialized memory.
+"""Rejects nn.RReLU in cases in which torch computes its gradient from uninitialized memory.
 
-torch's rrelu_with_noise writes the noise of its backward into an argument. If saved_tensors_hooks are active, the
-argument is packed before it is written, so the backward reads memory that nobody wrote. torch.utils.checkpoint with
-use_reentrant=False uses such hooks, and so do placement.recompute and placement.offload_activations. Seen with torch
-2.11, 2.14 and 2.15, in plain PyTorch too. Remove this module once torch packs the noise after it is written.
+torch's rrelu_with_noise writes the noise for its backward into an argument. If saved_tensors_hooks are active, the
+argument is packed before it is written, so the backward reads uninitialized memory. torch.utils.checkpoint with
+use_reentrant=False uses such hooks, and so do placement.recompute and placement.offload_activations. This happens in
+plain PyTorch too (seen with torch 2.11, 2.14 and 2.15). Remove this module once torch packs the noise after writing it.
 """
 
 from functools import partial

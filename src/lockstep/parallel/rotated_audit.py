@@ -1,9 +1,9 @@
-"""Audits for engines in which a rank can't repeat the micro-batch of a different rank.
+"""Audits for engines in which a rank can't recompute the micro-batch of a different rank.
 
-If ranks hold parts of the model, or if they wait for each other in the middle of a forward, an audit repeats the whole
-step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the audit
-compares the messages of all ranks (comm/message_log.py), and finds the rank that first sent a different message than
-other ranks in the same place.
+This is the case if ranks hold parts of the model, or if they wait for each other during a forward. The audit repeats
+the full step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the
+audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a different
+message than other ranks in the same place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,19 +18,19 @@ from lockstep.core.digest import differing_bit
 from lockstep.core.order import Step
 from lockstep.core.shard import local_tensor
 from lockstep.errors import CorruptionError
-from lockstep.parallel.audit_digests import hash_of
-from lockstep.parallel.corruption import OTHER_HOSTS, TAKE_OUT, changed_on_the_way, link_verdict, name_ranks
+from lockstep.parallel.audit_digests import short_hash
+from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, link_verdict, name_ranks
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
 from lockstep.parallel.layouts.base import gather_whole
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_MOST: Final = 3  # how many ranks repeat each place before the verdict
+_MAX_REPEATS: Final = 3  # maximum number of ranks that repeat each place before the verdict
 
 
-class Played(NamedTuple):
-    """A step of `rank` in a place of the mesh, as digests of its messages and results by name, in the order of time."""
+class RecordedStep(NamedTuple):
+    """A step that `rank` computed in a place of the mesh: digests of messages and results by name, in time order."""
 
     place: int
     rank: int
@@ -40,11 +40,11 @@ class Played(NamedTuple):
 @final
 @dataclass(eq=False)
 class RotatedAudit:
-    """Wraps the engine of `start` and audits the steps that `schedule` selects. Audits don't change any results.
+    """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
     For audits, it starts a second engine with a different order of the ranks. `fetch` returns any micro-batch. If the
-    two engines disagree on a step, all ranks raise CorruptionError. `audited` is the number of steps on which they
-    agreed.
+    two engines disagree on a step, CorruptionError is raised on all ranks. `audited` is the number of steps that passed
+    an audit.
     """
 
     start: Callable[[World, Numerics], Rotates]
@@ -59,24 +59,28 @@ class RotatedAudit:
         self.audited = 0
         self._engine = engine = self.start(own_world, self.numerics)
         self.gradients, self.state = engine.gradients, engine.state
-        self._kept = KeptState(engine, self.world, self.schedule.every)
-        self._kept.begin()
-        self.update, self.evaluation, self.load = self._kept.update, self._kept.evaluation, self._kept.load
+        self._kept_state = KeptState(engine, self.world, self.schedule.every)
+        self._kept_state.begin()
+        self.update, self.evaluation, self.load = (
+            self._kept_state.update,
+            self._kept_state.evaluation,
+            self._kept_state.load,
+        )
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # The engines by the distance that ranks are moved. Start the first of them now, to find out whether it fits.
+        # The engines by how far ranks are moved. Start the first one now, to find out early if it fits in memory.
         self._rotated = {0: (own_world, engine)}
-        self._again_at(1)
+        self._rotated_engine(1)
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
-        self._kept.step = step
+        self._kept_state.step = step
         if not self.schedule.due(step):
             return self._engine.forward_backward(microbatches, step, observe)
-        self._kept.check(step)
-        rotated = self._again(1, step)
-        unrotated, sums = self._play(*self._rotated[0], microbatches, step, observe)
+        self._kept_state.check(step)
+        rotated = self._repeat_step(1, step)
+        unrotated, sums = self._record_step(*self._rotated[0], microbatches, step, observe)
         if self._differ(rotated, unrotated):
-            repeats = [self._again(distance, step) for distance in range(min(_MOST, self._place_count))]
+            repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._place_count))]
             raise self._verdict(step, [rotated, unrotated, *repeats])
         self.audited += 1
         return sums
@@ -86,7 +90,7 @@ class RotatedAudit:
         for _, engine in self._rotated.values():
             engine.close()
 
-    def _again_at(self, distance: int) -> tuple[World, Rotates]:
+    def _rotated_engine(self, distance: int) -> tuple[World, Rotates]:
         distance %= self._place_count
         if distance not in self._rotated:
             world = self.world.rotated(self.schedule.mesh, distance, self._log)
@@ -94,44 +98,46 @@ class RotatedAudit:
             self._rotated[distance] = world, self.start(world, replace(self.numerics, averages=False))
         return self._rotated[distance]
 
-    def _again(self, distance: int, step: Step) -> Played:
-        """Run a step with each rank moved by `distance` places."""
-        world, engine = self._again_at(distance)
+    def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
+        """Repeat a step with each rank moved by `distance` places."""
+        world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
             engine.take_weights(replace(state, model=gather_whole(self.world, state.model)))
         indices = self.schedule.mesh.data_rank(world.rank).indices(min(self.schedule.microbatches, step.samples))
         microbatches = [replace(self.fetch(step, index), dummy=dummy) for index, dummy in indices]
-        return self._play(world, engine, microbatches, step)[0]
+        return self._record_step(world, engine, microbatches, step)[0]
 
-    def _play(
+    def _record_step(
         self, world: World, engine: Rotates, microbatches: MicroBatches, step: Step, observe: bool = False
-    ) -> tuple[Played, Sums]:
+    ) -> tuple[RecordedStep, Sums]:
         engine.forget()
         self._log.open()
         sums = engine.forward_backward(microbatches, step, observe)
         for name, gradient_tensor in engine.gradients().items():
             self._log.note(f"the gradient of {name}", local_tensor(gradient_tensor))
         self._log.note("the loss", sums.total)
-        return Played(world.rank, self.world.rank, self._log.close()), sums
+        return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
-    def _differ(self, *played: Played) -> bool:
-        """Return whether the digests of two ranks in the same place differ. All ranks must call it."""
+    def _differ(self, *played: RecordedStep) -> bool:
+        """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
-        for played_by_rank in self.world.told_by_all([(run.place, hash_of(run.messages)) for run in played]):
+        for played_by_rank in self.world.told_by_all([(run.place, short_hash(run.messages)) for run in played]):
             for place, messages in played_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
-    def _verdict(self, step: Step, played: Sequence[Played]) -> CorruptionError:
-        """Return the error that names the faulty rank. All ranks must call it, and they get the same error."""
+    def _verdict(self, step: Step, played: Sequence[RecordedStep]) -> CorruptionError:
+        """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
         reports = self.world.told_by_all({"host": self.world.host, "played": played})
-        runs = [[Played(*fields) for fields in report["played"]] for report in reports]  # by rank, each time
+        runs = [
+            [RecordedStep(*fields) for fields in report["played"]] for report in reports
+        ]  # by rank, then by repetition
         start = f"audit at step {step.number + 1}"
         for at_once in zip(*runs, strict=True):
             places = {run.place: run for run in at_once}
             logs = [places[place].messages for place in range(len(reports))]
-            if link := changed_on_the_way(
+            if link := find_changed_link(
                 *([by_peer(messages, direction) for messages in logs] for direction in (SENT, RECEIVED))
             ):
                 sender, receiver = (places[place].rank for place in link)
@@ -153,16 +159,17 @@ class RotatedAudit:
         return CorruptionError(
             f"{start}: {name_ranks(odd_ranks, reports)} computed a wrong result ({label}), as other ranks in its place "
             f"got a different result from the same messages; the fault "
-            f"{'occurred again' if persists else 'did not occur again'} when the step was repeated. {TAKE_OUT}",
+            f"{'occurred again' if persists else 'did not occur again'} when the step was repeated. {REMOVE_HOST}",
             odd_ranks,
         )
 
 
-def _conflicts(played: Iterable[Played]) -> Iterator[tuple[int, int, str, str]]:
+def _conflicts(played: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
 
-    In such a pair, the first difference is the same item on both sides, and the item isn't a received message. Each
-    result has the two ranks, the name of the item and the bit. A pair can also be the same rank at two times.
+    In such a pair, the first difference is in the same item of both logs, and this item isn't a received message.
+    Yields the two ranks, the name of the item and the flipped bit. Both logs can be from the same rank at different
+    times.
     """
     for first, second in combinations(played, 2):
         if first.place == second.place:

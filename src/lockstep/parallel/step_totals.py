@@ -1,12 +1,12 @@
-"""The totals of a step: its loss, the counts of a loop and BatchNorm's statistics, added up as one vector by the tree.
+"""The totals of a step: its loss, the counts of a custom loop and BatchNorm statistics, summed by the tree as a vector.
 
-A step, phase by phase:
+A step has these phases:
 
 1. `begin` sets the length of the vector.
-2. After each forward, `add` pushes a leaf, a float64 vector with the loss, the counts and the statistics of the
-   micro-batch. With several losses, it has each of them.
-3. After the last forward of this rank, `add` submits the sum over the ranks to the engine's stream. The stream computes
-   it while the last backward runs.
+2. After each forward, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of several
+   losses, and with the counts and the statistics of the micro-batch.
+3. After the last forward of this rank, `add` submits the sum over the ranks to the engine's stream, which computes it
+   while the last backward runs.
 4. `end` waits for the sum.
 """
 
@@ -33,22 +33,22 @@ class _Turn:
     """The step in progress."""
 
     step: Step
-    leaves: int  # micro-batches of all ranks
-    remaining: int  # micro-batches of this rank that aren't done
-    alone: bool  # whether there is nothing to add
-    losses: int  # how many losses a micro-batch has
-    counts: int  # how many numbers a loop adds up next to the loss
+    leaves: int  # number of micro-batches of all ranks
+    remaining: int  # number of micro-batches that this rank has yet to compute
+    alone: bool  # whether there is nothing to sum
+    losses: int  # number of losses of a micro-batch
+    counts: int  # length of the vector that a custom loop sums together with the loss
     statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
     own_losses: list[Tensor] = field(default_factory=list)
-    total: Callable[[], Tensor] | None = None  # waits for the sum of all leaves, once it is submitted
+    total: Callable[[], Tensor] | None = None  # waits for the sum of all leaves; set once the sum is submitted
 
 
 @final
 class StepTotals:
-    """Adds up the totals of a step over all ranks.
+    """Sums the totals of a step over all ranks.
 
-    `loss` is the total loss. `observed` has the observations of BatchNorm, as a mean over the samples of the step.
-    `alone` means that the world has a single rank.
+    `loss` is the total loss. `observed` contains the BatchNorm statistics, as a mean over the samples of the step.
+    `alone` is true if the world has a single rank.
     """
 
     def __init__(
@@ -60,16 +60,17 @@ class StepTotals:
         self._alone = alone
         self._no_statistics = torch.empty(1 + running.size, dtype=torch.float64, device=device)
         self._no_counts = torch.zeros(0, dtype=torch.float64, device=device)
-        self._room = 1, 0  # the losses of a step, and the numbers that a loop adds up next to them
+        # The number of losses of a step, and the length of the vector that a custom loop sums together with them.
+        self._room = 1, 0
         self.loss, self.observed = self._no_statistics[0], self._no_statistics[1:]
         self._turn: _Turn
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int) -> None:
-        """Start a step of `leaves` micro-batches over all ranks. This rank computes `microbatches`.
+        """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`.
 
-        `counts` is the length of the vectors that a loop adds up next to the loss.
+        `counts` is the length of the vector that a custom loop sums together with the loss.
         """
-        # With a single micro-batch on a single process, there is nothing to add. Skipping the sum saves 78 us per step:
+        # With a single micro-batch on a single process, there is nothing to sum. Skipping the sum saves 78 us per step:
         # a fifth of the step of a tiny MLP (0.37 ms), 2 % for an MLP of width 512, and nothing for a ViT.
         alone = leaves == 1 and self._alone and not self._running.size and microbatches[0].note is None
         losses = 1
@@ -100,7 +101,7 @@ class StepTotals:
             elif weight:
                 loss = loss.detach().double() * weight
             else:
-                loss = loss.detach().new_zeros(())  # the mean of a micro-batch of weight 0 is 0 / 0: count it as 0
+                loss = loss.detach().new_zeros(())  # the mean of a micro-batch with weight 0 is NaN, but counts as 0
             turn.own_losses.append(loss)
             turn.alone = turn.alone and counts is None
             if not turn.alone:
@@ -110,13 +111,13 @@ class StepTotals:
             turn.total = self._send()
 
     def show(self, microbatch: MicroBatch, loss: Tensor | Losses) -> None:
-        """Pass the results of a forward to the micro-batch's `note`, if the results are compared."""
+        """Pass the loss and statistics of a forward to the micro-batch's `note`, if an audit compares them."""
         if microbatch.note is not None:
             microbatch.note("loss", loss.sums if isinstance(loss, Losses) else loss)
             microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))
 
     def end(self) -> Sums:
-        """Wait for the step's totals and return them."""
+        """Wait for the totals of the step and return them."""
         turn = self._turn
         counts = None
         if turn.alone:
@@ -126,7 +127,7 @@ class StepTotals:
             losses, counts_end = turn.losses, turn.losses + turn.counts
             counts = total[losses:counts_end] if turn.counts else None
             self.observed = total[counts_end:] / turn.step.samples
-            # The loss is kept until the next report. Copy it, because a view would keep all statistics alive.
+            # The loss is kept until the next report. Copy it, because a view would keep the entire vector in memory.
             if turn.step.weights is not None:
                 named = named_totals(total[:losses].clone() if self._running.size else total[:losses], turn.step)
                 self.loss = total_loss(named)

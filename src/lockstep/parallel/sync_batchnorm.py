@@ -1,24 +1,24 @@
 """Synchronized BatchNorm over all micro-batches of a step, on any number of ranks and on any device.
 
-Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a whole step instead of
+Ioffe and Szegedy 2015, "Batch normalization", algorithm 1 and its gradient, with the samples of a full step instead of
 a mini-batch.
 
-At each layer, phase by phase:
+Each layer has these phases:
 
 1. All forwards of a rank reach the layer before any of them continues (parallel/cooperative.py). The same applies to
    the forwards of all ranks.
 2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
-3. The tree (core/tree.py) adds up these numbers in float64 over all micro-batches. Therefore the bits are the same on
-   any number of ranks.
+3. The reduction tree (core/tree.py) sums these values in float64 over all micro-batches. Therefore the bits are the
+   same on any number of ranks.
 4. Each micro-batch is normalized with the mean and the variance of the step.
 
-In the backward, the tree adds up the two sums of the gradient in the same way:
+In the backward, the tree sums two terms of the gradient in the same way:
 
     forward    n, n * mean, n * (variance + mean ** 2)           per micro-batch, added over all micro-batches
     backward   sum of dy, sum of dy * x_hat                      per micro-batch, added over all micro-batches
                dx = weight / std * (dy - sum(dy) / N - x_hat * sum(dy * x_hat) / N)
 
-The gradients of weight and bias stay separate per micro-batch. The engine adds them up like all other gradients.
+The gradients of weight and bias stay separate for each micro-batch. The engine sums them like all other gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,29 +41,29 @@ _aten = torch.ops.aten
 
 @final
 class StepSums:
-    """Adds up small vectors over all micro-batches of a step, in the middle of forwards and backwards."""
+    """Sums small vectors over all micro-batches of a step, in the middle of forwards and backwards."""
 
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
         self._holders = canonical
         self._local: Sequence[int] = (0,)
         self._leaves = 1
-        self._strays = torch.zeros((), dtype=torch.bool)
+        self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
     def begin(self, leaves: int, local: Sequence[int]) -> None:
-        """Start a step of `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
+        """Start a step with `leaves` micro-batches over all ranks. This rank computes the micro-batches `local`.
 
-        If `local` is empty, this rank computes only dummies.
+        If `local` is empty, this rank only computes dummies.
         """
         self._leaves, self._local = leaves, local
-        self._holders = self._all.of_holders(leaves) if local else self._all
-        self._strays = torch.zeros((), dtype=torch.bool)
+        self._holders = self._all.for_holders(leaves) if local else self._all
+        self._has_mismatch = torch.zeros((), dtype=torch.bool)
 
     def total(self, layer: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the sum of float64 vectors over all micro-batches of the step.
 
-        `parts` has the vectors of this rank. They may change. If this rank computes only dummies, the sum is the vector
-        of the dummy. `layer` is the number of the layer, and must be the same for all micro-batches.
+        `parts` contains the vectors of this rank, which may be overwritten. If this rank only computes dummies, returns
+        the vector of the dummy. `layer` is the number of the layer, which must be the same for all micro-batches.
         """
         if not self._local:
             return parts[0]
@@ -71,12 +71,12 @@ class StepSums:
         for leaf, part in zip(self._local, parts, strict=True):
             counter.push(leaf, torch.cat([part, part.new_full((1,), layer)]))
         total = self._holders(counter.pieces(), self._leaves, parts[0].new_empty(len(parts[0]) + 1))
-        self._strays = (total[-1] != layer * self._leaves).logical_or_(self._strays.to(total.device))
+        self._has_mismatch = (total[-1] != layer * self._leaves).logical_or_(self._has_mismatch.to(total.device))
         return total[:-1]
 
     def check(self) -> None:
-        """Raise UsageError if ranks added vectors of different layers."""
-        if self._strays:
+        """Raise UsageError if ranks have added vectors of different layers."""
+        if self._has_mismatch:
             raise UsageError(
                 "recipe.batchnorm: sync: micro-batches on different processes went through different layers, or in a "
                 "different order; make every micro-batch go through the same layers in the same order, independent of "
@@ -85,33 +85,34 @@ class StepSums:
 
 
 class _LayerInputs(NamedTuple):
-    """The inputs of one micro-batch to a layer."""
+    """The inputs of a layer for one micro-batch."""
 
     inputs: Tensor
     weight: Tensor
     bias: Tensor
 
 
-def synchronise(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
-    """Make all BatchNorm layers in training normalize over a whole step, for any class that calls F.batch_norm."""
+def synchronize(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> None:
+    """Make all BatchNorm layers in training mode normalize over a full step. Works for all users of F.batch_norm."""
     layers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     ]
     for number, (name, layer) in enumerate(layers, 1):
         if layer.training:
-            normalise = partial(_normalise, f"layer {name}", number, cooperative, sums)
-            layer.forward = partial(_forward, layer, layer.forward, normalise)  # type: ignore[method-assign]
+            normalize = partial(_normalize, f"layer {name}", number, cooperative, sums)
+            layer.forward = partial(_forward, layer, layer.forward, normalize)  # type: ignore[method-assign]
 
 
 def _forward(
-    layer: nn.Module, forward: Callable[[Tensor], Tensor], normalise: Callable[..., Tensor], inputs: Tensor
+    layer: nn.Module, forward: Callable[[Tensor], Tensor], normalize: Callable[..., Tensor], inputs: Tensor
 ) -> Tensor:
-    """Call a layer's original forward, with `normalise` instead of F.batch_norm."""
+    """Call the original forward of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
-    # In training, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation, it does neither.
+    # In training mode, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation mode, it
+    # does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
-    replacement = _Replacement(normalise)
+    replacement = _Replacement(normalize)
     try:
         with replacement:
             outputs = forward(inputs)
@@ -127,21 +128,21 @@ def _forward(
 
 @final
 class _Replacement(TorchFunctionMode):
-    """Replaces calls of F.batch_norm by calls of `normalise`."""
+    """Replaces calls of F.batch_norm with calls of `normalize`."""
 
-    def __init__(self, normalise: Callable[..., Tensor]) -> None:
+    def __init__(self, normalize: Callable[..., Tensor]) -> None:
         super().__init__()
         self.calls = 0
-        self._normalise = normalise
+        self._normalize = normalize
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         self.calls += 1
-        return self._normalise(*args, **(kwargs or {}))
+        return self._normalize(*args, **(kwargs or {}))
 
 
-def _normalise(
+def _normalize(
     label: str,
     number: int,
     cooperative: Cooperative,
@@ -155,7 +156,7 @@ def _normalise(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Replace torch.nn.functional.batch_norm. Its arguments start at `input`."""
+    """Normalize over a full step. Replaces torch.nn.functional.batch_norm, whose arguments start at `input`."""
     dtype = torch.promote_types(input.dtype, torch.float32)
     ones = torch.ones(input.shape[1], dtype=dtype, device=input.device)
     scale = ones if weight is None else weight.to(dtype)
@@ -164,22 +165,22 @@ def _normalise(
     def joint(inputs: Sequence[_LayerInputs]) -> Sequence[Tensor]:
         tensors = [tensor for kind in zip(*inputs, strict=True) for tensor in kind]
         outputs: Sequence[Tensor]
-        *outputs, mean, variance = _Normalise.apply(partial(sums.total, number), eps, len(inputs), *tensors)
+        *outputs, mean, variance = _Normalize.apply(partial(sums.total, number), eps, len(inputs), *tensors)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
                 running_var.lerp_(variance.to(running_var.dtype), momentum)
         return outputs
 
-    normalised: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
-    return normalised
+    normalized: Tensor = cooperative.exchange(label, joint, _LayerInputs(input, scale, shift))
+    return normalized
 
 
 @final
-class _Normalise(torch.autograd.Function):
-    """Normalizes the inputs of all micro-batches of a rank together, given the inputs, the weights and the biases.
+class _Normalize(torch.autograd.Function):
+    """Normalizes the inputs of all micro-batches of a rank together. Takes all inputs, all weights and all biases.
 
-    After the outputs, it returns the mean and the unbiased variance of the whole step.
+    Returns the outputs, followed by the mean and the unbiased variance of the full step.
     """
 
     @staticmethod
@@ -205,7 +206,7 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         samples, mean, variance, *saved = ctx.saved_tensors
         inputs, weights = saved[: ctx.count], saved[ctx.count :]
-        # First, treat mean and variance as constants. This gives dy * weight / std, and the two sums.
+        # First, treat mean and variance as constants. This results in dy * weight / std and in the two sums.
         constant = mean, variance, None, None, False, ctx.eps, [True, True, True]
         results = [
             _aten.native_batch_norm_backward(gradient, tensor, weight, *constant)
@@ -213,8 +214,8 @@ class _Normalise(torch.autograd.Function):
         ]
         own_sums = [torch.cat([weight_grad, bias_grad]).double() for _, weight_grad, bias_grad in results]
         weight_grad, bias_grad = (ctx.total(own_sums) / samples).to(mean.dtype).chunk(2)
-        # Then subtract the part through mean and variance, weight / std * (x_hat * of_weight + of_bias). This part has
-        # the form of a BatchNorm, too.
+        # Then subtract the part that flows through mean and variance: weight / std * (x_hat * weight_grad + bias_grad).
+        # This part has the form of a BatchNorm too.
         for (input_grad, _, _), tensor, weight in zip(results, inputs, weights, strict=True):
             slope = weight * torch.rsqrt(variance + ctx.eps)
             factors = slope * weight_grad, slope * bias_grad
@@ -224,9 +225,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _moments(inputs: Tensor, like: Tensor) -> Tensor:
-    """Return the number of values per channel, then the sum and the sum of squares of each channel, as one float64
-    vector.
-    """
+    """Return the number of values per channel, the sum of each channel, and its sum of squares, as a float64 vector."""
     # With fp32 running statistics, torch computes the statistics of 16-bit inputs in fp32.
     mean, variance = _aten.batch_norm_update_stats(inputs, torch.zeros_like(like), torch.ones_like(like), 0.0)
     count, mean = inputs.numel() // inputs.shape[1], mean.double()

@@ -1,7 +1,7 @@
-"""Master weights: the weights of a model, and copies of them in a different dtype that the model computes with.
+"""Master weights: the weights of a model, and copies in a different dtype that the model computes with.
 
-Micikevicius et al. 2018, "Mixed precision training", section 3.1: an update can be too small for the dtype of the
-copies.
+Micikevicius et al. 2018, "Mixed precision training", section 3.1: an update can be too small to change a weight in the
+dtype of the copies.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ from lockstep.parallel.optimizer_state import Named
 class Weights:
     """The layout of a model that is replicated on each rank.
 
-    By default, the weights are the model's parameters. With `dtype`, the parameters become copies of the weights in
-    that dtype, and the model computes with the copies. Backward computes gradients in `dtype`, and they are added up in
-    fp32. The parameters in `fp32_parameters` have no copies.
+    By default, the weights are the parameters of the model. If `dtype` is set, the parameters become copies of the
+    weights in this dtype, and the model computes with the copies. Backward computes gradients in `dtype`, which are
+    summed in fp32. The parameters in `fp32_parameters` have no copies.
     """
 
     norms: ClassVar[Norms] = WHOLE
@@ -38,12 +38,12 @@ class Weights:
             }
 
     def weight_of(self, copy: nn.Parameter) -> nn.Parameter:
-        """Return the weight that a parameter of the model is a copy of, or the parameter if it isn't a copy."""
+        """Return the weight that a parameter of the model is a copy of, or the parameter itself if it isn't a copy."""
         return self._copies.get(copy, copy)
 
     @cached_property
     def trained(self) -> list[Named]:
-        """The weights that require a gradient, in the model's order. A shared weight has the first of its names."""
+        """The weights that require a gradient, in model order. A shared weight appears under its first name."""
         return [(name, self.weight_of(copy)) for name, copy in self._model.named_parameters() if copy.requires_grad]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -51,25 +51,25 @@ class Weights:
         return tensor
 
     def state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state, with the weights instead of their copies."""
+        """Return the model state, with the weights in place of their copies."""
         tensors = self._model.state_dict(keep_vars=True)
         return {
             name: (self.weight_of(tensor) if isinstance(tensor, nn.Parameter) else tensor).detach()
             for name, tensor in tensors.items()
         }
 
-    def let_go(self) -> None:
-        """Release all trained weights, because the caller keeps them."""
+    def release_weights(self) -> None:
+        """Drop the references to all trained weights, because the caller keeps them."""
         self._copies = {copy: weight for copy, weight in self._copies.items() if not copy.requires_grad}
 
     def collect(self) -> None:
-        """See Layout. Moves the gradients from the copies to the weights."""
+        """See Layout. Moves the gradients of the copies to the weights."""
         for copy, weight in self._copies.items():
             if copy.requires_grad:
                 weight.grad, copy.grad = wide_gradient(copy), None
 
     def publish(self) -> None:
-        """See Layout. Copies the weights to the copies."""
+        """See Layout. Updates the copies from the weights."""
         if self._copies:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._copies), list(self._copies.values()))
@@ -78,7 +78,7 @@ class Weights:
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Make a model compute in `dtype`, unless it is None. The original weights aren't kept."""
+    """Make a model compute in `dtype`, unless `dtype` is None. Returns the model, which loses its original weights."""
     if dtype is not None:
         widen_batchnorm(model)
         Weights(model, dtype)
@@ -86,9 +86,9 @@ def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Return the parameters without copies in a model that computes in `dtype`. With fp16, these are BatchNorm's.
+    """Return the parameters that keep fp32 in a model that computes in `dtype`: with fp16, those of BatchNorm.
 
-    This is the same as in apex O2. bf16 has the range of fp32, so BatchNorm's parameters are rounded like all others.
+    apex O2 does the same. bf16 has the range of fp32, so BatchNorm parameters are rounded like all other parameters.
     """
     if dtype != torch.float16:
         return frozenset()
@@ -97,7 +97,7 @@ def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parame
 
 
 def store_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of a model to `dtype`. Its buffers don't change."""
+    """Convert the parameters of a model to `dtype` in place. Its buffers don't change."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -105,8 +105,8 @@ def store_in(model: nn.Module, dtype: torch.dtype) -> None:
 def widen_batchnorm(model: nn.Module) -> None:
     """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
-    torch's kernels require parameters and statistics in the same dtype, regardless of the dtype of the inputs. Call
-    this before anything else wraps the layers, because recomputation only calls the forward of a layer.
+    torch's kernels require the same dtype for parameters and statistics, regardless of the dtype of the inputs. Call
+    this function before you wrap the layers in any other way, because recomputation only calls the forward of a layer.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -114,13 +114,13 @@ def widen_batchnorm(model: nn.Module) -> None:
 
 
 def _make_copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Turn a parameter into a copy in `dtype`, and return the original weight as a new parameter."""
+    """Convert a parameter to a copy in `dtype` in place, and return the original weight as a new parameter."""
     weight = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
     parameter.data = weight.data.to(dtype)
     if parameter.requires_grad:
-        # `grad` first holds a gradient in the copy's dtype, and then the sum (gradients.py) in fp32. With a grad_dtype
-        # of fp32, autograd would convert the gradient of each use of a parameter before it adds them up. Under
-        # fully_shard, it adds them up first.
+        # `grad` first contains a gradient in the dtype of the copy, and then the sum (gradients.py) in fp32. With a
+        # grad_dtype of fp32, autograd would convert the gradient of each use of a parameter before adding them. With
+        # fully_shard, autograd adds first.
         parameter.grad_dtype = None
     return weight
 
@@ -131,7 +131,7 @@ def _with_wide_parameters(layer: nn.Module, forward: Callable[[Tensor], Tensor],
         name: parameter.to(torch.promote_types(parameter.dtype, torch.float32))
         for name, parameter in parameters.items()
     }
-    vars(layer).update(wide)  # attributes of the instance have precedence over its parameters, in any class
+    vars(layer).update(wide)  # instance attributes take precedence over parameters, in any class
     try:
         return forward(inputs)
     finally:

@@ -1,4 +1,4 @@
-"""Work units of a rank in a micro-batch: the leaves of the tree (core/tree.py) whose forwards run together."""
+"""The work units of a rank in a micro-batch: the leaves of the tree (core/tree.py) that it runs interleaved."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,34 +16,34 @@ T = TypeVar("T")
 
 
 class WorkUnits(Protocol):
-    """Splits micro-batches into leaves, and provides the inputs and the context of the forward of each leaf.
+    """Splits micro-batches into leaves, and provides the inputs and the context for the forward of each leaf.
 
-    A micro-batch has `count` leaves over all ranks.
+    `count` is the number of leaves of a micro-batch, over all ranks.
     """
 
     count: int
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """Return this rank's leaves of a micro-batch, as micro-batches whose `index` is the index of the leaf.
+        """Return this rank's leaves of a micro-batch. They are micro-batches whose `index` is the index of the leaf.
 
         `microbatches` is the number of micro-batches in the step.
         """
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """Return the inputs of the model's forward for a leaf."""
+        """Return the model inputs for a leaf."""
 
     def around(self) -> AbstractContextManager[object]:
-        """Return the context for the forward of a leaf, or of a part of a leaf."""
+        """Return the context for the forward of a leaf, or of a part of it."""
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
-        """Return the result of `compute` for a leaf. If a different rank has the leaf, join in it and return None."""
+        """Return the result of `compute` for a leaf. If the leaf belongs to another rank, take part and return None."""
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the inputs of the model's forward in evaluation, which uses whole samples, for the task's `inputs`."""
+        """Return the model inputs for an evaluation, which uses full samples, given the `inputs` of the task."""
 
 
 # Arguments: the problem, the model, the number of chunks of a sequence, the world, the mesh, and the Cooperative that
-# runs the forwards together.
+# runs the forwards interleaved.
 MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 

@@ -1,4 +1,4 @@
-"""Costs of a placement from its measured step time: money for the devices, and time lost to saves and failures."""
+"""Estimates costs of a placement from its step time: the price of devices, and the time lost to saves and failures."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ _HOUR: Final = 3600.0
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of a cost estimate.
+    """The parameters of a cost estimate.
 
-    `price` is the price of a device per hour. `mtbf_s` is the mean time between failures of the run, and `save_s` the
-    time of a save, both in seconds.
+    `price` is the price of a device per hour. `mtbf_s` is the mean time between failures of the run, and `save_s` is
+    the duration of a save, both in seconds.
     """
 
     price: float | None = None
@@ -26,7 +26,7 @@ class Terms:
 class Costs:
     """The estimated costs of a placement. A field is None if it wasn't requested.
 
-    `epoch` and `run` are the prices of the training steps in an epoch and in the whole run. With a save after every
+    `epoch` and `run` are the prices of the training steps of an epoch and of the full run. If the run is saved every
     `save_every` steps, `kept` is the fraction of the time that is spent on steps that aren't lost. Restarts are assumed
     to take no time.
     """
@@ -38,7 +38,7 @@ class Costs:
 
 
 def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
-    """Return the costs of a placement with a step time of `step_s` seconds and a device for each process."""
+    """Return the costs of a placement with a step time of `step_s` seconds and one device per process."""
     epoch = run = every = share = None
     if terms.price is not None:
         step = step_s * processes * terms.price / _HOUR
@@ -52,8 +52,8 @@ def costs(step_s: float, processes: int, steps: Steps, terms: Terms) -> Costs:
 def interval(save_s: float, mtbf_s: float) -> float:
     """Return the training time between two saves that minimizes the lost time, in seconds.
 
-    J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation Computer
-    Systems 22 (2006), equation 37. Its first term is due to J. W. Young (Communications of the ACM 17, 1974).
+    Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future Generation
+    Computer Systems 22 (2006), equation 37. Its first term is due to J. W. Young (Communications of the ACM 17, 1974).
     """
     ratio = save_s / (2 * mtbf_s)
     if ratio >= 1:
@@ -62,9 +62,9 @@ def interval(save_s: float, mtbf_s: float) -> float:
 
 
 def kept_fraction(interval_s: float, save_s: float, mtbf_s: float) -> float:
-    """Return the fraction of the time that is spent on steps that aren't lost, with a constant failure rate.
+    """Return the fraction of the time that is spent on steps that aren't lost, assuming a constant failure rate.
 
-    Daly's complete cost function, with restarts that take no time.
+    This uses Daly's complete cost function, with restarts that take no time.
     """
     ratio = (interval_s + save_s) / mtbf_s
     return interval_s / mtbf_s * math.exp(-ratio) / -math.expm1(-ratio)

@@ -1,4 +1,4 @@
-"""`placement.strategy: fastest` picks the strategy with the shortest step on this machine, measured before the run."""
+"""Implements `placement.strategy: fastest`, which selects the strategy with the shortest step on this machine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,19 +14,27 @@ from lockstep.config.placement import StrategyConfig
 from lockstep.config.recorded import CONFIG
 from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
-from lockstep.planning.survey import Machine, Placed, as_predicted, made_ready, room, survey, with_strategy
+from lockstep.planning.survey import (
+    Machine,
+    Placed,
+    as_predicted,
+    memory_per_rank,
+    open_for_survey,
+    survey,
+    with_strategy,
+)
 from lockstep.planning.table import in_order, refused
 from lockstep.setup.resolved import local_processes
 
 _KEY: Final = "placement.strategy: fastest"
-_LARGEST: Final = 1 << 18  # bytes of a config.yaml
+_MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml in bytes
 
 
 def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, str]:
     """Return the configuration with the fastest strategy and its prediction, and a message about the choice.
 
-    A resumed run keeps the strategy that was measured before, if it was measured for the same number of processes.
-    `tell` is called with each placement that is measured. Raises UsageError if no strategy fits into memory.
+    A resumed run keeps the strategy that was measured before, if this was for the same number of processes. `tell` is
+    called with each placement that is measured. Raises UsageError if no strategy fits into memory.
     """
     with with_places(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
@@ -36,11 +44,11 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
         if predicted is not None:
             message = f"{_KEY}: {predicted.strategy}, as measured before"
         else:
-            machine = Machine(memory=room(loaded.config.placement, count))
-            rows = in_order(survey(loaded, made_ready(loaded), (), (count,), machine, tell), machine)
+            machine = Machine(memory=memory_per_rank(loaded.config.placement, count))
+            rows = in_order(survey(loaded, open_for_survey(loaded), (), (count,), machine, tell), machine)
             fitting_rows = [row for row in rows if row.fits(machine)]
             if not fitting_rows:
-                raise UsageError(_none_fits(rows, machine.memory or 0))
+                raise UsageError(_no_fit_message(rows, machine.memory or 0))
             best, *slower_rows = fitting_rows
             predicted = as_predicted(best)
             compared = "".join(f", {row.strategy} {step_time(row.seconds or 0.0)}" for row in slower_rows)
@@ -53,15 +61,15 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
 
 
 def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
-    """Return the prediction of the run that this start resumes.
+    """Return the recorded prediction of the run that is resumed.
 
-    Returns None if there is none, or if it was made for a different number of processes.
+    Returns None if there is no prediction, or if it is for a different number of processes.
     """
     file = _recorded_config(loaded.config.run)
     if file is None:
         return None
     try:
-        values = parse(plainfile.content(file, _LARGEST).decode(), str(file)).values
+        values = parse(plainfile.content(file, _MAX_CONFIG_BYTES).decode(), str(file)).values
         predicted = PredictedConfig.model_validate(mapping_at(mapping_at(values, "run"), "predicted"))
     except (OSError, ValueError):  # unreadable, or without a prediction
         return None
@@ -69,9 +77,9 @@ def _recorded_prediction(loaded: Loaded, count: int) -> PredictedConfig | None:
 
 
 def _recorded_config(run: RunConfig) -> Path | None:
-    """Return the configuration file of the run to resume, or None if a new run starts.
+    """Return the configuration file of the run that is resumed, or None if a new run starts.
 
-    `run.resume` can name the run folder or a checkpoint in it.
+    `run.resume` may be the run folder or a checkpoint in it.
     """
     files: tuple[Path, ...] = ()
     if run.resume == "auto":
@@ -81,7 +89,7 @@ def _recorded_config(run: RunConfig) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def _none_fits(rows: Sequence[Placed], memory: int) -> str:
+def _no_fit_message(rows: Sequence[Placed], memory: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
         return "\n".join([f"{_KEY}: no strategy could be measured:", *refused(rows)])

@@ -1,7 +1,7 @@
-"""Measures the memory and time of a rank: its real engine takes a few steps of the recipe, in a separate process.
+"""Measures the memory and time of a rank: its real engine runs a few steps of the recipe, in a separate process.
 
-If the strategy works with simulated peers (comm/simulated_peers.py), one process is enough for any number of ranks.
-Otherwise all ranks run on this machine.
+If the strategy supports simulated peers (comm/simulated_peers.py), a single process can measure any number of ranks.
+Otherwise, all ranks run on this machine.
 """
 
 import gc
@@ -34,20 +34,19 @@ from lockstep.training.loop import take_step
 from lockstep.training.progress import Progress
 from lockstep.training.turn import Turn
 
-TIMED: Final = 5  # steps; the median of their times counts
-# The steps whose memory is measured. The highest peak counts. With simulated peers, each number is the duration of the
-# communication relative to a step. In a real run it ends at a different time in each step, and buffers are held until
-# then.
-_LATE: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
+TIMED: Final = 5  # number of timed steps, whose median time is used
+# The steps whose memory is measured. The highest peak is used. With simulated peers, each number is the duration of the
+# communication relative to a step. In a real run, the communication ends at a different time in each step, and buffers
+# are held until then.
+_COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The figures of a rank. `held` is the memory between two steps and `peak` the maximum during a step, in bytes.
+    """The measurements of a rank. `held` is its memory between two steps, and `peak` its peak during a step, in bytes.
 
-    `seconds` is the time of a step without loading the input. `sent` is the number of bytes that a step sends, in
-    `messages` messages. With simulated peers, the time is that of a link with the given speed, if each rank has cores
-    for itself.
+    `seconds` is the time of a step without loading the input. A step sends `sent` bytes in `messages` messages. With
+    simulated peers, the time assumes a link with the given speed, and that each rank has its own cores.
     """
 
     held: int
@@ -58,12 +57,12 @@ class Figures:
 
 
 def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run a rank, and write its figures to `folder`.
+    """Run a rank, and write its measurements to `folder`.
 
-    With simulated peers, `rendezvous` has a single process. A spawned process gets no `setup` and opens the recipe
+    With simulated peers, `rendezvous` has a single process. A spawned process gets no `setup`, so it opens the recipe
     itself.
     """
-    gc.freeze()  # the collections before each measurement skip existing objects, which saves 0.25 s each
+    gc.freeze()  # garbage collections before each measurement then skip existing objects, which saves 0.25 s each
     with ExitStack() as stack:
         session = stack.enter_context(open_recipe_rank(rendezvous, resolved.loaded))
         traffic = None
@@ -77,7 +76,7 @@ def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, ren
 
 
 def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figures:
-    """Take steps with the first batch of the recipe, and return the figures of this rank.
+    """Run steps with the first batch of the recipe, and return the measurements of this rank.
 
     Memory is counted from before the model is built.
     """
@@ -94,7 +93,7 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
         sent, messages = after[0] - before[0], after[1] - before[1]
         seconds = statistics.median(_seconds(run_step, world) for _ in range(TIMED))
         peak = 0
-        for steps in _LATE:
+        for steps in _COMMUNICATION_STEPS:
             if traffic and sent * steps:
                 traffic.late = max(1.0, steps * seconds * traffic.link / sent)
             peak = max(peak, memory.peak(lambda: run_step(digests)))
@@ -103,7 +102,7 @@ def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figure
 
 
 def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Like `work`, but write the seconds that training waits for a save. There is only one rank."""
+    """Like `work`, but write the number of seconds that training waits for a save. There is only a single rank."""
     save_times = []
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         engine, run_step = _start(_prepare(resolved, setup), world)
@@ -121,12 +120,12 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
 
 
 def _prepare(resolved: Resolved, setup: Setup | None) -> Prepared:
-    """Return the recipe with its placement. A spawned process has no `setup`, so it opens the recipe itself."""
+    """Return the prepared recipe. A spawned process has no `setup`, so it opens the recipe itself."""
     return Prepared(resolved, setup or open_unplaced(resolved.loaded))
 
 
 def _start(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
-    """Start the engine of this rank. Return it, and a function that takes a step with the first batch."""
+    """Start the engine of this rank. Return it, and a function that runs a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
 
@@ -137,7 +136,7 @@ def _start(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None
 
 
 class _Memory:
-    """The memory in use on a device, in bytes: from torch's CUDA allocator, or from the C library on the CPU."""
+    """The memory in use on a device in bytes, from torch's CUDA allocator or, on the CPU, from the C library."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

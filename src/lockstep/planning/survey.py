@@ -1,4 +1,4 @@
-"""Finds the legal placements of a recipe and measures a rank of each."""
+"""Finds the supported placements of a recipe, and measures a rank of each placement."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +31,14 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies import names
 
 LINK: Final = 1e9  # bytes per second
-REAL: Final = 8  # ranks that a CPU can run at once; with more cores, one per core
-Tell = Callable[[str], None]  # called with a line about the current measurement
-_SINGLE, _MESH = "single", "mesh"  # mesh without options is the same as ddp
+REAL: Final = 8  # number of ranks that a CPU can run at once; with more cores, one rank per core
+Tell = Callable[[str], None]  # called with a message about the current measurement
+_SINGLE, _MESH = "single", "mesh"  # without options, mesh is the same as ddp
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine to plan for: the `memory` of a rank in bytes, and the speed of its `link` in bytes sent per second.
+    """The machine to plan for: the `memory` of a rank in bytes, and the speed of its `link` in bytes per second.
 
     Both can be None. Without a link, the ranks run on this machine and share its cores.
     """
@@ -49,29 +49,29 @@ class Machine:
 
 @dataclass(frozen=True)
 class Placed:
-    """A placement with the figures of its largest rank, or with the reason why it has no figures.
+    """A placement with the measurements of its largest rank, or with the reason why there are none.
 
-    `pretended` tells whether the peers of the measured rank were simulated. Otherwise, all ranks ran.
+    `pretended` is whether the peers of the measured rank were simulated. Otherwise, all ranks ran.
     """
 
     strategy: str
     processes: int
-    words: str = ""  # the overrides that select this placement
+    words: str = ""  # overrides that select this placement
     figures: Figures | None = None
     pretended: bool = False
     reason: str = ""
-    seconds: float | None = None  # of a step
+    seconds: float | None = None  # step time
     costs: Costs = field(default_factory=Costs)
 
     def fits(self, machine: Machine) -> bool | None:
-        """Return whether a rank has enough memory, or None if that isn't known."""
+        """Return whether a rank has enough memory, or None if this is unknown."""
         if self.figures is None or machine.memory is None:
             return None
         return self.figures.peak <= machine.memory
 
 
 def as_predicted(row: Placed) -> PredictedConfig:
-    """Return the prediction with which a run on a measured placement is compared at its end."""
+    """Return the prediction for a measured placement. At the end of a run, it is compared with the run."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
     return PredictedConfig(
@@ -92,16 +92,16 @@ def survey(
 ) -> list[Placed]:
     """Measure each strategy on each number of processes.
 
-    If `strategies` is empty, all strategies that promise the same bits are measured, except for strategies that
-    unpickle received data. `setup` is the result of `made_ready`. `tell` is called with each placement that is
+    If `strategies` is empty, this measures all strategies that promise the same bits, except for strategies that
+    unpickle received data. `setup` is the result of `open_for_survey`. `tell` is called with each placement that is
     measured.
     """
     pairs = _pairs(loaded, strategies, counts)
     return [_check_and_measure(strategy, processes, loaded, setup, machine, tell) for strategy, processes in pairs]
 
 
-def made_ready(loaded: Loaded) -> Setup:
-    """Run the checks that all placements share, and open the recipe for the processes that are forked from this one.
+def open_for_survey(loaded: Loaded) -> Setup:
+    """Run the checks that don't depend on the placement, and open the recipe before processes are forked.
 
     A mistake in the recipe raises UsageError.
     """
@@ -147,7 +147,7 @@ def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> L
 def _check_and_measure(
     strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, tell: Tell
 ) -> Placed:
-    """Check a placement and measure it."""
+    """Check and measure a placement."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
     name = flow({"name": strategy.name, **options}) if options else strategy.name
     overrides = f"{shlex.quote(f'placement.strategy={name}')} placement.processes={processes}"
@@ -161,23 +161,25 @@ def _check_and_measure(
     figures, pretended, reason = _measure(resolved, setup, machine, tell)
     if figures is None:
         return replace(row, reason=reason)
-    takes_turns = pretended and not machine.link and not _cards(resolved.placement)
+    takes_turns = pretended and not machine.link and not _gpu_count(resolved.placement)
     share = processes / usable_cores() if takes_turns else 1.0
     return replace(row, figures=figures, pretended=pretended, seconds=figures.seconds * max(1.0, share))
 
 
 def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> tuple[Figures | None, bool, str]:
-    """Return the figures of the largest rank, whether its peers were simulated, and the reason if there are none.
+    """Return the measurements of the largest rank, whether its peers were simulated, and the reason if there are none.
 
-    First a single rank runs with simulated peers, because this machine may not have enough memory for all ranks.
+    A single rank with simulated peers runs first, because this machine may not have enough memory for all ranks.
     """
-    processes, max_ranks, single = resolved.processes, _at_once(resolved.placement), None
+    processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
-    if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync compares ranks' layers
+    if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync compares layers across ranks
         tell(name)
         single, reason = largest(resolved, setup, machine.link or LINK)
         all_can_run = (
-            single is not None and 1 < processes <= max_ranks and single.peak <= room(resolved.placement, processes)
+            single is not None
+            and 1 < processes <= max_ranks
+            and single.peak <= memory_per_rank(resolved.placement, processes)
         )
         if machine.link or not all_can_run:
             return single, True, reason
@@ -190,19 +192,19 @@ def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> 
     return every, False, reason
 
 
-def _at_once(placement: Placement) -> int:
-    """Return the number of ranks that can run on this machine: one per GPU, unless the ranks communicate with gloo."""
-    cards = _cards(placement)
+def _max_ranks(placement: Placement) -> int:
+    """Return the number of ranks that can run on this machine at once: one per GPU, unless the backend is gloo."""
+    cards = _gpu_count(placement)
     return cards if cards and placement.backend != "gloo" else max(REAL, usable_cores())
 
 
-def _cards(placement: Placement) -> int:
+def _gpu_count(placement: Placement) -> int:
     return 0 if placement.device == "cpu" else torch.cuda.device_count()
 
 
-def room(placement: Placement, processes: int) -> int:
-    """Return the bytes of memory for each rank on this machine: of its GPU, or an equal share of the free memory."""
-    if cards := _cards(placement):
+def memory_per_rank(placement: Placement, processes: int) -> int:
+    """Return the available memory of each rank in bytes: that of its GPU, or an equal share of the free memory."""
+    if cards := _gpu_count(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU
     memory = host.memory()
@@ -211,9 +213,9 @@ def room(placement: Placement, processes: int) -> int:
 
 
 def largest(resolved: Resolved, setup: Setup, link: float | None) -> tuple[Figures | None, str]:
-    """Measure one rank with simulated peers behind a `link`, or all ranks if `link` is None.
+    """Measure a rank with simulated peers behind a `link`, or all ranks if `link` is None.
 
-    Return the largest of each figure over the ranks, or the reason why there are none.
+    Return the maximum of each measurement over the ranks, or the reason why there are none.
     """
     ranks = 1 if link else resolved.processes
     results, reason = _results(partial(work, resolved, link or LINK), setup, resolved, ranks)
@@ -223,9 +225,9 @@ def largest(resolved: Resolved, setup: Setup, link: float | None) -> tuple[Figur
 
 
 def save_seconds(loaded: Loaded, setup: Setup) -> float:
-    """Return the seconds that training waits for a save to the disk of the run folder.
+    """Return the number of seconds that training waits for a save to the disk of the run folder.
 
-    A single process is measured, because it writes the same files. Raises UsageError if it can't run.
+    Only a single process is measured, because it writes the same files. Raises UsageError if it can't run.
     """
     resolved = check(with_placement(loaded, StrategyConfig(name=_SINGLE), 1), 1)
     folder = Path(resolved.run.dir or ".").absolute()
@@ -245,7 +247,7 @@ def _results(
 ) -> tuple[list[Any], str]:
     """Return the JSON values that the ranks wrote to a temporary folder, which is passed to `body`.
 
-    The folder is on `disk` if it is set. After a failure, the list is empty and the text gives the reason.
+    The folder is on `disk` if it is set. After a failure, the list is empty and the text is the reason.
     """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
         folder = Path(name)

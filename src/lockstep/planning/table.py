@@ -1,4 +1,4 @@
-"""A survey as a table, and its best placement."""
+"""Formats a survey as a table, and selects its best placement."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save ever
 
 
 def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
-    """Return the rows sorted by step time. Rows that don't fit, and then rows without figures, come last."""
+    """Return the rows sorted by step time, followed by rows that don't fit and rows without measurements."""
     return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
@@ -36,7 +36,7 @@ def draw(rows: Sequence[Placed], machine: Machine) -> Table:
 def refused(rows: Sequence[Placed]) -> list[str]:
     """Return a line for each strategy that couldn't be measured on some numbers of processes.
 
-    It has these numbers, and the reason for the first of them.
+    The line lists these numbers, and the reason for the first number.
     """
     unmeasured: dict[str, list[Placed]] = {}
     for row in rows:
@@ -50,12 +50,12 @@ def refused(rows: Sequence[Placed]) -> list[str]:
 
 
 def best(rows: Sequence[Placed], machine: Machine) -> Placed | None:
-    """Return the first row that isn't known not to fit."""
+    """Return the first measured row, skipping rows that are known not to fit. Return None if there is none."""
     return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 
 def to_json(rows: Sequence[Placed], machine: Machine) -> str:
-    """Return the whole survey as JSON."""
+    """Return the full survey as JSON."""
     content = [{**asdict(row), "fits": row.fits(machine)} for row in rows]
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
 

@@ -1,1 +1,1 @@
-"""Checks whether anything in the user's code makes the numbers depend on the placement."""
+"""Checks for user code that makes the results depend on the placement."""

@@ -1,4 +1,4 @@
-"""Turns facts about the user's code into findings in words. Nothing in this module runs the code."""
+"""Converts facts about the user's code to findings as text. This module doesn't run the code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,19 +28,21 @@ MEAN_LOSS: Final = "a loss that is a mean"
 NO_SUM: Final = "a loss that is not a sum over samples"
 UNUSED: Final = "unused parameters"
 
-# Reasons for a forward pass to differ between processes, most certain first.
+# Reasons why a forward pass may differ between processes, with the most certain reason first.
 OF_FORWARD: Final = (
     *(RANKED, GLOBALS, UNREPEATABLE, FOREIGN_RANDOMNESS),
     *(ATTRIBUTES, SPECTRAL_NORM, BUFFERS, CUSTOM_BATCHNORM, WEIGHTS, HIDDEN_STATE),
 )
 _CLOCKS: Final = (CLOCK, SYSTEM, PROCESS, HOST)
-_CLOSE: Final = 1e-3  # relative; two sums of the same losses are much closer, and a mean is much further away
+_RELATIVE_TOLERANCE: Final = (
+    1e-3  # relative tolerance; two sums of the same losses are much closer, and a mean is much further away
+)
 
 
 class RandomSample(NamedTuple):
-    """A sample that differs when it is fetched again, or as a different rank if `by_rank` is set.
+    """A sample that differs when it is fetched again or, with `by_rank`, when it is fetched as a different rank.
 
-    `what` names the part of the sample that differs.
+    `what` is the part of the sample that differs.
     """
 
     part: str
@@ -50,7 +52,7 @@ class RandomSample(NamedTuple):
 
 
 class LossFact(NamedTuple):
-    """The loss of several samples computed together, and the sum of their losses computed one by one."""
+    """The loss of several samples computed together, and the sum of their losses computed individually."""
 
     samples: int
     together: float
@@ -59,43 +61,44 @@ class LossFact(NamedTuple):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Everything that the probes observed about the data, model and loss, in a single process."""
+    """The observations of a probe about the data, the model and the loss, made in a single process."""
 
     buffers: Sequence[str] = ()
-    # Buffers outside torch's BatchNorm that forward changes, with the class of their module. `counting_buffers` has the
-    # buffers among them whose final value differs without the first micro-batch.
+    # Buffers outside torch's BatchNorm that forward changes, with the class of their module. `counting_buffers` are
+    # those whose final value depends on the first micro-batch.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
     counting_buffers: Sequence[str] = ()
-    changed_weights: Sequence[str] = ()  # parameters that forward changes, checked only if nothing else explains it
-    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes that forward changes, and how
-    variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, and how
+    changed_weights: Sequence[str] = ()  # parameters that forward changes, only checked as a last resort
+    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes that forward changes, with a description
+    variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, with a description
     streams: Sequence[str] = ()  # generators that forward draws from: Python's, NumPy's
-    unused: Sequence[str] = ()  # parameters that got no gradient
+    unused: Sequence[str] = ()  # parameters without a gradient
     random_samples: Sequence[RandomSample] = ()
     loss: LossFact | None = None
-    repeated: str = ""  # what differs when the same micro-batch is computed again from the same state
-    alone: str = ""  # what differs when a micro-batch is computed without the previous micro-batch
-    by_rank: str = ""  # what differs when this process poses as a different rank
+    repeated: str = ""  # the part that differs when the same micro-batch is repeated from the same state
+    alone: str = ""  # the part that differs when the previous micro-batch is left out
+    by_rank: str = ""  # the part that differs when this process poses as a different rank
     reads: Mapping[str, str] = field(default_factory=dict)  # other inputs of the code (witness.py), with the line
     evaluation: str = ""  # the part of an evaluation that depends on the previous batch
-    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # like `reads`, but in evaluation
-    traits: Sequence[str] = ()  # properties that may depend on the strategy (traits.py), checked only by verify
+    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # same as `reads`, but in evaluation
+    traits: Sequence[str] = ()  # properties that may depend on the strategy (traits.py), only checked by verify
     refused: str = ""  # torch's message about an operation without a deterministic kernel
-    # Lines of the user's code. The keys are model, loss, data, training and validation (the code that fetches samples),
-    # kernel (the operation without a deterministic kernel), and the names of buffers, attributes and variables.
+    # Lines of the user's code by key. The keys are model, loss, data, training and validation (the code that fetches
+    # samples), kernel (the operation without a deterministic kernel), and the names of buffers, attributes and
+    # variables.
     places: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, *names: str) -> str:
-        """Return the first known code location among these names, as in ` (net.py:12)`, or an empty string."""
+        """Return the first known line for any of these names, such as ` (net.py:12)`, or an empty string."""
         locations = [self.places[name] for name in names if self.places.get(name)]
         return f" ({locations[0]})" if locations else ""
 
 
 def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
-    """Return the faults and remarks about the user's code.
+    """Return the faults and notes about the user's code.
 
-    `departed` tells whether training gave different numbers on some placement. If it did and no other fault explains
-    it, draws from generators that Lockstep doesn't seed count as a fault too.
+    `departed` is whether training gave different results on a placement. If so, and if no other fault explains it,
+    drawing from random generators that Lockstep doesn't seed also counts as a fault.
     """
     code_findings = _all_findings(probed)
     unexplained = departed and not any(finding.fault for finding in code_findings)
@@ -157,7 +160,8 @@ def _kernel_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{probed.refused}; use a different operation"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
-    # A counter in a global variable changes each call. Unless the code reads a clock, it explains the difference.
+    # A counter in a global variable changes with each call. Unless the code reads a clock, this explains the
+    # difference.
     elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
@@ -192,10 +196,13 @@ def _list_reads(probed: ProbeResult, names: Sequence[str]) -> str:
 
 
 def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    """State that a forward pass leaves behind is a fault if the result of the next forward pass depends on it."""
+    """Yield the findings about state that a forward pass leaves behind.
+
+    Such state is a fault if it affects the result of the next forward pass.
+    """
     depends = bool(probed.alone)
     if probed.streams:
-        # A cached function draws only in its first call, which the witness didn't see.
+        # A cached function only draws in its first call, which was not recorded.
         caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
         places = [(name, probed.reads.get(name)) for name in probed.streams]
         generators = [
@@ -240,7 +247,7 @@ def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
-    """List the changes with their values and code locations: `forwards (0 -> 2, net.py:12)`."""
+    """Return the changes with their values and lines as text, such as `forwards (0 -> 2, net.py:12)`."""
     descriptions = []
     for name, change in changed.items():
         location = probed.places.get(name)
@@ -264,7 +271,7 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(spectral)}; each process would update its own copy, once for each of its micro-batches; "
             f"compute the norm from the weight only (torch.linalg.matrix_norm(weight, 2)), or use torch's weight_norm"
         )
-        yield CodeFinding(SPECTRAL_NORM, _counts(probed, spectral), text, tuple(spectral))
+        yield CodeFinding(SPECTRAL_NORM, _accumulates(probed, spectral), text, tuple(spectral))
     if norms:
         kinds = ", ".join(sorted({probed.changed_buffers[name] for name in norms}))
         text = (
@@ -272,7 +279,7 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{list_some(norms)}; each process would only keep statistics of its own micro-batches; derive it from "
             f"torch's BatchNorm and call its forward, whose statistics Lockstep updates once per step"
         )
-        yield CodeFinding(CUSTOM_BATCHNORM, _counts(probed, norms), text, tuple(norms))
+        yield CodeFinding(CUSTOM_BATCHNORM, _accumulates(probed, norms), text, tuple(norms))
     if other_buffers:
         located_names = [f"{name}{probed.at(name)}" for name in other_buffers]
         text = (
@@ -280,11 +287,11 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"with its own micro-batches only; update them outside the forward pass, or make them a function of the "
             f"inputs"
         )
-        yield CodeFinding(BUFFERS, _counts(probed, other_buffers), text, tuple(other_buffers))
+        yield CodeFinding(BUFFERS, _accumulates(probed, other_buffers), text, tuple(other_buffers))
 
 
-def _counts(probed: ProbeResult, names: Sequence[str]) -> bool:
-    """Return whether the final value of one of the buffers depends on earlier micro-batches. For caches it doesn't."""
+def _accumulates(probed: ProbeResult, names: Sequence[str]) -> bool:
+    """Return whether the final value of a buffer depends on earlier micro-batches. Caches don't."""
     return any(name in probed.counting_buffers for name in names)
 
 
@@ -312,11 +319,11 @@ def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
     if probed.loss is None or probed.loss.samples < 2:
         return
     samples, joint_loss, one_by_one = probed.loss
-    if _alike(joint_loss, one_by_one):
+    if _is_close(joint_loss, one_by_one):
         return
     sums = f"{samples} samples together give {joint_loss:.6g}, one by one they add up to {one_by_one:.6g}"
     figures = f"loss{probed.at('loss')}: {sums}"
-    if _alike(joint_loss * samples, one_by_one):
+    if _is_close(joint_loss * samples, one_by_one):
         text = (
             f"{figures}: this is already a mean, and is divided by the number of samples again; return the sum "
             f"(reduction='sum'), or one value for each sample (reduction='none')"
@@ -330,5 +337,5 @@ def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
         yield CodeFinding(NO_SUM, False, text)
 
 
-def _alike(left: float, right: float) -> bool:
-    return abs(left - right) <= _CLOSE * max(abs(left), abs(right))
+def _is_close(left: float, right: float) -> bool:
+    return abs(left - right) <= _RELATIVE_TOLERANCE * max(abs(left), abs(right))

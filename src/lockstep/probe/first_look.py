@@ -1,7 +1,8 @@
-"""Checks the user's code while the run starts, and warns if its numbers would depend on the placement.
+"""Checks the user's code while a run starts, and warns if its results would depend on the placement.
 
-This is the probe of `lockstep verify` (probe/probe.py) with a few samples. It changes generators, global variables and
-the state of models and datasets, so it runs in a separate process and leaves the run untouched.
+This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random generators,
+global variables, and the state of models and datasets. Therefore, it runs in a separate process and leaves the run
+unchanged.
 """
 
 import fcntl
@@ -35,8 +36,8 @@ from lockstep.setup.user_code import import_paths
 
 NOT_LOOKED: Final = "not checked"
 
-_PATIENCE_S: Final = 10.0  # the time that a run waits for the check before it trains
-_PARAMETERS: Final = 250_000_000  # of the largest model that is checked; a check needs memory for several copies
+_PATIENCE_S: Final = 10.0  # maximum time that the start of training waits for the check
+_MAX_PARAMETERS: Final = 250_000_000  # maximum number of parameters; a check needs memory for several copies
 _PLAIN: Final = ("torch", "torchvision", "timm", "lockstep")
 _PARAMETRIZED: Final = nn.utils.parametrize.ParametrizationList
 
@@ -45,17 +46,18 @@ Look = Callable[[], list[CodeFinding]]
 
 @contextmanager
 def first_look(setup: Setup) -> Iterator[Look]:
-    """Start to check model, loss and data in the background, and yield a function that returns the faults.
+    """Start to check the model, the loss and the data in the background. Yield a function that returns the faults.
 
-    Models and data of Lockstep aren't checked. Nor are models that consist of plain layers of known libraries, such as
-    timm and torchvision. The process is forked here, so enter this context before there is a process group.
+    Models and datasets that are part of Lockstep aren't checked. The same applies to models that consist of plain
+    layers from known libraries, such as timm and torchvision. The process is forked here, so enter this context manager
+    before there is a process group.
     """
     if is_known(setup):
         yield list
         return
     parameters = setup.summary.parameters
-    if parameters > _PARAMETERS:
-        yield lambda: [_not_looked(f"the model has {parameters:,} parameters, more than the check copies")]
+    if parameters > _MAX_PARAMETERS:
+        yield lambda: [_unchecked_finding(f"the model has {parameters:,} parameters, more than the check copies")]
         return
     context = get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
@@ -71,7 +73,7 @@ def first_look(setup: Setup) -> Iterator[Look]:
 
 
 def is_known(setup: Setup) -> bool:
-    """Return whether the model, loss and data are all part of Lockstep."""
+    """Return whether the model, the loss and the data are all part of Lockstep."""
     model = setup.recipe.model
     return not import_paths(setup.recipe) and model.name in OURS and model.source in ("auto", "lockstep")
 
@@ -79,8 +81,8 @@ def is_known(setup: Setup) -> bool:
 def is_plain(model: nn.Module) -> bool:
     """Return whether a model consists of plain layers: from known libraries, without hooks or running state.
 
-    Lockstep takes care of the buffers of BatchNorm and InstanceNorm. Other buffers of these libraries are constant
-    tables, unless they are floating-point and saved in the state dict. spectral_norm is recognized by its hook or its
+    Lockstep handles the buffers of BatchNorm and InstanceNorm. Other buffers of these libraries are constant tables,
+    unless they are floating-point and saved in the state dict. spectral_norm is recognized by its hook or its
     parametrization.
     """
     return all(
@@ -100,16 +102,16 @@ def _receive_findings(receiving: Connection) -> list[CodeFinding]:
     start = time.monotonic()
     try:
         if not receiving.poll(_PATIENCE_S):
-            return [_not_looked(f"it took more than {time.monotonic() - start:.0f} s")]
+            return [_unchecked_finding(f"it took more than {time.monotonic() - start:.0f} s")]
         answer = plainfile.parse_json(receiving.recv_bytes())
     except EOFError:
-        return [_not_looked("its process was killed")]
+        return [_unchecked_finding("its process was killed")]
     if "failed" in answer:
-        return [_not_looked(answer["failed"])]
+        return [_unchecked_finding(answer["failed"])]
     return [CodeFinding(culprit, True, text) for culprit, text in answer["found"]]
 
 
-def _not_looked(reason: str) -> CodeFinding:
+def _unchecked_finding(reason: str) -> CodeFinding:
     text = (
         f"the check of model, loss and data for code that depends on the placement was stopped: {reason}; "
         f"run `lockstep verify`, which takes as long as it needs, or set run.probe=off to skip the check"
@@ -118,20 +120,20 @@ def _not_looked(reason: str) -> CodeFinding:
 
 
 def _run_check(setup: Setup, sending: Connection) -> None:
-    """Run the check in the forked process."""
+    """Run the check in a forked process."""
     die_with_parent()
-    for number in stopping():  # signals go to the whole process group, and the run handles them
+    for number in stopping():  # signals are sent to the whole process group, and the run handles them
         signal.signal(number, signal.SIG_IGN)
-    _fall_silent()
-    _open_files_anew()
-    torch.set_num_threads(1)  # a fork doesn't copy the threads of a pool
+    _silence_output()
+    _reopen_files()
+    torch.set_num_threads(1)  # a fork doesn't copy the threads of a thread pool
     not_a_rank()
     answer: dict[str, Any]
     try:
         answer = {"found": [(finding.culprit, finding.text) for finding in _faults(setup)]}
-    except LockstepError:  # the run reports the error
+    except LockstepError:  # the run itself reports the error
         answer = {"found": []}
-    except Exception as error:  # user code can raise any exception
+    except Exception as error:  # user code may raise any exception
         answer = {"failed": f"{type(error).__name__}: {error}"}
     sending.send_bytes(json.dumps(answer).encode())
 
@@ -140,27 +142,27 @@ def _faults(setup: Setup) -> list[CodeFinding]:
     paths = import_paths(setup.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(on_meta(setup.blank))
     code_findings = findings(quick_facts_of(setup, samples="data" in paths, forward=forward))
-    # torch raises an error for an operation without a deterministic kernel, on the device of the run.
+    # torch itself raises an error for an operation without a deterministic kernel, on the device of the run.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 
-def _fall_silent() -> None:
-    """Redirect stdout and stderr to /dev/null. The run prints the same messages itself."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _silence_output() -> None:
+    """Redirect stdout and stderr to /dev/null. The run itself prints the same messages."""
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):
-        os.dup2(nowhere, number)
-    sys.stdout = sys.stderr = open(nowhere, "w", encoding="utf-8")  # noqa: SIM115
+        os.dup2(null_descriptor, number)
+    sys.stdout = sys.stderr = open(null_descriptor, "w", encoding="utf-8")  # noqa: SIM115
 
 
-def _open_files_anew() -> None:
-    """Reopen regular files that are open for reading, since a fork shares file offsets with the run."""
+def _reopen_files() -> None:
+    """Reopen regular files that are open for reading, because a forked process shares file offsets with the run."""
     with suppress(FileNotFoundError):  # not on Linux
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                _open_anew(int(name))
+                _reopen_file(int(name))
 
 
-def _open_anew(descriptor: int) -> None:
+def _reopen_file(descriptor: int) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode) or flags & os.O_ACCMODE != os.O_RDONLY:
         return

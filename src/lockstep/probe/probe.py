@@ -1,9 +1,9 @@
 """Checks the user's data, model and loss in a single process, before any placement runs.
 
-A micro-batch must give the same result on every rank, regardless of the micro-batches that were computed before it. To
-check this, the probe computes two micro-batches with a fresh copy of the model. A second copy computes only the second
-micro-batch, and a third copy computes the first micro-batch while the process poses as a different rank. The probe also
-compares the attributes, buffers, generators and global variables before and after the forward passes.
+A micro-batch must give the same result on every rank, regardless of earlier micro-batches. To check this, the probe
+runs two micro-batches with a new copy of the model. A second copy runs only the second micro-batch, and a third copy
+runs the first micro-batch while the process poses as a different rank. The probe also compares the attributes, buffers,
+random generators and global variables before and after the forward passes.
 
 The probe changes all of this state, so run it in a separate process.
 """
@@ -47,10 +47,10 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint.tensorfile import digest
 
-_SAMPLES: Final = 8  # to fetch twice, from each split
-_FEW: Final = 4  # the same for a quick check, and the samples of its micro-batches
-_LARGE: Final = 1 << 14  # elements of a sample; a quick check computes fewer samples above this size
-_LOSS_SAMPLES: Final = 32  # samples whose loss is computed one by one
+_SAMPLES: Final = 8  # number of samples to fetch twice from each split
+_QUICK_SAMPLES: Final = 4  # number of samples in a quick check, per split and per micro-batch
+_LARGE_SAMPLE: Final = 1 << 14  # number of elements in a sample above which a quick check uses fewer samples
+_LOSS_SAMPLES: Final = 32  # maximum number of samples whose loss is computed individually
 _DRAWN: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
@@ -60,7 +60,7 @@ Computed = Mapping[str, str]  # digests of the gradients by parameter name, and 
 
 @dataclass(frozen=True)
 class _ProbeSettings:
-    """The settings of a probe: how to build the model, the micro-batches to compute, and the precision."""
+    """The settings of a probe: the function that builds the model, the micro-batches, and the precision."""
 
     build: Callable[[], nn.Module]
     given: Sequence[MicroBatch]
@@ -69,7 +69,7 @@ class _ProbeSettings:
 
 
 def facts_of(setup: Setup, device: torch.device) -> ProbeResult:
-    """Check the data, model and loss of a recipe with the device and precision of its run."""
+    """Check the data, the model and the loss of a recipe, with the device and the precision of its run."""
     samples = random_samples(setup, _SAMPLES)
     traits = ModelTraits()
     build = traits.watching(setup.problem.build_model)
@@ -80,16 +80,16 @@ def facts_of(setup: Setup, device: torch.device) -> ProbeResult:
 
 
 def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
-    """Check a few `samples` of the data and the `forward` pass of model and loss, in float32 on the CPU.
+    """Check some samples (with `samples`) and the forward pass (with `forward`) in float32 on the CPU.
 
-    Problems that only show up in the backward pass or on a different device are not found.
+    This doesn't find problems that only occur in the backward pass or on a different device.
     """
-    samples_found = random_samples(setup, _FEW) if samples else []
+    samples_found = random_samples(setup, _QUICK_SAMPLES) if samples else []
     if not forward:
         return ProbeResult(random_samples=samples_found, places=_places(setup))
     recipe, device = setup.recipe, torch.device("cpu")
-    numbers = sum(tensor[0].numel() for tensor in tensors_of(setup.problem.example))  # in a sample
-    few_samples = 2 if numbers > _LARGE else _FEW
+    numbers = sum(tensor[0].numel() for tensor in tensors_of(setup.problem.example))  # number of elements in a sample
+    few_samples = 2 if numbers > _LARGE_SAMPLE else _QUICK_SAMPLES
     batch = min(2 * min(few_samples, -(-recipe.batch // recipe.microbatches)), len(setup.data.train))
     reduced = replace(
         setup, recipe=recipe.model_copy(update={"microbatches": 2}), steps=Steps(len(setup.data.train), batch, steps=1)
@@ -114,22 +114,22 @@ def random_samples(setup: Setup, count: int) -> list[RandomSample]:
     if setup.data.validation is not None:
         numbers = [*range(min(count, len(setup.data.validation)))]
         parts.append(("validation", setup.data.validation, numbers, None))
-    return [sample for part, split, indices, draw in parts for sample in _random(part, split, indices, draw)]
+    return [sample for part, split, indices, draw in parts for sample in _changing_samples(part, split, indices, draw)]
 
 
 def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
-    """Fetch the first and last item of a loop's dataset twice, and return the findings if they change.
+    """Fetch the first and the last item of a custom loop's dataset twice. Return the findings if an item changes.
 
-    `fetching` is the method that fetches an item. The findings name its location.
+    `fetching` is the method that fetches an item. The findings name its line.
     """
     try:
-        changing = [*_random("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
-    except TrainingError:  # an unreadable file; training reports it once it reads the item
+        changing = [*_changing_samples("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
+    except TrainingError:  # an unreadable file, which training reports when it reads the item
         return []
     return findings(ProbeResult(random_samples=changing, places={"data": user_code.place_of(fetching)}))
 
 
-def _random(
+def _changing_samples(
     part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
 ) -> Iterator[RandomSample]:
     _digests_of(split, indices[:1], draw)  # a dataset may draw random numbers when it fetches its first item
@@ -138,19 +138,19 @@ def _random(
     checks_rank = among_ranks and first == second
     other_digests = _as_another_rank(lambda: _digests_of(split, indices, draw), first) if checks_rank else second
     for index, first_digests, second_digests in zip(indices, first, other_digests, strict=True):
-        if difference := _what_differs(first_digests, second_digests):
+        if difference := _describe_difference(first_digests, second_digests):
             yield RandomSample(part, index, difference, checks_rank)
 
 
 def _as_another_rank(compute: Callable[[], T], otherwise: T) -> T:
     """Return the result of `compute` as rank 1 of 2, or `otherwise` if it raises an exception.
 
-    Code that waits for other ranks fails, since there are none. This doesn't mean that its result is wrong.
+    Code that waits for other ranks fails here, because there are none. This doesn't mean that its result is wrong.
     """
     try:
         with as_rank(1, 2):
             return compute()
-    except Exception:  # user code can raise any exception
+    except Exception:  # user code may raise any exception
         return otherwise
 
 
@@ -177,7 +177,7 @@ def _run_probe(
 
 @final
 class _Probe:
-    """Builds fresh copies of the model and computes micro-batches with them."""
+    """Builds new copies of the model, and runs micro-batches with them."""
 
     def __init__(self, setup: Setup, device: torch.device, settings: _ProbeSettings) -> None:
         self._setup = setup
@@ -188,8 +188,8 @@ class _Probe:
         self._modules = user_code.own_modules(user_code.import_paths(setup.recipe).values())
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
-        """Compute the micro-batches and return the observations."""
-        model, first, second = self._fresh(), self._settings.given[0], self._settings.given[-1]
+        """Run the micro-batches and return the observations."""
+        model, first, second = self._build_model(), self._settings.given[0], self._settings.given[-1]
         kinds = {type(module) for module in model.modules()}
         before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
         first_result = self._compute(model, first)
@@ -199,25 +199,25 @@ class _Probe:
         unused_names = [
             name for name, p in model.named_parameters() if p.requires_grad and name not in {*first_result, *two}
         ]
-        fresh_model = self._fresh()
+        fresh_model = self._build_model()
         alone_result = self._compute(fresh_model, second)
         changed, fewer = before.buffer_changes(after), ModelState(fresh_model)
         own_loss = ":" in self._setup.recipe.loss.name
         loss = self._loss(fresh_model, first) if self._settings.backward or own_loss else None
-        elsewhere = _as_another_rank(lambda: self._compute(self._fresh(), first), first_result)
-        repeated_result = first_result if elsewhere == first_result else self._compute(self._fresh(), first)
+        elsewhere = _as_another_rank(lambda: self._compute(self._build_model(), first), first_result)
+        repeated_result = first_result if elsewhere == first_result else self._compute(self._build_model(), first)
         repeated = _first_difference(first_result, repeated_result)
         attributes, variables = before.attribute_changes(after), globals_before.changes(globals_after)
         counting = [name for name in changed if fewer.buffers[name] != after.buffers[name]]
         depends = _first_difference(two, alone_result) if second is not first else ""
         explained = attributes or variables or drawn_streams or counting or repeated
-        # A cache is only state if it depends on more than the inputs, or if results depend on it.
+        # A cache only counts as state if it depends on more than its inputs, or if results depend on it.
         if not (depends or drawn_streams or repeated):
             variables = {name: how for name, how in variables.items() if not how.startswith(CACHE)}
         norms = before.norm_changes(after) if depends and not explained else []
         changed, counting = [*changed, *norms], [*counting, *norms]
         changed_weights = self._weight_changes() if depends and not (explained or norms) else []
-        evaluated = self._settings.backward and not (depends or repeated)  # otherwise the training pass explains it
+        evaluated = self._settings.backward and not (depends or repeated)  # otherwise, the training pass explains it
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
         own_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
@@ -231,7 +231,7 @@ class _Probe:
             else locations
         )
         if rank_difference and RANK not in reads and CLOCK in reads:
-            # The clock hadn't advanced between the first two passes.
+            # The clock didn't advance between the first two passes.
             repeated, rank_difference = rank_difference, ""
         return ProbeResult(
             buffers=[name for name, _ in model.named_buffers()],
@@ -254,38 +254,37 @@ class _Probe:
         )
 
     def _weight_changes(self) -> list[str]:
-        model = self._fresh()
+        model = self._build_model()
         before = weights(model)
         self._compute(model, self._settings.given[0])
         return [name for name, digest in weights(model).items() if digest != before[name]]
 
     def _evaluation(self) -> tuple[str, dict[str, str]]:
-        """Return the part of an evaluation that depends on the previous batch, and the reads that explain it.
-
-        Both are empty if the outputs for the second batch are the same with and without the first batch.
-        """
+        """Return the part of an evaluation that depends on the previous batch, and the reads that explain this."""
         first, second = self._settings.given[0], self._settings.given[-1]
-        if self._evaluation_digest(self._fresh(), first, second) == self._evaluation_digest(self._fresh(), second):
+        if self._evaluation_digest(self._build_model(), first, second) == self._evaluation_digest(
+            self._build_model(), second
+        ):
             return "", {}
-        model = self._fresh()
+        model = self._build_model()
         with record_reads() as reads:
             self._evaluation_digest(model, first, second)
         return "outputs", dict(reads)
 
     @torch.no_grad()
     def _evaluation_digest(self, model: nn.Module, *batches: MicroBatch) -> str:
-        """Evaluate the batches one after the other, and return the digest of the outputs for the last batch."""
+        """Evaluate the batches one after another. Return the digest of the outputs of the last batch."""
         model.eval()
         torch.manual_seed(self._setup.recipe.seed)
         with autocast(self._settings.precision, self._world.device):
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
-    def _fresh(self) -> nn.Module:
-        """Build the model. This also puts the generators of Python and NumPy in a fixed state."""
+    def _build_model(self) -> nn.Module:
+        """Build the model. This also resets the random generators of Python and NumPy to a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = computing_in(model, self._numerics.dtype)
-        computing.train()  # a custom train() may not return the model
+        computing.train()  # a separate line, because a custom train() may not return the model
         return computing
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
@@ -303,13 +302,13 @@ class _Probe:
             return self._call_model(model, microbatch)
 
     def _call_model(self, model: nn.Module, microbatch: MicroBatch) -> Any:
-        # A model may change its inputs in place.
+        # Clone the inputs, because a model may change them in place.
         inputs = map_tensors(Tensor.clone, self._setup.task.inputs(microbatch.batch))
         return self._numerics.prepare_outputs(call(model, self._numerics.prepare_inputs(inputs)))
 
     @torch.no_grad()
     def _loss(self, model: nn.Module, microbatch: MicroBatch) -> LossFact:
-        """Compute the loss of some samples together and one by one, from the same outputs."""
+        """Compute the loss of some samples together and individually, from the same outputs."""
         outputs = self._outputs(model, microbatch)
         samples = min(microbatch.samples, _LOSS_SAMPLES)
 
@@ -323,33 +322,35 @@ class _Probe:
         return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Return everything that the code reads besides its inputs while it builds and computes, with the line."""
+        """Return everything except its inputs that the code reads to build and run the model, with the lines."""
         with record_reads() as recorded:
-            self._compute(self._fresh(), microbatch)
+            self._compute(self._build_model(), microbatch)
         return dict(recorded)
 
 
 def _places(setup: Setup) -> dict[str, str]:
-    """Return the known code locations of the model, the loss, and the code that fetches samples of each split."""
+    """Return the known lines of the model, the loss, and the code that fetches the samples of each split."""
     recipe = setup.recipe
     paths = user_code.import_paths(recipe)
     locations = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
     if "data" in paths:
         parts = {"training": setup.data.train, "validation": setup.data.validation}
         splits = {part: split for part, split in parts.items() if split is not None}
-        locations |= {part: user_code.place_of(_fetching(split)) or locations["data"] for part, split in splits.items()}
+        locations |= {
+            part: user_code.place_of(_fetch_function(split)) or locations["data"] for part, split in splits.items()
+        }
     return {part: location for part, location in locations.items() if location}
 
 
-def _fetching(split: Split) -> object:
-    """Return the function that fetches the samples of a custom split."""
+def _fetch_function(split: Split) -> object:
+    """Return the function that fetches samples of a custom split."""
     if isinstance(split, ImportedSplit):
         return type(split.dataset).__getitem__
     return type(split.split if isinstance(split, OwnSplit) else split).fetch
 
 
 def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the code locations that change these attributes and buffers of a model, by name."""
+    """Return the lines that change these attributes and buffers of a model, by name."""
     locations = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -361,29 +362,30 @@ def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
-    """Return a mapping for each sample: digests of its tensors by path, and a digest of its random draws.
+    """Return a dict for each sample, with a digest of each tensor by path, and a digest of its random draws.
 
-    The random draws are only recorded for datasets whose items Lockstep seeds one by one.
+    The random draws are only recorded for datasets whose items Lockstep seeds individually.
     """
     digests = []
     for index in indices:
         leaves = with_paths(split.fetch(np.array([index]), draw))
         digests.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
-        if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the generators for each item
-            # If a dataset caches an augmented item, the values stay the same, but fetching it draws nothing any more.
+        if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random generators for each item
+            # If a dataset caches an augmented item, its values stay the same, but fetching it again draws no random
+            # numbers.
             digests[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
     return digests
 
 
-def _what_differs(left: Mapping[str, str], right: Mapping[str, str]) -> str:
-    """Return the first difference between two samples in words, or an empty string."""
+def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    """Return a text about the first difference between two samples, or an empty string if there is none."""
     of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_DRAWN}) <= 2 else {}
     paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]
     return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(left: Computed, right: Computed) -> str:
-    """Return the first difference in words, which is the loss or the gradient of a parameter."""
+    """Return a text about the first difference, which is in the loss or the gradient of a parameter."""
     for name in left.keys() | right.keys() if left.keys() != right.keys() else left:
         if left.get(name) != right.get(name):
             return f"gradient of {name}" if name else "loss"

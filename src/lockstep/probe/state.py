@@ -1,6 +1,6 @@
-"""State that a forward pass can leave behind in a model, in generators and in global variables.
+"""State that a forward pass can leave behind in a model, in random generators and in global variables.
 
-Each value is represented as a text that changes when the value changes.
+Each value is represented as a text that changes if the value changes.
 """
 
 import random as python_random
@@ -20,23 +20,24 @@ from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest
 
-CACHE: Final = "cache of"  # the text of a cached function begins with it
-SPECTRAL_NORM: Final = "spectral_norm"  # stands for the class of a module with torch's spectral_norm
+CACHE: Final = "cache of"  # prefix of the text of a cached function
+SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
 
-_DEPTH: Final = 4  # nesting levels of containers and objects
-_BRIEF: Final = 24  # characters of the longest values that are shown in full
-_ITEMS: Final = 1_000  # of a container that are compared; its length always is
-_BYTES: Final = 16 << 20  # of a tensor or array; of a larger one, probably a dataset, only the shape is compared
+_MAX_DEPTH: Final = 4  # maximum nesting level of containers and objects
+_MAX_SHOWN_CHARS: Final = 24  # maximum number of characters of a value that is shown in full
+_MAX_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
+# Maximum size of a tensor or array; of larger ones, likely datasets, only the shape counts.
+_MAX_TENSOR_BYTES: Final = 16 << 20
 
 
 @final
 class ModelState:
-    """Digests of the state that a forward pass can leave in a model, outside torch's BatchNorm layers."""
+    """Digests of the state that a forward pass can leave behind in a model, except in torch's BatchNorm layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.norms: dict[str, str] = {}  # of subclasses of torch's BatchNorm, which may update them differently
+        self.norms: dict[str, str] = {}  # buffers of subclasses of torch's BatchNorm, which may update them differently
         self.attributes: dict[str, str] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
@@ -46,24 +47,24 @@ class ModelState:
                 for name, buffer in module.named_buffers(recurse=False):
                     self.kinds[prefix + name] = kind
                     (self.norms if norm else self.buffers)[prefix + name] = digest([buffer])
-            for name, value in _plain(module):
-                self.attributes[prefix + name] = _format_value(value, _DEPTH)
+            for name, value in _custom_attributes(module):
+                self.attributes[prefix + name] = _format_value(value, _MAX_DEPTH)
 
     def buffer_changes(self, after: Self) -> list[str]:
-        """Return the names of the buffers whose value differs in `after`."""
+        """Return the names of the buffers whose values differ in `after`."""
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Like `buffer_changes`, for layers of a class that inherits from torch's BatchNorm."""
+        """Like `buffer_changes`, for layers whose class inherits from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:
-        """Return the changes of attributes by name: `0 -> 2`, or `a tensor`."""
+        """Return the changed attributes by name, with their changes as text, such as `0 -> 2` or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
 
 class _Owner(NamedTuple):
-    """A variable of a module or class: its full name, its value, and a function that locates its changes."""
+    """A variable of a module or class: its full name, its value, and a function that finds the line that changes it."""
 
     name: str
     value: Any
@@ -74,8 +75,8 @@ class _Owner(NamedTuple):
 class Globals:
     """The values of global variables and class attributes in the user's modules, and the state of their functions.
 
-    The state of a function consists of its attributes, defaults and closure. `scopes` adds local variables: pairs of a
-    mapping of variables by name and the code of their function.
+    The state of a function consists of its attributes, its default values and its closure. `scopes` adds local
+    variables. Each scope is a pair of the local variables by name and the code object of their function.
     """
 
     def __init__(
@@ -95,16 +96,16 @@ class Globals:
         self._places = {owner.name: owner.place for owner in owners}
 
     def changes(self, after: Self) -> dict[str, str]:
-        """Return the changes by name."""
+        """Return the changed variables by name, with their changes as text."""
         return _changes(self._values, after._values)
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The values as texts, by name."""
+        """The values as text, by name."""
         return self._values
 
     def place(self, name: str) -> str:
-        """Return the code location that changes this variable, or an empty string."""
+        """Return the line that changes a variable, or an empty string if it is unknown."""
         return self._places[name]() if name in self._places else ""
 
 
@@ -112,7 +113,7 @@ def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
     for variable, value in list(vars(module).items()):
         if variable.startswith("__") or isinstance(value, ModuleType):
             continue
-        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported
+        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported from elsewhere
             continue
         if isinstance(value, type):
             yield from _class_attributes(value)
@@ -130,26 +131,26 @@ def _class_attributes(kind: type) -> Iterator[_Owner]:
 
 
 def streams() -> dict[str, str]:
-    """Return the states of the default generators of Python and NumPy, by name."""
-    # NumPy's legacy generator, which np.random.rand and similar functions use.
+    """Return the states of the default random generators of Python and NumPy, by name."""
+    # NumPy's legacy generator, which np.random.rand and similar functions use
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
 def weights(model: nn.Module) -> dict[str, str]:
-    """Return digests of the parameters of a model."""
+    """Return a digest of each parameter of a model."""
     return {name: digest([parameter]) for name, parameter in model.named_parameters()}
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
-    """Return whether a module has the buffers of torch's spectral_norm, in either implementation."""
+    """Return whether a module uses torch's spectral_norm, in either implementation."""
     by_hook = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
     return by_hook or isinstance(module, parametrizations._SpectralNorm)
 
 
 def change_of(before: str, after: str) -> str:
-    """Return how a value changed, from its texts before and after: `0 -> 2`, or `a tensor`."""
+    """Return the change of a value as text, such as `0 -> 2` or `a tensor`, from the texts of both values."""
     kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
-    if max(len(before), len(after)) <= _BRIEF:
+    if max(len(before), len(after)) <= _MAX_SHOWN_CHARS:
         return f"{before} -> {after}"
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}" if kind == kind_after else f"{kind} -> {kind_after}"
 
@@ -164,36 +165,37 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     }
 
 
-def _plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that a module's own code has set, without the bookkeeping of torch."""
-    # Lockstep and other libraries wrap forward on the instance.
+def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that a module's own code has set, without the internal attributes of torch."""
+    # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
-    # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward.
+    # Before each forward, the hook of spectral_norm recomputes the weight from parameters and buffers.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        torchs = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name  # such as fully_shard's
-        if name not in {*registries, *computed} and not torchs and not _lists_parameters(value):
+        # torch's own, as in fully_shard.
+        is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
+        if name not in {*registries, *computed} and not is_internal and not _lists_parameters(value):
             yield name, value
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value holds parameters, such as `_flat_weights` of an RNN. The optimizer changes them."""
+    """Return whether a value contains parameters, such as `_flat_weights` of an RNN. The optimizer changes these."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Return the text of a global variable. For an object of a foreign class, such as a logger, it is only the type."""
+    """Return the text of a global variable. For an object of a library class, such as a logger, this is its type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
         cells = [_cell(cell) for cell in value.__closure__ or ()]
-        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _DEPTH)}"
+        return f"function {_format_value([vars(value), cells, value.__defaults__, value.__kwdefaults__], _MAX_DEPTH)}"
     types = (Tensor, np.ndarray, np.generic, Generator, np.random.Generator, np.random.RandomState)
     plain = isinstance(value, bool | int | float | complex | str | bytes | None)
     containers = isinstance(value, Mapping | list | tuple | set | frozenset | deque | count | python_random.Random)
     if plain or containers or isinstance(value, types) or type(value).__module__ in modules:
-        return _format_value(value, _DEPTH)
+        return _format_value(value, _MAX_DEPTH)
     return type(value).__name__
 
 
@@ -205,12 +207,12 @@ def _cell(cell: Any) -> Any:
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Return a text that differs if the value differs. Beyond the depth limit it is only the type."""
+    """Return a text that differs if the value differs. Beyond the depth limit, this is only the type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _BYTES else ''}"
+        return f"array {array.dtype} {array.shape} {hash(array.tobytes()) if array.nbytes <= _MAX_TENSOR_BYTES else ''}"
     if isinstance(value, bool | int | float | complex | str | bytes | count | None):
         return repr(value)
     if isinstance(value, Generator):
@@ -224,23 +226,23 @@ def _format_value(value: Any, depth: int) -> str:
     if not depth or isinstance(value, nn.Module | type):
         return type(value).__name__
     if isinstance(value, Mapping):
-        items = islice(value.items(), _ITEMS)
+        items = islice(value.items(), _MAX_ITEMS)
         text = ", ".join(f"{_format_value(key, depth - 1)}: {_format_value(item, depth - 1)}" for key, item in items)
         return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     if isinstance(value, list | tuple | deque):
-        text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _ITEMS))
+        text = ", ".join(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS))
         return f"{type(value).__name__} [{text}]{_length_suffix(value)}"
     if isinstance(value, set | frozenset):
-        text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _ITEMS)))
+        text = ", ".join(sorted(_format_value(item, depth - 1) for item in islice(value, _MAX_ITEMS)))
         return f"{type(value).__name__} {{{text}}}{_length_suffix(value)}"
     return f"{type(value).__name__} {_format_value(getattr(value, '__dict__', None), depth - 1)}"
 
 
 def _digest(tensor: Tensor) -> str:
-    if tensor.is_meta or tensor.numel() * tensor.element_size() > _BYTES:
+    if tensor.is_meta or tensor.numel() * tensor.element_size() > _MAX_TENSOR_BYTES:
         return str(tuple(tensor.shape))
     return digest([tensor])
 
 
 def _length_suffix(container: Any) -> str:
-    return f" of {len(container)}" if len(container) > _ITEMS else ""
+    return f" of {len(container)}" if len(container) > _MAX_ITEMS else ""

@@ -1,4 +1,4 @@
-"""Model properties that sharded strategies may compute differently: strides, hooks, in-place writes and calls."""
+"""Model properties that may differ under sharded strategies: strides, hooks, in-place writes and skipped calls."""
 
 import sys
 from collections import Counter
@@ -10,22 +10,22 @@ from typing import Any, Final, Self, final
 from torch import nn
 
 _CHECKPOINT: Final = "/torch/utils/checkpoint.py"
-_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # code uses these names to get gradient accumulators
+_ACCUMULATING: Final = ("AccumulateGrad", "next_functions")  # names that code uses to access gradient accumulators
 _HOOKING: Final = ("register_hook", "register_prehook")
 
 
 @final
 class ModelTraits:
-    """Watches the forward passes of models and reports properties that may depend on the strategy.
+    """Watches the forward passes of models, and reports properties that may depend on the strategy.
 
-    Its hooks only observe, so the numbers stay the same.
+    Its hooks only observe, so the results stay the same.
     """
 
     def __init__(self) -> None:
-        self._static: list[str] = []
+        self._static_traits: list[str] = []
         self._written: dict[str, None] = {}
         self._recomputed: dict[str, None] = {}
-        self._forwards: list[Counter[str]] = []  # for each forward, the number of calls of each module with parameters
+        self._forwards: list[Counter[str]] = []  # number of calls of each module with parameters, for each forward
         self._versions: dict[str, tuple[int, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -42,8 +42,8 @@ class ModelTraits:
         return built
 
     def watch(self, model: nn.Module) -> None:
-        """Watch all further forward passes of this model."""
-        self._static = [*_static(model)]
+        """Watch all future forward passes of a model."""
+        self._static_traits = [*_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
                 module.register_forward_pre_hook(partial(self._before, name))
@@ -51,7 +51,7 @@ class ModelTraits:
         model.register_forward_hook(self._end)
 
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Return the observations, likeliest cause first. `modules` are the user's modules, by name."""
+        """Return the observations as text, the most likely cause first. `modules` are the user's modules by name."""
         texts = [
             f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
             f"to the optimizer"
@@ -68,7 +68,7 @@ class ModelTraits:
             for name, module in modules
             if _hooks_accumulation(module)
         ]
-        texts += self._static
+        texts += self._static_traits
         names = {name for forward in self._forwards for name in forward}
         for name in sorted(names):
             if any(name not in forward for forward in self._forwards):
@@ -104,7 +104,7 @@ class ModelTraits:
                 self._written[name] = None
 
 
-def _static(model: nn.Module) -> Iterator[str]:
+def _static_traits(model: nn.Module) -> Iterator[str]:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield (
@@ -121,7 +121,7 @@ def _static(model: nn.Module) -> Iterator[str]:
 
 
 def _in_backward() -> bool:
-    """Return whether a checkpoint is recomputing because its backward pass is running."""
+    """Return whether a checkpoint is being recomputed in the backward pass."""
     return any(name == "backward" or name == "unpack_hook" for name in _checkpoint_frames())
 
 
@@ -130,7 +130,7 @@ def _in_reentrant_checkpoint() -> bool:
 
 
 def _checkpoint_frames() -> list[str]:
-    """Return the names of the functions of torch's checkpointing that are on the call stack."""
+    """Return the names of torch's checkpointing functions on the call stack."""
     names, frame = [], sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_CHECKPOINT):

@@ -1,10 +1,10 @@
-"""Binds a rank on a GPU, and all threads and processes it starts, to the cores of the NUMA node of its GPU.
+"""Binds a rank with a GPU, including its threads and processes, to the CPU cores of the GPU's NUMA node.
 
-Copies to a GPU start in host memory, and memory is allocated on the node of the thread that first writes to it. The
-recipe sets the number of threads, so binding never changes the weights.
+Copies to a GPU start in host memory, and memory is allocated on the NUMA node of the thread that first writes to it.
+The recipe sets the number of threads, so binding never changes the weights.
 
-torch offers this for torchrun (`torch.numa.binding`), but as private functions. They require the program numactl,
-divide cores among the GPUs that a process sees (under Slurm often only one), and don't check whether the launcher
+torch offers this for torchrun (`torch.numa.binding`), but only as private functions. They require the program numactl,
+divide cores among the GPUs that a process sees (under Slurm often only one), and don't check whether the launcher has
 already bound the process.
 """
 
@@ -25,7 +25,10 @@ _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
-    """Bind this process, and return for each rank its cores and the reason. All ranks call it; no-op on the CPU."""
+    """Bind this process to cores. Return the cores of each rank and the reason as text. All ranks call it.
+
+    If the device isn't a GPU, this is a no-op.
+    """
     if not world.on_gpu:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
@@ -37,7 +40,7 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
 
 
 def pci_address(device: torch.device) -> str:
-    """Return the PCI address of the GPU in the form that sysfs uses, such as 0000:9d:00.0."""
+    """Return the PCI address of the GPU in the format of sysfs, such as 0000:9d:00.0."""
     properties = torch.cuda.get_device_properties(device)
     # untyped in torch
     domain, bus, number = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id  # type: ignore[attr-defined]
@@ -45,9 +48,9 @@ def pci_address(device: torch.device) -> str:
 
 
 def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
-    """Return the host, the nearby cores and the usable cores of a rank whose GPU is at `address`."""
+    """Return the seat of a rank whose GPU is at `address`: its host, the cores near its GPU, and its usable cores."""
     device_folder = sysfs / "bus/pci/devices" / address
-    # If a card has no NUMA node (-1), Linux lists all cores as local.
+    # If a GPU has no NUMA node (-1), Linux reports all cores as local.
     near = (
         _cores(device_folder / "local_cpulist")
         if plainfile.shown_text(device_folder / "numa_node") not in ("", "-1")
@@ -58,7 +61,7 @@ def seat_of(host: str, address: str, usable: Cores, sysfs: Path) -> Seat:
 
 
 def siblings(cores: Cores, sysfs: Path) -> dict[int, int]:
-    """Return for each core the first logical core of the same physical core."""
+    """Return the first logical core of the same physical core for each core."""
     return {core: min({core, *_cores(sysfs / _SIBLINGS.format(core))}) for core in cores}
 
 
@@ -78,9 +81,9 @@ def _read(text: str) -> Seat:
 
 
 def _bind_threads(cores: Cores) -> None:
-    """Bind all threads that have the same affinity as this thread. Threads and processes started later inherit it."""
+    """Bind all threads with the same affinity as this thread. Threads and processes that start later inherit it."""
     affinity = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # the thread has ended
-            if os.sched_getaffinity(thread) == affinity:  # a library, such as NCCL, has bound the other threads
+            if os.sched_getaffinity(thread) == affinity:  # a library such as NCCL bound the other threads
                 os.sched_setaffinity(thread, cores)

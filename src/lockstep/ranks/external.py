@@ -1,4 +1,4 @@
-"""A rank that another launcher started: reports its failure at the store, and on the terminal if no other rank does."""
+"""A rank that an external launcher started. Reports its failure to the store, and prints it if no other rank does."""
 
 import os
 import sys
@@ -22,9 +22,9 @@ from lockstep.ranks.timing import TIMING, Timing
 def membership(
     info: RankInfo, address: str, timeout_s: float, lost_after_s: float, timing: Timing = TIMING
 ) -> Iterator[Rendezvous]:
-    """Join the other ranks, and be a member of the job while the block runs.
+    """Join the other ranks, and stay a member of the job while the block runs.
 
-    An error ends this process immediately, regardless of its other threads, and is reported on the terminal.
+    An error ends this process immediately, even if other threads are running. The error is printed on the terminal.
     """
     rendezvous = Rendezvous(info, timeout_s, _end, job_secret(os.environ), timing)
     heartbeat = Heartbeat(rendezvous, lost_after_s)
@@ -35,29 +35,29 @@ def membership(
             except Exception as error:
                 if lost_peer(error) is None:
                     raise
-                # If no rank reported a cause, for example because a link between two other hosts went down, report the
-                # lost peer.
+                # If no rank reported a cause, for example because a link between two other hosts went down, the lost
+                # peer is reported as the failure.
                 unexplained = replace(failure_of(error, rendezvous.info, rendezvous.rank_log), secondary=False)
                 rendezvous.end(heartbeat.cause() or unexplained)
         rendezvous.leave()
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank for an error found before it joined the other ranks. Report it to them if they join soon.
+    """End this rank because of an error that it found before it joined the other ranks.
 
-    If all ranks found the same mistake, it is printed once.
+    If the other ranks join soon, the error is reported to them. If all ranks found the same error, it is printed once.
     """
     rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:
         rendezvous.secret = job_secret(os.environ)
         rendezvous.join(address)
     except (LockstepError, RuntimeError):
-        rendezvous.store = None  # no other rank to report to
+        rendezvous.store = None  # there is no other rank to report to
     rendezvous.end(failure_of(error, rendezvous.info, rendezvous.rank_log))
 
 
 def alone() -> Rendezvous:
-    """Return the rendezvous of a run with a single process."""
+    """Return the rendezvous for a run with a single process."""
     return Rendezvous(ALONE, 0.0, _end)
 
 
@@ -73,13 +73,13 @@ def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 
 
 def _report(rendezvous: Rendezvous, failure: Failure) -> None:
-    """Report the reason to the other ranks, and print everything that no other rank prints."""
+    """Report the failure to the other ranks, and print everything that no other rank prints."""
     timing = rendezvous.timing
-    first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may be gone
+    first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
     if (save_failure := rendezvous.keep_failure) is not None:
         at_most(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
-        with suppress(OSError):  # the terminal may be gone
+        with suppress(OSError):  # the terminal may no longer exist
             rendezvous.rank_log.notice(line)
     at_most(timing.leave_s, rendezvous.leave)
     sys.stdout.flush()
@@ -87,8 +87,8 @@ def _report(rendezvous: Rendezvous, failure: Failure) -> None:
 
 
 def _lines(info: RankInfo, failure: Failure, first: Failure) -> list[str]:
-    """Return the lines that this rank prints about `failure`. `first` is the first failure of all ranks."""
-    by_hand = info.launcher == "environment"  # each rank may have a separate terminal
+    """Return the lines that this rank prints about `failure`. `first` is the first failure among all ranks."""
+    by_hand = info.launcher == "environment"  # ranks that are started manually may have separate terminals
     if failure == first and not failure.secondary:
         return [failure.words]
     if failure.rank == info.rank:
@@ -101,6 +101,6 @@ def _lines_alone(rendezvous: Rendezvous, failure: Failure) -> list[str]:
     info = rendezvous.info
     is_cause = failure.rank == info.rank and not failure.secondary
     on_host_of_rank_0 = info.rank > 0 and rendezvous.hosts[0] == rendezvous.rank_log.host
-    # One rank per host reports. On the host of rank 0, this is the next rank.
+    # One rank per host prints the failure. On the host of rank 0, this is the next rank.
     reports_for_host = info.local_rank == int(on_host_of_rank_0)
     return [failure.words] if is_cause or reports_for_host or info.launcher == "environment" else []

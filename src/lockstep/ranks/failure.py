@@ -1,4 +1,4 @@
-"""The record of a rank's failure, for the other ranks, the launcher and the user."""
+"""The record of a rank's failure, as it is sent to the other ranks and the launcher and shown to the user."""
 
 import json
 import time
@@ -18,16 +18,16 @@ from lockstep.errors import EXIT_FAILED, Cause, CorruptionError, LockstepError, 
 from lockstep.ranks.job_store import fields, whole
 from lockstep.ranks.rank_log import RankLog, with_rank
 
-_LONGEST: Final = 8_000  # characters; at most six each in JSON, to fit the 64 KiB buffer of an unread pipe
+_MAX_CHARS: Final = 8_000  # characters, each up to six bytes in JSON; fits into the 64 KiB buffer of a pipe
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of a rank by an error.
+    """The failure of a rank.
 
-    `secondary` is set if the rank ended only because another rank failed. `log` is the path of the rank's log, if it
-    has one. `wrong` lists the ranks that an audit found to compute wrongly. `text` is safe to print. If it is long, its
-    middle is omitted.
+    `secondary` is set if the rank only ended because another rank failed. `log` is the path of the rank's log, or
+    empty. `wrong` lists the ranks whose results an audit found to be wrong. `text` is safe to print. If it is too long,
+    its middle is omitted.
     """
 
     rank: int
@@ -43,9 +43,9 @@ class Failure:
 
     def __post_init__(self) -> None:
         text = printable(self.text)
-        if len(text) > _LONGEST:
-            cut = f"\n... {len(text) - _LONGEST:,} characters ...\n"
-            text = f"{text[: _LONGEST // 2]}{cut}{text[-(_LONGEST // 2) + len(cut) :]}"
+        if len(text) > _MAX_CHARS:
+            cut = f"\n... {len(text) - _MAX_CHARS:,} characters ...\n"
+            text = f"{text[: _MAX_CHARS // 2]}{cut}{text[-(_MAX_CHARS // 2) + len(cut) :]}"
         object.__setattr__(self, "text", text)
         object.__setattr__(self, "host", printable_line(self.host))
         object.__setattr__(self, "log", printable_line(self.log))
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The same as a single line, for use if the full message is printed elsewhere."""
+        """The message as a single line, for use if the full message is printed elsewhere."""
         return with_rank(self.rank, self.size, self.host, self.first_line)
 
     @property
@@ -68,17 +68,17 @@ class Failure:
         return lines[-1] if lines[0].startswith("Traceback") else lines[0]
 
     def to_json(self) -> str:
-        """Return the failure as JSON text."""
+        """Return the failure as a JSON string."""
         return json.dumps(asdict(self))
 
 
 def from_json(text: str | bytes) -> Failure:
-    """Return the failure that `to_json` wrote. Raise ValueError for any other text."""
+    """Parse the output of `to_json`. Raise ValueError for any other text."""
     return parse_failure(plainfile.parse_json(text))
 
 
 def parse_failure(value: Any) -> Failure:
-    """Return the failure that a JSON value holds. Raise ValueError for any other value."""
+    """Return the failure in a JSON value. Raise ValueError if the value isn't a failure."""
     kinds = {"rank": int, "size": int, "host": str, "text": str, "exit_code": int}
     kinds |= {"secondary": bool, "log": str, "time": float, "wrong": list, "cause": str}
     failure = Failure(**fields(value, kinds))
@@ -87,16 +87,16 @@ def parse_failure(value: Any) -> Failure:
         whole(rank, most=failure.size - 1)
     if failure.cause not in get_args(Cause):
         raise ValueError(f"cause: expected one of {', '.join(get_args(Cause))}")
-    whole(failure.exit_code, least=1, most=255)  # not 0: a failure never counts as success
+    whole(failure.exit_code, least=1, most=255)  # not 0, because a failure never counts as success
     if not isfinite(failure.time):
         raise ValueError("time: expected a finite number")
     return failure
 
 
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
-    """Return the failure for an exception.
+    """Return the failure that describes an exception.
 
-    If a peer was lost or a limit of the system was reached, the traceback goes only to the log.
+    If a peer was lost or a system limit was reached, the traceback is only written to the log.
     """
     known_error = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
     if known_error is not None:
@@ -108,7 +108,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
     wrong = error.ranks if isinstance(error, CorruptionError) else []
     log = str(rank_log.log) if rank_log.log and rank_log.log.exists() else ""
-    # Our own errors have a message for the user. All other errors are shown with their traceback.
+    # Lockstep's own errors have a message for the user. All other errors are shown with their traceback.
     text = error.told if isinstance(error, LockstepError) else "".join(traceback.format_exception(error)).rstrip()
     cause: Cause = "host" if memory else error.cause if isinstance(error, LockstepError) else "code"
     return Failure(info.rank, info.size, rank_log.host, text, code, secondary, log, time.time(), wrong, cause)
@@ -116,7 +116,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
 @final
 class PeerFailedError(TrainingError):
-    """Another rank failed and reported its failure."""
+    """Another rank failed and reported its failure to the store."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(f"stopped because another rank failed: {failure.line}")
@@ -127,4 +127,4 @@ class PeerFailedError(TrainingError):
 
 @final
 class RanksDifferError(UsageError):
-    """The ranks of a run were started with different settings. All ranks raise it, with the same text."""
+    """The ranks of a run were started with different settings. All ranks raise it with the same text."""

@@ -1,4 +1,4 @@
-"""torch's flight recorder of collectives, if this version of torch has it and it is enabled."""
+"""Access to torch's flight recorder of collectives, if this version of torch has it and it is enabled."""
 
 import json
 from pathlib import Path
@@ -7,17 +7,17 @@ from lockstep.common import plainfile
 
 
 def write(path: Path, nccl: bool) -> bool:
-    """Write the flight record of this rank as JSON to `path`. Return whether there is a record.
+    """Write the flight record of this rank as JSON to `path`. Return whether a record exists.
 
-    The record is that of NCCL, or of gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
-    but no stacks. Set TORCH_FR_BUFFER_SIZE=0 to turn recording off in torch.
+    The record is from NCCL, or from gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
+    but no stacks. To disable recording in torch, set TORCH_FR_BUFFER_SIZE=0.
     """
     try:
         from torch._C import _distributed_c10d as c10d
 
         text = c10d._dump_nccl_trace_json() if nccl else c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
         record = plainfile.parse_json(text)
-    except (ImportError, AttributeError, ValueError):  # a different version of torch, or no record
+    except (ImportError, AttributeError, ValueError):  # this version of torch has no recorder, or there is no record
         return False
     if not record.get("entries"):
         return False

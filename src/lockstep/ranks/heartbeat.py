@@ -1,21 +1,24 @@
-"""Heartbeats between ranks, so that no rank waits for a rank that is gone.
+"""Heartbeats between ranks, so that no rank waits for a lost rank.
 
 A rank that was killed, stopped or disconnected can't report its failure, and a rank that hangs in a collective doesn't
 notice that another rank failed. Two background threads on each rank detect both cases.
 
-The first thread runs twice a second:
+The first thread does the following twice a second:
+
 1. It writes the heartbeat of its rank to the store, with the status of the rank.
+
 2. It reads the heartbeats of rank 0 and of at most 64 other ranks (its children in a tree), so the cost doesn't grow
-   with the world size.
+with the world size.
+
 3. It reads the first failure. A rank that fails writes the reason to the store.
 
-The second thread ends the process if a watched rank is lost, if the store no longer answers, or if the main thread
+The second thread ends the process if a watched rank is lost, if the store no longer responds, or if the main thread
 doesn't react to a failure. Each rank measures timeouts by counting its own checks. Clocks are never compared across
 hosts, so a job can be suspended and resumed as a whole.
 
 A rank can also miss heartbeats because other code is holding the GIL. On the same machine, Lockstep therefore asks the
-kernel for the state of a silent process, and keeps waiting as long as the process is running. If the process is gone,
-the rank is lost at once.
+kernel for the state of a silent process, and keeps waiting while the process is running. If the process no longer
+exists, the rank is lost at once.
 """
 
 import threading
@@ -38,20 +41,20 @@ _CHILDREN: Final = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat: everything that the other ranks know about a rank if no other heartbeat follows.
+    """A heartbeat. If it is the last heartbeat of a rank, it is all that the other ranks know about the rank.
 
-    `look` counts the checks of the rank. `left` marks its last heartbeat, after its work is done.
+    `look` counts the checks of the rank. `left` marks the final heartbeat after the rank has completed its work.
     """
 
     look: int
     process: str = ""
-    peak: int = 0  # bytes
+    peak: int = 0  # peak memory in bytes
     status: str = ""
     left: bool = False
 
 
 def parse_beat(value: Any) -> Beat:
-    """Return the heartbeat that a JSON value holds. Raise ValueError for any other value."""
+    """Return the heartbeat in a JSON value. Raise ValueError if the value isn't a heartbeat."""
     kinds = {"look": int, "process": str, "peak": int, "status": str, "left": bool}
     beat = Beat(**fields(value, kinds))
     whole(beat.look)
@@ -60,17 +63,17 @@ def parse_beat(value: Any) -> Beat:
 
 
 def watched(rank: int, size: int) -> list[int]:
-    """Return the ranks whose heartbeats `rank` reads: its children, and rank 0, which may host the store."""
+    """Return the ranks whose heartbeats `rank` reads: its children in the tree and rank 0, which may host the store."""
     first = _CHILDREN * rank + 1
     return [*range(min(rank, 1)), *range(first, min(first + _CHILDREN, size))]
 
 
 @final
 class Heartbeat:
-    """Context manager that sends and checks heartbeats. Enter it after the rendezvous.
+    """A context manager that sends and checks heartbeats. Enter it after the rendezvous.
 
-    Ends this process if another rank failed and the main thread doesn't react, or if a rank is lost. A rank that is
-    stopped or on another host is lost if it sent no heartbeat for `lost_after_s` seconds.
+    It ends this process if another rank failed and the main thread doesn't react, or if a rank is lost. A rank that is
+    stopped or on another host is lost if it has sent no heartbeat for `lost_after_s` seconds.
     """
 
     def __init__(self, rendezvous: Rendezvous, lost_after_s: float) -> None:
@@ -79,10 +82,10 @@ class Heartbeat:
         self._lost_looks = max(self._missed, round(lost_after_s / self._beat_s))
         rank, size = rendezvous.info.rank, rendezvous.info.size
         self._watched = watched(rank, size)
-        self._beats: dict[int, Beat] = {}  # last heartbeat received, by rank
-        self._killed = oom.Killed(round(rendezvous.timing.memory_s / self._beat_s))
-        self._looks = 0  # at the store
-        self._silent = dict.fromkeys(self._watched, 0)  # checks since the last new heartbeat, by rank
+        self._beats: dict[int, Beat] = {}  # last received heartbeat by rank
+        self._killed = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
+        self._looks = 0  # number of checks of the store
+        self._silent = dict.fromkeys(self._watched, 0)  # number of checks since the last new heartbeat, by rank
         self._failed: Failure | None = None
         self._over = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beat, self._check)]
@@ -96,14 +99,14 @@ class Heartbeat:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._beat_s)  # a thread that talks to a store which is gone may never end
+                thread.join(self._beat_s)  # a thread that waits for a store that no longer exists may never end
         if self._rendezvous.store and kind is None:
-            with suppress(RuntimeError):  # rank 0 has left
+            with suppress(RuntimeError):  # raised if rank 0 has already left
                 self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
 
     def cause(self) -> Failure | None:
-        """Return why a collective failed, or None if no reason is found within a few heartbeats."""
-        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn of a failure from rank 0
+        """Return the reason why a collective failed, or None if no reason is found within a few heartbeats."""
+        extra_beats = 2 if self._rendezvous.info.rank == 0 else 4  # most ranks learn about a failure from rank 0
         if self._rendezvous.info.size > 1 + _CHILDREN:  # the lost rank may be any rank, not only a watched rank
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._silent = {**dict.fromkeys(peers, 0), **self._silent}
@@ -115,25 +118,25 @@ class Heartbeat:
                 return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
-        return None if self._looks - looks >= self._missed else self._alone(self._missed)
+        return None if self._looks - looks >= self._missed else self._store_failure(self._missed)
 
     def _beat(self) -> None:
-        """Send heartbeats, read those of the watched ranks, and check whether a rank failed, until the block ends."""
+        """Send heartbeats, read the heartbeats of watched ranks, and check for failures, until the block ends."""
         assert self._rendezvous.store is not None
         process = process_state.identity()
-        with suppress(RuntimeError):  # the store is gone: the other thread notices that the check count stands still
+        with suppress(RuntimeError):  # if the store is gone, the other thread notices that `_looks` no longer grows
             store = self._rendezvous.store.clone()  # a request blocks its connection for all other threads
             while not self._over.is_set():
                 beat = Beat(self._looks, process, oom.peak_bytes(), self._rendezvous.status().words)
                 store.set(_key(self._rendezvous.info.rank), asdict(beat))
                 senders = [rank for rank in self._watched if rank in self._beats or store.has(_key(rank))]
-                # Read all heartbeats in one request. Reading those of a thousand ranks one by one would take longer
-                # than the heartbeat interval if the main thread is busy.
+                # Read all heartbeats with a single request. If the main thread is busy, reading the heartbeats of a
+                # thousand ranks one by one would take longer than the heartbeat interval.
                 beats = dict(zip(senders, store.read_all([_key(rank) for rank in senders], parse_beat), strict=True))
                 for rank in self._watched:
                     self._note(rank, beats.get(rank))
                 if all(rank in self._beats and self._beats[rank].left for rank in self._watched):
-                    self._over.set()  # all watched ranks are done
+                    self._over.set()  # all watched ranks have completed their work
                 if self._failed is None and all(missed < self._missed for missed in self._silent.values()):
                     self._killed.look()
                 self._failed = self._failed or self._rendezvous.first_failure(store)
@@ -141,7 +144,7 @@ class Heartbeat:
                 self._over.wait(self._beat_s)
 
     def _note(self, rank: int, beat: Beat | UntrustedError | None) -> None:
-        """Record a heartbeat or its absence. Only newer heartbeats count, since anyone can repeat old ones."""
+        """Record a heartbeat or its absence. Only newer heartbeats count, because an old value could be replayed."""
         last = self._beats.get(rank)
         if isinstance(beat, Beat) and (last is None or beat.look > last.look):
             self._beats[rank], self._silent[rank] = beat, 0
@@ -149,7 +152,7 @@ class Heartbeat:
             self._silent[rank] += 1
 
     def _check(self) -> None:
-        """End this process if a rank failed or is lost, or if the store no longer answers."""
+        """End this process if a rank failed or is lost, or if the store no longer responds."""
         last_looks = stuck_beats = beats_since_failure = 0
         while not self._over.wait(self._beat_s):
             stuck_beats = 0 if self._looks != last_looks else stuck_beats + 1
@@ -159,28 +162,28 @@ class Heartbeat:
                 if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck_beats >= self._lost_looks:
-                self._rendezvous.end(self._alone(stuck_beats))
+                self._rendezvous.end(self._store_failure(stuck_beats))
             elif lost_ranks := self._lost_ranks(self._lost_looks):
                 self._rendezvous.end(self._failure_of(lost_ranks))
 
     def _lost_ranks(self, looks: int) -> list[int]:
-        """Return silent ranks that are gone, or that were silent for `looks` checks and aren't known to be running."""
+        """Return the silent ranks that are lost: their process is gone, or in an unknown state after `looks` checks."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
-        states = {rank: process_state.state(self._last(rank).process) for rank in silent}
+        states = {rank: process_state.state(self._last_beat(rank).process) for rank in silent}
         overdue = {rank for rank in silent if self._silent[rank] >= looks}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
-    def _last(self, rank: int) -> Beat:
-        """Return the last heartbeat of a rank, or an empty heartbeat."""
+    def _last_beat(self, rank: int) -> Beat:
+        """Return the last heartbeat of a rank, or an empty heartbeat if there is none."""
         return self._beats.get(rank, Beat(0))
 
     def _failure_of(self, ranks: list[int]) -> Failure:
-        """Return the failure of the ranks that are lost."""
+        """Return the failure that describes the lost `ranks`."""
         rank = ranks[0]
-        last = self._last(rank)
+        last = self._last_beat(rank)
         is_gone = process_state.state(last.process) == "gone"
         on_this_host = self._rendezvous.hosts[rank] == self._rendezvous.rank_log.host
-        memory = self._killed.words(last.peak) if on_this_host else oom.had(last.peak)
+        memory = self._killed.words(last.peak) if on_this_host else oom.describe_peak(last.peak)
         status = f" (last status: {last.status})" if last.status else ""
         explanation = (
             f"{'killed' if is_gone else 'killed, stopped, disconnected or hung'}{f' ({memory})' if memory else ''}"
@@ -188,8 +191,8 @@ class Heartbeat:
         observation = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
         return self._loss_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
 
-    def _alone(self, looks: int) -> Failure:
-        """Return the failure to report if the store doesn't answer."""
+    def _store_failure(self, looks: int) -> Failure:
+        """Return the failure to report if the store doesn't respond."""
         host = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
         observation = f"{host} has not answered for {looks * self._beat_s:.0f} s"
         return self._loss_failure([0], observation, "killed, stopped or disconnected")

@@ -1,30 +1,30 @@
-"""The rendezvous store of a job: the keys that ranks write there, and which values they trust.
+"""The rendezvous store of a job: the keys that ranks write, and the conditions under which a value is trusted.
 
 A store that listens on a network accepts values from any process that can connect to it. If the job has a secret, each
 value is therefore signed together with its key, which contains the ID of the start. This means that nobody can forge a
 value, move it to a different key, or replay it from an earlier start. With or without a secret, values that are too
-long or don't have the expected form are rejected. Two kinds of values have no signature: counters, which only tell
-which rank came first, and the values that torch writes for its process groups.
+long or don't have the expected format are rejected. Two kinds of values aren't signed: counters, which only show which
+rank came first, and the values that torch writes for its process groups.
 
 | key | value | written by |
 |---|---|---|
 | `lockstep start` | ID of the start, which prefixes all keys below | rank 0 |
-| `came R` | counter: number of processes that came as rank R | each rank |
+| `came R` | counter: number of processes that joined as rank R | each rank |
 | `here R` | world size and host of rank R | each rank |
 | `begin` | world size and all hosts | rank 0 |
 | `compare N R` | facts of rank R in the Nth comparison | each rank |
-| `compare N count`, `compare N all` | counter of written facts; set with the last of them | each rank |
+| `compare N count`, `compare N all` | counter of written facts; set with the last facts | each rank |
 | `compare N verdict`, `tell N 0` | the differences; the text of a broadcast | rank 0 |
 | `gather N R` | value of rank R in the Nth gather | each rank |
-| `gather N count`, `gather N all` | counter of written values; set with the last of them | each rank |
+| `gather N count`, `gather N all` | counter of written values; set with the last value | each rank |
 | `failure` | the first failure | the rank that failed |
 | `beat R` | heartbeat of rank R | each rank |
 | `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; the state of rank R | each rank |
-| `left` | counter: number of ranks that are done with the store | each rank |
+| `left` | counter: number of ranks that no longer need the store | each rank |
 | `group ...` | addresses of gloo and NCCL | torch |
 
-A World also keeps a counter next to these addresses. It counts how often ranks have completed work without a timeout,
-such as a save.
+A World also keeps a counter next to these addresses. It counts how often the ranks have completed work without a
+timeout, such as a save.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONGEST: Final = 128 * 1024  # bytes of a value
-LONGEST_FACTS: Final = 4 * 1024 * 1024  # longest facts: tens of thousands of names; torch sends up to 8 MiB
+LONGEST: Final = 128 * 1024  # maximum length of a value in bytes
+LONGEST_FACTS: Final = 4 * 1024 * 1024  # maximum bytes of facts (tens of thousands of names); torch sends up to 8 MiB
 _UNSIGNED: Final = "-"
 _SAME_SECRET: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
 ANOTHER_RUN: Final = "if another run uses the same rendezvous, choose a different port or file"
@@ -54,7 +54,7 @@ ANOTHER_RUN: Final = "if another run uses the same rendezvous, choose a differen
 
 @final
 class UntrustedError(UsageError):
-    """A value in the store that was apparently not written by a rank of this job."""
+    """A value in the store that doesn't appear to come from a rank of this job."""
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"rendezvous store: {key!r} {problem}; {ANOTHER_RUN}")
@@ -62,9 +62,9 @@ class UntrustedError(UsageError):
 
 @final
 class JobStore:
-    """A store of torch.distributed for JSON values that are signed when written and verified when read.
+    """A torch.distributed store for JSON values that are signed when written and verified when read.
 
-    `path` is the prefix of all keys. If `secret` is empty, only form and length are checked.
+    `path` is the prefix of all keys. If `secret` is empty, only the format and length of values are checked.
     """
 
     def __init__(self, store: Store, secret: bytes, path: str = "") -> None:
@@ -73,16 +73,16 @@ class JobStore:
         self._path = path
 
     def part(self, name: str) -> JobStore:
-        """Return the part of the store whose keys are prefixed with `name`."""
+        """Return a view of the store whose keys are prefixed with `name`."""
         part = dist.PrefixStore(name, self.unsigned)  # type: ignore[attr-defined]
         return JobStore(part, self._secret, f"{self._path}{name}/")
 
     def clone(self) -> JobStore:
-        """Return a separate connection for a thread, since a request blocks its connection for all other threads."""
+        """Return a new connection for use in a thread. A request blocks its connection for all other threads."""
         return JobStore(self.unsigned.clone(), self._secret, self._path)
 
     def has(self, key: str) -> bool:
-        """Return whether a key is set, to any value."""
+        """Return whether a key is set."""
         return self.unsigned.check([key])
 
     def add(self, key: str, number: int) -> int:
@@ -90,21 +90,21 @@ class JobStore:
         return self.unsigned.add(key, number)
 
     def set(self, key: str, value: Any, longest: int = LONGEST) -> None:
-        """Set a key to a value that is ready for JSON."""
+        """Set a key to a JSON-compatible value."""
         self.unsigned.set(key, self._sign(key, value, longest))
 
     def read(self, key: str, parse: Callable[[Any], T], longest: int = LONGEST) -> T:
-        """Return the result of `parse` for the value of a key. Wait if the key isn't set.
+        """Return the value of a key after passing it to `parse`. Wait until the key is set.
 
-        `parse` must raise ValueError for any value that ranks don't write. Raises UntrustedError if `parse` rejects the
-        value, or if the value isn't signed with the secret of this job.
+        `parse` must raise ValueError for any value that ranks don't write. If `parse` rejects the value, or if the
+        value isn't signed with the secret of this job, raises UntrustedError.
         """
         return self._verify(key, self.unsigned.get(key), parse, longest)
 
     def read_all(
         self, keys: Sequence[str], parse: Callable[[Any], T], longest: int = LONGEST
     ) -> list[T | UntrustedError]:
-        """Return the result of `read` for each key, or its UntrustedError, from a single request to the store."""
+        """Read several keys with a single request. For each key, return the result of `read`, or its UntrustedError."""
         values: list[T | UntrustedError] = []
         for key, sealed in zip(keys, self.unsigned.multi_get(list(keys)) if keys else (), strict=True):
             try:
@@ -114,7 +114,7 @@ class JobStore:
         return values
 
     def settle(self, key: str, value: Any, parse: Callable[[Any], T]) -> T:
-        """Set a key unless another rank has set it, and return its value. An untrusted value is overwritten."""
+        """Set a key unless another rank has already set it. Return its value. An untrusted value is overwritten."""
         sealed = self._sign(key, value, LONGEST)
         stored = self.unsigned.compare_set(key, "", sealed)
         try:
@@ -151,7 +151,7 @@ class JobStore:
 
 
 def fields(value: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Return a value that is a dict with exactly these fields and types. Raise ValueError for any other value."""
+    """Return `value` if it is a dict with exactly these fields and types. Otherwise, raise ValueError."""
     if type(value) is not dict or value.keys() != kinds.keys():
         raise ValueError(f"expected {', '.join(kinds)}")
     for name, kind in kinds.items():
@@ -161,14 +161,14 @@ def fields(value: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """Return a value that is text. Raise ValueError for any other value."""
+    """Return `value` if it is a string. Otherwise, raise ValueError."""
     if type(value) is not str or "\0" in value:
         raise ValueError("expected text")
     return value
 
 
 def whole(value: Any, least: int = 0, most: int = 2**53) -> int:
-    """Return a value that is an integer from `least` to `most`. Raise ValueError for any other value."""
+    """Return `value` if it is an integer from `least` to `most`. Otherwise, raise ValueError."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"expected an integer from {least} to {most}")
     return value

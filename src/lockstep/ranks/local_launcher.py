@@ -1,8 +1,7 @@
-"""Starts the processes of a run on this machine, ends all if one fails, and reports the failure that came first.
+"""Starts the processes of a run on this machine. If a process fails, ends all processes and reports the first failure.
 
-Nothing has to listen on the network for this, and no folder is needed. The workers rendezvous in an unnamed file, which
-the agent holds open, and gloo listens only on the loopback interface (comm/world.py). Each worker reports its end
-through a pipe.
+This requires no network port and no folder. The workers rendezvous in an unnamed file, which the agent keeps open, and
+gloo listens only on the loopback interface (comm/world.py). Each worker reports its result or failure through a pipe.
 """
 
 import multiprocessing
@@ -43,11 +42,11 @@ _DONE: Final = b"done "
 
 @dataclass(frozen=True)
 class End:
-    """The end of a worker, as the agent saw it at `time`, in seconds since 1970.
+    """The end of a worker process, as seen by the agent at `time`, in seconds since 1970.
 
-    `code` is as in subprocess: -N is death by signal N. `result` is the exit code that the worker reported once its
-    work was done. `failure` is the reason if it ended before that. A worker that was killed or that called os._exit has
-    neither.
+    `code` has the same meaning as in subprocess: -N is death by signal N. `result` is the exit code that the worker
+    reported after completing its work. `failure` is the reason if the worker ended earlier. If the worker was killed or
+    called os._exit, both are None.
     """
 
     rank: int
@@ -58,7 +57,7 @@ class End:
 
     @property
     def secondary(self) -> bool:
-        """Whether the worker ended only because of another rank."""
+        """Whether the worker only ended because of another rank."""
         return self.failure is not None and self.failure.secondary
 
 
@@ -71,31 +70,31 @@ def run_workers(
     failed: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Run `worker` in the given number of processes, once all have joined, and return the exit code of the run.
+    """Run `worker` in the given number of processes, once all of them have joined. Return the exit code of the run.
 
-    `logs` is the folder of the rank logs, if there are any. It is named in the message about a worker that was killed.
-    `failed` is called with the failure that ended the run.
+    `logs` is the folder of the rank logs, if there are any. The message about a killed worker names it. `failed` is
+    called with the failure that ended the run.
 
-    Signals that stop a run are passed on to the workers. A worker that uses StopRequest continues to a step boundary,
-    and any other worker ends. A second SIGINT kills all workers. Only the failure that came first is printed, not the
-    failures of workers that lost a peer.
+    Signals that stop a run are forwarded to the workers. A worker that uses StopRequest continues to a step boundary,
+    and any other worker ends. A second SIGINT kills all workers. Only the first failure is printed, not the failures of
+    workers that lost a peer.
     """
     check_loopback(timing)
-    started = _Started(timing)
+    started = _Workers(timing)
     with ExitStack() as stack:
         received = stack.enter_context(_relay_signals(started))
-        address = stack.enter_context(_nameless_file())
+        address = stack.enter_context(_unnamed_file())
         stack.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
         for rank in range(processes):
-            started.start(rank, method, partial(_begin, worker, rank, processes, address, timeout_s, timing))
+            started.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
         first = cause(ends)
         if first is None:
             return max(end.result or 0 for end in ends)
         if -first.code in received:
             return _report_signal(-first.code)
-        failure = first.failure or _silent(first, processes, started.memory(first.rank), logs)
-    # All workers have ended, so none of them prints after this.
+        failure = first.failure or _unreported_failure(first, processes, started.memory(first.rank), logs)
+    # All workers have ended, so no worker prints anything after this.
     print(failure.words, file=sys.stderr)
     if failed:
         failed(failure)
@@ -105,14 +104,14 @@ def run_workers(
 def cause(ends: Sequence[End]) -> End | None:
     """Return the end of the worker that failed first, or None if all workers completed their work.
 
-    A worker that only lost another rank is returned if no other cause is known.
+    A worker that only lost another rank is returned only if no other worker failed.
     """
     failed = [end for end in ends if end.result is None]
     return min(failed, key=lambda end: (end.secondary, end.failure.time if end.failure else end.time), default=None)
 
 
 def check_loopback(timing: Timing = TIMING) -> None:
-    """Raise PreflightError if processes of this machine can't connect to each other."""
+    """Raise PreflightError if processes on this machine can't connect to each other."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listening:
             socket.create_connection(listening.getsockname(), timeout=timing.loopback_s).close()
@@ -127,26 +126,26 @@ def check_loopback(timing: Timing = TIMING) -> None:
 
 @dataclass
 class _Process:
-    """A worker: its process, a descriptor that becomes readable when it ends, and the pipe for its report."""
+    """A worker: its process, a descriptor that becomes readable when the process ends, and the pipe for its report."""
 
     process: BaseProcess
     ending: int  # file descriptor, readable once the process has ended
     pipe: Connection
     end: End | None = None
-    peak: int = 0  # bytes of resident memory
+    peak: int = 0  # resident memory in bytes
 
 
 @final
-class _Started:
-    """The workers that were started, by rank."""
+class _Workers:
+    """The started workers, by rank."""
 
     def __init__(self, timing: Timing) -> None:
         self._workers: list[_Process] = []
         self._timing = timing
-        self._killed = oom.Killed(round(timing.memory_s / timing.watch_s))
+        self._killed = oom.KillDetector(round(timing.memory_s / timing.watch_s))
 
     def start(self, rank: int, method: Literal["fork", "spawn"], body: Callable[[Connection], None]) -> None:
-        """Start the next worker."""
+        """Start the worker of the next rank."""
         fork = method == "fork"
         context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
         try:
@@ -154,14 +153,14 @@ class _Started:
             with worker_end:
                 process = context.Process(target=body, args=(worker_end,))
                 process.start()
-                self._workers.append(_Process(process, _ending(process), pipe))
+                self._workers.append(_Process(process, _open_end_descriptor(process), pipe))
         except OSError as error:
             raise limit_error(f"start rank {rank}", error) from error
 
     def watch(self) -> list[End]:
-        """Return the ends of the workers, once all have ended or the first failure is known.
+        """Wait until all workers have ended or the first failure is known. Return the ends of the workers.
 
-        If a worker ended only because it lost a peer, the worker that failed first gets `cause_s` to end too.
+        If a worker only ended because it lost a peer, this waits up to `cause_s` for the worker that failed first.
         """
         deadline = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
@@ -186,18 +185,18 @@ class _Started:
         return [worker.end for worker in self._workers if worker.end]
 
     def memory(self, rank: int) -> str:
-        """Return the peak memory of a worker that was killed, and whether the machine ran out of memory."""
+        """Return a text about the peak memory of a killed worker, and whether the machine ran out of memory."""
         return self._killed.words(self._workers[rank].peak)
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the workers that are running. Return whether any worker was started."""
+        """Send a signal to all running workers. Return whether any worker was started."""
         for worker in self._workers:
             with suppress(ProcessLookupError):
                 _send(worker, number)
         return bool(self._workers)
 
     def end(self) -> None:
-        """End the workers that still run: by SIGTERM, and then by SIGKILL, since a stopped worker ignores SIGTERM."""
+        """End all running workers with SIGTERM and then with SIGKILL, since a stopped worker ignores SIGTERM."""
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + self._timing.stop_s
         for worker in self._workers:
@@ -209,11 +208,11 @@ class _Started:
             os.close(worker.ending)
 
 
-def _ending(process: BaseProcess) -> int:
+def _open_end_descriptor(process: BaseProcess) -> int:
     """Return a file descriptor that becomes readable when the process ends."""
     try:
         return os.pidfd_open(process.pid or 0)
-    except AttributeError:  # not Linux: this descriptor also stays open for child processes of the rank
+    except AttributeError:  # not Linux; child processes of the rank also keep this descriptor open
         return os.dup(process.sentinel)
 
 
@@ -231,33 +230,33 @@ def _end_of(rank: int, worker: _Process) -> End | None:
     if code is None:
         return None
     report = b""
-    os.set_blocking(worker.pipe.fileno(), False)  # a leftover loader process may hold the other end
+    os.set_blocking(worker.pipe.fileno(), False)  # a leftover loader process may keep the pipe open
     with suppress(BlockingIOError):
         while part := os.read(worker.pipe.fileno(), _PIPE):
             report += part
     end_time = time.time()
-    if report.startswith(_DONE):  # regardless of what happened to the process after its work
+    if report.startswith(_DONE):  # whatever happened to the process after its work
         return End(rank, code, end_time, result=int(report.removeprefix(_DONE)))
-    with suppress(ValueError):  # killed while it wrote the report
+    with suppress(ValueError):  # raised if the worker was killed while writing the report
         return End(rank, code, end_time, failure=from_json(report))
     return End(rank, code, end_time)
 
 
-def _begin(
+def _run_worker(
     worker: Worker, rank: int, size: int, address: str, timeout_s: float, timing: Timing, pipe: Connection
 ) -> None:
-    """Run the worker in its process, which ends with the agent and gets no signals from the terminal."""
+    """Run the worker in its process. The process ends with the agent, and gets no signals from the terminal."""
     die_with_parent()
-    # Ctrl-C is sent to the whole process group. In a separate process group, a worker gets the signal only once, from
-    # the agent.
+    # Ctrl-C is sent to the whole process group. In a separate process group, a worker receives the signal only once,
+    # from the agent.
     os.setpgid(0, 0)
-    for number in stopping():  # a forked process has the handlers of the agent, a spawned process those of Python
+    for number in stopping():  # a forked process inherits the handlers of the agent
         signal.signal(number, signal.SIG_DFL)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # for user code
     os.environ.update({name: str(number) for name, number in numbers.items()})
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
-    # A spawned process has its own streams, and a forked process has the streams of its parent.
+    # A spawned process has separate streams, and a forked process shares the streams of its parent.
     with member(rendezvous, address), outliving_terminal():
         code = worker(rendezvous)
     os.write(pipe.fileno(), _DONE + str(code).encode())
@@ -265,15 +264,15 @@ def _begin(
 
 def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     def report(rendezvous: Rendezvous, failure: Failure) -> None:
-        os.write(pipe.fileno(), failure.to_json().encode())  # first, because it needs no store
+        os.write(pipe.fileno(), failure.to_json().encode())  # comes first, because it needs no store
         rendezvous.fail(failure)
         sys.stdout.flush()
 
     end_process(rendezvous, failure, report)
 
 
-def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
-    """Return the failure of a worker that ended without a report."""
+def _unreported_failure(end: End, size: int, memory: str, logs: Path | None) -> Failure:
+    """Return the failure of a worker that ended without reporting it."""
     if end.code < 0:
         end_text = f"was killed by {signal.Signals(-end.code).name}{f' ({memory})' if memory else ''}"
     else:
@@ -286,14 +285,14 @@ def _silent(end: End, size: int, memory: str, logs: Path | None) -> Failure:
 
 
 def _report_signal(number: int) -> int:
-    """Print the signal that ended a run before it trained. Return 128 + the signal number, as in shells."""
+    """Print the signal that ended a run before training started. Return 128 + the signal number, as shells do."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
 
 
 @contextmanager
-def _nameless_file() -> Iterator[str]:
-    """Yield the rendezvous address: a file in memory that can't be removed, and that is gone when this process ends."""
+def _unnamed_file() -> Iterator[str]:
+    """Yield the rendezvous address of an in-memory file. It can't be removed, and disappears when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")
     except AttributeError:  # not Linux: a named file on disk
@@ -309,13 +308,13 @@ def _nameless_file() -> Iterator[str]:
 
 
 @contextmanager
-def _relay_signals(started: _Started) -> Iterator[list[int]]:
-    """Pass signals that stop a run on to the workers while the block runs. Yield the list of received signals."""
+def _relay_signals(started: _Workers) -> Iterator[list[int]]:
+    """Forward signals that stop a run to the workers while the block runs. Yield the list of received signals."""
     received: list[int] = []
     agent = os.getpid()
 
     def relay(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != agent:  # a forked worker that has not installed its own handlers yet
+        if os.getpid() != agent:  # a forked worker that hasn't installed its own handlers yet
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         received.append(number)

@@ -1,9 +1,9 @@
-"""A rank of a run: joins the other ranks, and ends its process immediately on any error.
+"""A rank of a run: joins the other ranks, and ends its process immediately if an error is raised.
 
-Where a rank reports its end depends on the launcher:
-- If Lockstep started the rank, the rank writes to a pipe (ranks/local_launcher.py). The store of these ranks is a file,
-  and a rank that is killed or stopped while it writes would leave the file damaged or locked.
-- If a different launcher started the rank, no parent process reads a pipe. The rank reports at the store
+How a rank reports its failure depends on the launcher:
+- If Lockstep started the rank, the rank writes to a pipe (ranks/local_launcher.py). The store of these ranks is a file.
+  A rank that is killed or stopped while it writes to this file would leave it damaged or locked.
+- If a different launcher started the rank, no parent process reads a pipe. The rank writes to the store
   (ranks/external.py).
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @contextmanager
 def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
-    """Join the other ranks before the block. An error there or in the block ends this process by `rendezvous.end`."""
+    """Join the other ranks, then run the block. Any error ends this process with `rendezvous.end`."""
     try:
         rendezvous.join(address)
         yield
@@ -33,7 +33,7 @@ def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
 
 
 def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rendezvous, Failure], object]) -> NoReturn:
-    """End this process, regardless of its other threads and even if `report` hangs or fails."""
+    """Call `report`, then end this process, even if other threads are running or `report` hangs or fails."""
     try:
         at_most(rendezvous.timing.end_s, lambda: report(rendezvous, failure))
     finally:
@@ -41,12 +41,12 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 
 
 def at_most(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None if it takes longer than `seconds`. It may never return."""
+    """Return the result of `work`, or None if it takes longer than `seconds`. Then it keeps running in a thread."""
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:
         worker.start()
-    except RuntimeError:  # the thread limit of the user is reached
+    except RuntimeError:  # the user has reached the thread limit
         return work()
     worker.join(seconds)
     return replies[0] if replies else None

@@ -1,6 +1,7 @@
-"""Out-of-memory kills: the killed process can't report them, so other processes know its peak and count the kills.
+"""Detects out-of-memory kills. A killed process can't report it, so other processes track its memory and count kills.
 
-The values are read from Linux itself, because psutil has neither the kill counter nor, on Linux, the peak (VmHWM).
+The values are read directly from Linux, because psutil doesn't provide the kill counter or, on Linux, the peak memory
+(VmHWM).
 """
 
 from collections import deque
@@ -12,17 +13,17 @@ _VMSTAT: Final = Path("/proc/vmstat")
 
 
 def kills() -> int:
-    """Return how many processes the kernel of this host has killed for lack of memory, including limits of cgroups."""
+    """Return the number of out-of-memory kills on this host, including kills due to cgroup limits."""
     with suppress(OSError, ValueError):
         for line in _VMSTAT.read_text(encoding="ascii").splitlines():
             name, _, count = line.partition(" ")
             if name == "oom_kill":
                 return int(count)
-    return 0  # not Linux, or a kernel without this counter
+    return 0  # not Linux, or the kernel doesn't have this counter
 
 
 def peak_bytes(process: int | str = "self") -> int:
-    """Return the peak resident memory of a process in bytes, or 0 if it isn't known."""
+    """Return the peak resident memory of a process in bytes, or 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc", str(process), "status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -34,27 +35,27 @@ KILLED: Final = "out of memory: the kernel killed a process on this host"
 
 
 @final
-class Killed:
+class KillDetector:
     """Counts recent out-of-memory kills on this host. Create it before the processes start.
 
-    The host may be shared, so older kills say nothing about this run. Call `look` at equal intervals as long as all
-    processes are fine. Kills that happened before the last `looks` calls are ignored.
+    The host may be shared, so older kills may be unrelated to this run. Call `look` at regular intervals while all
+    processes are healthy. Kills before the last `looks` calls are ignored.
     """
 
     def __init__(self, looks: int) -> None:
         self._counts = deque([kills()], maxlen=looks)
 
     def look(self) -> None:
-        """Record that all processes are fine, regardless of any kills some seconds ago."""
+        """Record that all processes are healthy, so that kills up to this point don't count later."""
         self._counts.append(kills())
 
     def words(self, peak: int) -> str:
-        """Return a message if memory ran out, and the peak memory of a process. `peak` is in bytes."""
+        """Return a message about the peak memory of a process, in bytes, and whether the host ran out of memory."""
         if kills() > self._counts[0]:
-            return "; ".join(filter(None, [KILLED, had(peak)]))
-        return had(peak)
+            return "; ".join(filter(None, [KILLED, describe_peak(peak)]))
+        return describe_peak(peak)
 
 
-def had(peak: int) -> str:
-    """Return a message with the peak memory of a process, or "" if `peak` (in bytes) is unknown."""
+def describe_peak(peak: int) -> str:
+    """Return a message about the peak memory of a process, in bytes, or an empty string if it is 0 (unknown)."""
     return f"it used up to {peak / 2**20:,.0f} MiB" if peak else ""

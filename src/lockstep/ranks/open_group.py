@@ -1,10 +1,11 @@
-"""Ranks of a process group that the script opened itself, for example after mp.spawn.
+"""Support for a process group that the script has opened itself, for example after mp.spawn.
 
-No launcher variables give the rank of such a process, but the process group does. The ranks rendezvous in the store of
-the group, which rank 0 of the script keeps open.
+The ranks rendezvous in the store of the group, which rank 0 of the script keeps open. If no launcher variables give the
+rank of a process, the process group does.
 """
 
 import socket
+from dataclasses import replace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -22,23 +23,20 @@ _ADVICE: Final = (
 
 
 def rank_in_open_group() -> RankInfo | None:
-    """Return the rank of this process in the open process group, or None if no group of several ranks is open.
+    """Return the rank of this process in the open process group, or None if no group with several ranks is open.
 
-    All ranks of the group must call it. Raises UsageError if the group has no TCP store in which the ranks could
-    rendezvous.
+    All ranks of the group must call it. If the store of the group isn't a TCPStore, raises UsageError, because the
+    ranks can't rendezvous in it.
     """
     group = process_group()
     if group is None or group[1] == 1:
         return None
     rank, size = group
-    store: Any = dist.distributed_c10d._get_default_store()
-    tcp_store = store
-    while isinstance(tcp_store, dist.PrefixStore):  # type: ignore[attr-defined]
-        tcp_store = tcp_store.underlying_store
-    if not isinstance(tcp_store, dist.TCPStore):  # type: ignore[attr-defined]
+    store, base_store = _stores()
+    if not isinstance(base_store, dist.TCPStore):  # type: ignore[attr-defined]
         raise UsageError(
             f"lockstep.join: this process is rank {rank} of {size} in an open process group that uses a "
-            f"{type(tcp_store).__name__}, and Lockstep requires a TCPStore; {_ADVICE}"
+            f"{type(base_store).__name__}, and Lockstep requires a TCPStore; {_ADVICE}"
         )
     store.set(f"{_HOST} {rank}", socket.gethostname())
     hosts = [store.get(f"{_HOST} {peer}").decode() for peer in range(size)]
@@ -49,8 +47,30 @@ def rank_in_open_group() -> RankInfo | None:
         local_rank=ranks_on_host.index(rank),
         local_size=len(ranks_on_host),
         launcher=LAUNCHER,
-        master=tcp_store.host,
-        port=tcp_store.port,
+        master=base_store.host,
+        port=base_store.port,
         advice=_ADVICE,
         hosted=True,
     )
+
+
+def hosted_by_open_group(info: RankInfo) -> RankInfo:
+    """Return `info`, with `hosted` set if an open process group already listens at the address of the rendezvous.
+
+    This is the case if a script passes the variables of its launcher to init_process_group, and then calls
+    lockstep.join. Rank 0 can't listen on the same port again, so the ranks rendezvous in the store of the group.
+    """
+    if process_group() != (info.rank, info.size):
+        return info
+    _, base_store = _stores()
+    is_tcp = isinstance(base_store, dist.TCPStore)  # type: ignore[attr-defined]
+    return replace(info, hosted=True) if is_tcp and base_store.port == info.port else info
+
+
+def _stores() -> tuple[Any, Any]:
+    """Return the store of the open process group, and the store that is behind its prefixes."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    base_store = store
+    while isinstance(base_store, dist.PrefixStore):  # type: ignore[attr-defined]
+        base_store = base_store.underlying_store
+    return store, base_store

@@ -1,8 +1,8 @@
-"""The state of a process on this machine, for a rank that missed its heartbeats.
+"""The state of a process on this machine, to check on a rank that missed its heartbeats.
 
-Lockstep reads it from Linux itself. psutil computes the start time of a process from the wall clock. If the clock is
-set in between, psutil would take the process for a different process. On other systems the state is unknown, and the
-rank is lost only after the timeout.
+The state is read directly from Linux. psutil computes the start time of a process from the wall clock. If the clock is
+changed in between, psutil would report a different process. On other systems, the state is unknown, and the rank is
+only lost after the timeout.
 """
 
 import os
@@ -13,23 +13,23 @@ from typing import Final, Literal
 
 State = Literal["runs", "gone", "unknown"]
 
-_STATE: Final = 0  # index into the fields of /proc/PID/stat after the name, which may hold spaces and brackets
-_STARTED: Final = 19
+_STATE_FIELD: Final = 0  # index into the fields of /proc/PID/stat after the name, which may contain spaces
+_START_TIME_FIELD: Final = 19
 _STATES: Final[dict[str, State]] = {"R": "runs", "S": "runs", "D": "runs", "Z": "gone", "X": "gone"}  # T is stopped
 
 
 def identity() -> str:
-    """Return an identifier of this process that is unique across all hosts, or "" if the system doesn't provide it."""
+    """Return an identifier of this process that is unique across hosts, or an empty string if unsupported."""
     with suppress(OSError):
-        return f"{_numbers_of()} {os.getpid()} {_stat(os.getpid())[_STARTED]}"
+        return f"{_pid_space()} {os.getpid()} {_stat(os.getpid())[_START_TIME_FIELD]}"
     return ""
 
 
 def state(process: str) -> State:
-    """Return the state of the process with this `identity`: "unknown" if it is stopped or not visible from here."""
+    """Return the state of a process by its `identity`. It is "unknown" if the process is stopped or not visible."""
     try:
         numbers, number, started = process.rsplit(" ", 2)
-        if numbers != _numbers_of():
+        if numbers != _pid_space():
             return "unknown"
         pid = int(number)
     except (OSError, ValueError):
@@ -38,14 +38,14 @@ def state(process: str) -> State:
         fields = _stat(pid)
     except OSError:
         return "gone"
-    return _STATES.get(fields[_STATE], "unknown") if fields[_STARTED] == started else "gone"
+    return _STATES.get(fields[_STATE_FIELD], "unknown") if fields[_START_TIME_FIELD] == started else "gone"
 
 
-def _numbers_of() -> str:
-    """Return an identifier that is shared by all processes that can see each other.
+def _pid_space() -> str:
+    """Return an identifier of the PID space of this process. Processes with the same identifier can see each other.
 
-    It consists of the boot ID, the PID namespace and the host name. The host name is included because one machine can
-    simulate several hosts with separate networks. A rank on such a host must be lost when its network is cut.
+    It consists of the boot ID, the PID namespace and the host name. The host name is included because a machine can
+    simulate several hosts with separate networks. A rank on such a host must be lost if its network is disconnected.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""The output of a rank: on the terminal that all ranks share, and in the log of the rank."""
+"""The output of a rank, which goes to the terminal that all ranks share and to the log file of the rank."""
 
 import faulthandler
 import io
@@ -19,7 +19,7 @@ _STDOUT, _STDERR = 1, 2
 
 @final
 class RankLog:
-    """Access to the terminal for a rank, which remains after its standard output and error are redirected to a file."""
+    """Access to the terminal of a rank. It still works after stdout and stderr are redirected to a file."""
 
     def __init__(self, info: RankInfo) -> None:
         self.host = socket.gethostname()
@@ -32,7 +32,7 @@ class RankLog:
         self.notice(with_rank(self._info.rank, self._info.size, self.host, text))
 
     def notice(self, text: str) -> None:
-        """Write `text` to the terminal and to the log of this rank."""
+        """Write `text` to the terminal and to the log of this rank, without a prefix."""
         line = f"{text}\n"
         with suppress(OSError):  # the terminal may be closed
             sys.stderr.flush()
@@ -47,18 +47,18 @@ class RankLog:
 
     @contextmanager
     def capture(self, path: Path) -> Iterator[TextIO]:
-        """Redirect the output of this process to the file `path` while the block runs, and yield the file.
+        """Redirect the output of this process to the file `path` while the block runs. Yield the file.
 
-        On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output goes only to
-        the file, including that of native libraries. If a process crashes in native code, its stack goes to standard
-        error: the terminal on rank 0, and the file on all other ranks. The file is opened for appending. If the file
-        can't be written, for example because the disk is full, the run continues. The log then has gaps, and a warning
-        at the end reports them.
+        On rank 0, the output of Python code is copied to the file. On all other ranks, the entire output only goes to
+        the file, including the output of native libraries. If a process crashes in native code, its stack is written to
+        standard error, which is the terminal on rank 0 and the file on all other ranks. The file is opened for
+        appending. If writing the file fails, for example because the disk is full, the run continues. In this case, the
+        log has gaps, and a warning at the end reports them.
         """
         self.log = path
         if not faulthandler.is_enabled():
-            faulthandler.enable(2)  # file descriptor 2, which may be redirected later
-        with suppress(OSError):  # _Log reports it; the folder isn't made again later if a rejected start removed it
+            faulthandler.enable(2)  # descriptor 2 itself, which may be redirected later
+        with suppress(OSError):  # _Log reports the error; a rejected start may have removed the folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
             redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
@@ -70,7 +70,7 @@ class RankLog:
 
 @final
 class _UnfailingStream(io.TextIOBase, TextIO):
-    """A stream that writes immediately and ignores errors."""
+    """An unbuffered output stream that ignores errors."""
 
     encoding = "utf-8"
 
@@ -96,10 +96,10 @@ class _UnfailingStream(io.TextIOBase, TextIO):
 
 @final
 class _Log(io.TextIOBase, TextIO):
-    """A file opened for appending that never raises. `trouble` holds the reason if it can't be written.
+    """A log file opened for appending that never raises an error. If a write fails, `trouble` holds the reason.
 
-    A thread may still write after the file is closed. By then the number of its descriptor may belong to another file,
-    so writes after `close` do nothing.
+    A thread may still write after the file is closed. By then, its descriptor number may belong to a different file.
+    Therefore, writing is a no-op after `close`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class _Log(io.TextIOBase, TextIO):
 
 @final
 class _Tee(io.TextIOBase):
-    """Writes to a stream and to a log. Behaves like the stream in everything else."""
+    """Writes to a stream and to a log. All other attributes are those of the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
@@ -152,7 +152,7 @@ class _Tee(io.TextIOBase):
     def isatty(self) -> bool:
         return self._stream.isatty()
 
-    def __getattr__(self, name: str) -> Any:  # such as buffer, which TextIOBase doesn't have
+    def __getattr__(self, name: str) -> Any:  # for example buffer, which TextIOBase doesn't have
         return getattr(self._stream, name)
 
     def fileno(self) -> int:
@@ -164,10 +164,10 @@ class _Tee(io.TextIOBase):
 
 @contextmanager
 def outliving_terminal() -> Iterator[None]:
-    """While the block runs, drop output that can't be written. The logs of the ranks still hold it.
+    """While the block runs, ignore output that can't be written. The logs of the ranks still contain this output.
 
-    A closed terminal, a reader that is gone (`| head`) or a full disk must not end a run. Standard descriptors that are
-    closed are opened on /dev/null. Otherwise, the next file that is opened would get the descriptor of the terminal.
+    A closed terminal, a closed pipe (`| head`) or a full disk must not end a run. Standard descriptors that are closed
+    are reopened on /dev/null. Otherwise, the next opened file would get the descriptor of the terminal.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         pass
@@ -175,7 +175,7 @@ def outliving_terminal() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError):  # a stream is None if its descriptor was closed
             stream.flush()
-    with redirect_stdout(_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_unfailing(sys.stderr, _STDERR)):
+    with redirect_stdout(_make_unfailing(sys.stdout, _STDOUT)), redirect_stderr(_make_unfailing(sys.stderr, _STDERR)):
         yield
 
 
@@ -185,7 +185,7 @@ def log_name(rank: int) -> str:
 
 
 def with_rank(rank: int, size: int, host: str, text: str) -> str:
-    """Return `text` prefixed with the name of its rank. If the run has a single process, return `text` unchanged."""
+    """Return `text` with a prefix that names the rank. If the run has a single process, return `text` unchanged."""
     return f"[rank {rank} of {size}, {host}] {text}" if size > 1 else text
 
 
@@ -198,7 +198,7 @@ def _copy_output(log: _Log) -> Iterator[None]:
 
 @contextmanager
 def _redirect_output(log: _Log) -> Iterator[None]:
-    """Redirect the Python streams to the log, and the descriptors behind them too, for native code."""
+    """Redirect the Python streams and their file descriptors to the log. Native code writes to the descriptors."""
     copies = [(number, os.dup(number)) for number in (1, 2)]
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -213,8 +213,8 @@ def _redirect_output(log: _Log) -> Iterator[None]:
             os.close(copy)
 
 
-def _unfailing(stream: TextIO | None, standard: int) -> TextIO:
-    """Return a stream that ignores errors, or the same stream if it has no descriptor, as in a notebook."""
+def _make_unfailing(stream: TextIO | None, standard: int) -> TextIO:
+    """Return a stream that ignores errors. A stream without a descriptor, as in a notebook, is returned unchanged."""
     if stream is None:
         return _UnfailingStream(standard)
     return _UnfailingStream(stream.fileno()) if _has_descriptor(stream) else stream

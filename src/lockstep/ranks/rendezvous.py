@@ -1,13 +1,16 @@
-"""The rendezvous of the ranks of a start, before there is a process group.
+"""The rendezvous of the ranks of a start, which works without a process group.
 
-The ranks use a store of torch.distributed. It is hosted by rank 0 or by torchrun's agent, or it is a shared file. The
-store may still hold keys of an earlier start, so a start has these phases:
-1. Rank 0 draws an ID for this start and writes it to the store. All keys of the start are below that ID.
-2. Each rank reads the ID and registers below it. If a process is already registered as this rank, the ID is stale, and
-   the rank waits for the next ID. If rank 0 opened the store itself, no ID can be stale, and this is an error.
-3. Rank 0 waits until all ranks are registered, and then writes `begin`. No rank continues before that.
+The ranks use a torch.distributed store. It is hosted by rank 0 or by torchrun's agent, or it is a shared file. The
+store may still contain keys of an earlier start, so a start has these phases:
 
-ranks/job_store.py lists all keys.
+1. Rank 0 generates an ID for this start and writes it to the store. All keys of the start are prefixed with that ID.
+
+2. Each rank reads the ID and registers under it. If a process has already registered as this rank, the ID is stale, and
+the rank waits for the next ID. If rank 0 opened the store itself, no ID can be stale, so this is an error.
+
+3. Rank 0 waits until all ranks have registered, and then writes `begin`. No rank continues before that.
+
+See ranks/job_store.py for a list of all keys.
 """
 
 from __future__ import annotations
@@ -57,9 +60,9 @@ _LEFT: Final = "left"
 class Rendezvous:
     """The ranks of a start, from `join` to `leave`.
 
-    `store` is None if the run has a single rank. `hosts` holds the host names by rank. `_end` ends the process
-    immediately, in the way that suits its launcher. `status` returns the status of this rank and is called on any
-    thread. The owner replaces it. With the `secret` of the job, ranks sign everything they write.
+    `store` is None if the run has a single rank. `hosts` contains the host names by rank. `_end` ends the process
+    immediately, in the way that its launcher requires. `status` returns the status of this rank. It is called on any
+    thread, and the owner of the rendezvous may replace it. If `secret` is set, ranks sign everything they write.
     """
 
     info: RankInfo
@@ -69,8 +72,8 @@ class Rendezvous:
     timing: Timing = TIMING  # also used by the heartbeat, the stall detector and the launcher
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
-    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # saves it in the run folder
-    serves: bool = field(default=False, init=False)  # this process hosts the store
+    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # writes it to the run folder
+    serves: bool = field(default=False, init=False)  # whether this process hosts the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchanges: int = field(default=0, init=False)
     _warned: bool = field(default=False, init=False)
@@ -80,15 +83,15 @@ class Rendezvous:
         self.hosts: tuple[str, ...] = (self.rank_log.host,)
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise RanksDifferError on all ranks if `facts` differ from those of rank 0. All ranks call it.
+        """Raise RanksDifferError on all ranks if `facts` differ from the facts of rank 0. All ranks call it.
 
-        `facts` must be ready for JSON.
+        `facts` must be JSON-compatible.
         """
         if self.store is None:
             return
         key = self._exchange("compare")
         with self._store_errors():
-            self._publish(key, _short_enough(facts))
+            self._publish(key, _hash_long_facts(facts))
             if self.info.rank == 0:  # only rank 0 compares, so that not every rank has to read the facts of all ranks
                 verdict = "\n".join(differences(dict(enumerate(self._read_all(key))), self.hosts))
                 self.store.set(f"{key} verdict", verdict, LONGEST_FACTS)
@@ -98,10 +101,10 @@ class Rendezvous:
             raise RanksDifferError(printable(verdict))
 
     def gather(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the values of all ranks by rank on rank 0, and an empty list on all other ranks.
+        """Gather a value from each rank. Return the values by rank on rank 0, and an empty list on all other ranks.
 
-        All ranks call it and wait for all ranks. `value` must be ready for JSON. A timeout error names the missing
-        ranks.
+        All ranks call it and wait for all ranks. `value` must be JSON-compatible. The error at the timeout names the
+        missing ranks.
         """
         if self.store is None:
             return [dict(value)]
@@ -120,10 +123,10 @@ class Rendezvous:
             self.store.set(f"{key} all", True)
 
     def _read_all(self, key: str) -> list[dict[str, Any]]:
-        """Return the value of each rank, by rank, once all ranks have written theirs."""
+        """Wait until all ranks have written a value for `key`. Return the values by rank."""
         assert self.store is not None
         self._wait(f"{key} all", key)
-        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _facts, LONGEST_FACTS)
+        values = self.store.read_all([f"{key} {rank}" for rank in range(self.info.size)], _parse_facts, LONGEST_FACTS)
         for value in values:
             if isinstance(value, UntrustedError):
                 raise value
@@ -141,25 +144,25 @@ class Rendezvous:
             return self.store.read(f"{key} 0", text)
 
     def first_failure(self, store: JobStore | None = None) -> Failure | None:
-        """Return the first reported failure that wasn't caused by another rank, or None.
+        """Return the first reported failure that wasn't caused by another rank, or None if there is none.
 
-        `store` is a separate connection to the same store, for use on another thread.
+        `store` is a separate connection to the same store, for use in a thread.
         """
         store = store or self.store
         if store is None or not store.has(_FAILURE):
             return None
         try:
             return store.read(_FAILURE, parse_failure)
-        except UntrustedError as error:  # not written by a rank of this job: no reason to end
+        except UntrustedError as error:  # not written by a rank of this job, so it is no reason to end
             if not self._warned:
                 self._warned = True
                 self.rank_log.line(f"warning: ignored a failure report: {error}")
             return None
 
     def fail(self, failure: Failure) -> Failure | None:
-        """Report the failure that ends this rank to the other ranks, and return the first failure of all ranks.
+        """Report the failure of this rank to the other ranks. Return the first failure among all ranks.
 
-        Returns None if there is no store, or if the process that hosted it is gone.
+        If there is no store, or if the process that hosted it is gone, returns None.
         """
         if self.store is None:
             return None
@@ -170,33 +173,33 @@ class Rendezvous:
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process for a failure of this or another rank. Any thread may call it, and a second thread waits."""
+        """End this process because of a failure. Any thread may call it. If a second thread calls it, it blocks."""
         self._ending.acquire()
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Count this rank as done with the store. The rank that hosts the store waits a while for the other ranks."""
+        """Record that this rank no longer needs the store. The rank that hosts it waits briefly for the other ranks."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s
-        with suppress(RuntimeError):  # rank 0 is gone
+        with suppress(RuntimeError):  # raised if rank 0 is gone
             done = self.store.add(_LEFT, 1)
             while self.serves and done < self.info.size and time.monotonic() < deadline:
                 time.sleep(self.timing.first_poll_s)
                 done = self.store.add(_LEFT, 0)
 
     def join(self, requested: str) -> None:
-        """Rendezvous with the other ranks at `requested`: env://, tcp://HOST:PORT or file:///PATH.
+        """Rendezvous with the other ranks at the address `requested`: env://, tcp://HOST:PORT or file:///PATH.
 
-        All ranks call it first. A timeout error names the missing ranks, as in all other calls. A port that is in use
-        raises UsageError. If the launcher can restart the host of this rank separately, the rank waits until the
-        previous start is over, and joins the next start.
+        All ranks must call it before any other method. As in all other methods, the error at the timeout names the
+        missing ranks. A port that is in use raises UsageError. If the launcher can restart the host of this rank
+        separately, the rank waits until the previous start has ended, and joins the next start.
         """
         if self.info.size == 1:
             return
         address = rendezvous_address(self.info, requested)
         at_launcher = self.info.hosted and requested == "env://"
-        # If rank 0 hosts the store, it is new at each start.
+        # A store that rank 0 hosts is new at each start.
         hosted_by_rank_0 = not at_launcher and address.startswith("tcp://")
         self.serves = self.info.rank == 0 and hosted_by_rank_0
         retry_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
@@ -205,16 +208,16 @@ class Rendezvous:
                 with self._store_errors():
                     base = JobStore(_store(self, address), self.secret)
                     if self.info.rank == 0:
-                        self._gather(base)
+                        self._register_ranks(base)
                     else:
-                        self._follow(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
+                        self._join_start(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
                 return
-            except PeerLostError:  # the previous start has ended, with its rank 0
+            except PeerLostError:  # the previous start has ended, together with its rank 0
                 if time.monotonic() >= retry_until:
                     raise
                 self.store = None
 
-    def _gather(self, base: JobStore) -> None:
+    def _register_ranks(self, base: JobStore) -> None:
         name = uuid.uuid4().hex
         self.store = base.part(name)
         registrations = {0: self._registration()}
@@ -230,8 +233,8 @@ class Rendezvous:
         self.hosts = tuple(registrations[rank]["host"] for rank in range(self.info.size))
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
 
-    def _follow(self, base: JobStore, late_s: float) -> None:
-        """Find the ID of this start and wait for `begin`. Rank 0 may come up to `late_s` seconds after this rank."""
+    def _join_start(self, base: JobStore, late_s: float) -> None:
+        """Find the ID of this start and wait for `begin`. Rank 0 may start up to `late_s` seconds after this rank."""
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
         trust_after = time.monotonic() + late_s
@@ -239,13 +242,13 @@ class Rendezvous:
             start_id = current_id
             if base.has(_START):
                 try:
-                    start_id = base.read(_START, _name)
-                except UntrustedError:  # the store may hold the ID of another job until rank 0 comes
+                    start_id = base.read(_START, _parse_start_id)
+                except UntrustedError:  # the store may contain the ID of a different job until rank 0 starts
                     if self.store is None and time.monotonic() >= trust_after:
                         raise
             if start_id not in {current_id, *stale}:
                 part = base.part(start_id)
-                is_over = part.has(_BEGIN) or self.first_failure(part) is not None  # without this rank
+                is_over = part.has(_BEGIN) or self.first_failure(part) is not None  # the start excludes this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_alone:
                         raise UsageError(
@@ -261,7 +264,7 @@ class Rendezvous:
             if self._is_set(_BEGIN):
                 hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
                 if is_over:
-                    self.store = None  # the run continues without this rank, which must report nothing there
+                    self.store = None  # the run goes on without this rank, which must not report to its store
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
                 return
@@ -282,7 +285,7 @@ class Rendezvous:
         return f"{operation} {self._exchanges}"
 
     def _wait(self, key: str, prefix: str) -> None:
-        """Wait for `key`, which is set once `who RANK` is set for every rank that takes part."""
+        """Wait for `key`. It is set once all participating ranks have set `prefix RANK`."""
         assert self.store is not None
         for _ in self._polls(lambda: self._missing(prefix), self.timing.name_rank_0_s):
             if self._is_set(key):
@@ -291,7 +294,7 @@ class Rendezvous:
     def _is_set(self, key: str) -> bool:
         """Return whether `key` is set. Raise PeerFailedError if it isn't and another rank failed."""
         assert self.store is not None
-        failure = self.first_failure()  # read before the key: a rank may set `key` and then fail
+        failure = self.first_failure()  # read this before the key, because a rank may set `key` and then fail
         is_set = self.store.has(key)
         if failure is not None and not is_set:
             raise PeerFailedError(failure)
@@ -304,7 +307,7 @@ class Rendezvous:
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
-        """Raise PeerLostError for the error that torch raises if the store is gone."""
+        """Return a context manager that raises PeerLostError for the error that torch raises if the store is gone."""
         try:
             yield
         except RuntimeError as error:
@@ -312,9 +315,9 @@ class Rendezvous:
             raise PeerLostError(f"lost {_listener(self.info)}, which hosts the rendezvous store ({first})") from error
 
     def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
-        """Yield for each poll, report the missing ranks from time to time, and raise TransientError at the timeout.
+        """Yield once per poll. Report the missing ranks from time to time. Raise TransientError at the timeout.
 
-        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank of each host reports it.
+        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports it.
         """
 
         def words() -> str:
@@ -326,7 +329,7 @@ class Rendezvous:
 
         if self.info.rank == 0:
             return polls(self.timeout_s, self.timing, words, self.rank_log.line)
-        # Time out later than rank 0, because the error of rank 0 names the missing rank.
+        # The timeout is longer than on rank 0, because the error of rank 0 names the missing rank.
         timeout_s = self.timeout_s + self.timing.linger_s
         return polls(timeout_s, self.timing, words, report if _reports(self.info) else None, name_rank_0_s)
 
@@ -338,9 +341,9 @@ def polls(
     report: Callable[[str], None] | None,
     report_s: float | None = None,
 ) -> Iterator[None]:
-    """Yield for each poll, at growing intervals, and raise TransientError at the timeout.
+    """Yield once per poll, at increasing intervals. Raise TransientError at the timeout.
 
-    If `report` is set, it is called with the names of the missing ranks after `report_s` seconds, and again each time
+    If `report` is set, it is called with the names of the missing ranks after `report_s` seconds, and again whenever
     the waiting time has doubled.
     """
     report_s = timing.name_missing_s if report_s is None else report_s
@@ -355,29 +358,29 @@ def polls(
     raise TransientError(f"timed out after {timeout_s:.0f} s waiting for {missing()}")
 
 
-def _name(value: Any) -> str:
-    """Return a value that is the ID of a start. Raise ValueError for any other value."""
+def _parse_start_id(value: Any) -> str:
+    """Return `value` if it is the ID of a start. Otherwise, raise ValueError."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
         raise ValueError("expected the ID of a start")
     return str(value)
 
 
 def _parse_registration(value: Any) -> dict[str, Any]:
-    """Return the registration that a rank wrote. Raise ValueError for any other value."""
+    """Return the registration of a rank. Raise ValueError if the value isn't a registration."""
     registration = fields(value, {"size": int, "host": str})
     return {"size": whole(registration["size"], least=1), "host": printable_line(registration["host"])}
 
 
 def _parse_hosts(value: Any) -> tuple[str, ...]:
-    """Return the host names of all ranks from the `begin` value. Raise ValueError for any other value."""
+    """Return the host names of all ranks from the `begin` value. Raise ValueError if the value isn't valid."""
     value_fields = fields(value, {"size": int, "hosts": list})
     if not 1 <= value_fields["size"] == len(value_fields["hosts"]):
         raise ValueError("hosts: expected one host for each rank")
     return tuple(printable_line(text(host)) for host in value_fields["hosts"])
 
 
-def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts, with a hash in place of each fact that is too long to send, such as a million names."""
+def _hash_long_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts, replacing each fact that is too long to send with its hash, such as a million names."""
     texts = {name: json.dumps(value, sort_keys=True) for name, value in facts.items()}
     max_length = LONGEST_FACTS // (2 * max(len(facts), 1))
     return {
@@ -386,21 +389,21 @@ def _short_enough(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _facts(value: Any) -> dict[str, Any]:
-    """Return a value that is a dict of facts by name. Raise ValueError for any other value."""
+def _parse_facts(value: Any) -> dict[str, Any]:
+    """Return `value` if it is a dict of facts by name. Otherwise, raise ValueError."""
     if type(value) is not dict:
         raise ValueError("expected a dict of facts")
     return value
 
 
 def _store(rendezvous: Rendezvous, address: str) -> Store:
-    """Return a connection to the store. Rank 0 opens the store unless another process hosts it."""
+    """Connect to the store. Rank 0 opens the store, unless another process hosts it."""
     info, timeout = rendezvous.info, timedelta(seconds=rendezvous.timeout_s)
     if address.startswith("file://"):
         path = Path(address.removeprefix("file://"))
-        # torch would retry for minutes.
+        # Check the file first, because torch would retry for minutes.
         with os_error_as(UsageError, f"rendezvous {address}", "; use a file that all ranks can read and write"):
-            # Mode 0600, because other users could write values that ranks read. O_NONBLOCK, because opening a FIFO
+            # Mode 0600 prevents other users from writing values that ranks read. Without O_NONBLOCK, opening a FIFO
             # would wait for the other end.
             os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600))
             if not path.is_file():
@@ -426,9 +429,9 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
 
 
 def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_store: Callable[[], Store]) -> Store:
-    """Return the result of `open_store` once a process listens at the port and answers.
+    """Wait until a process listens on the port and responds. Return the result of `open_store`.
 
-    torch would wait too, but without a message, and forever if the process at the port doesn't answer.
+    torch would also wait, but without a message, and forever if the process on the port doesn't respond.
     """
     info, timing, reason = rendezvous.info, rendezvous.timing, ""
     answers: SimpleQueue[Store | RuntimeError] = SimpleQueue()
@@ -467,11 +470,11 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
             if isinstance(answer, RuntimeError):
                 raise answer
             return answer
-    raise AssertionError  # unreachable: polls raises
+    raise AssertionError  # unreachable, because polls raises an error
 
 
 def _reports(info: RankInfo) -> bool:
-    """Return whether this rank reports a missing rank 0: one rank per host, or each rank that was started by hand."""
+    """Return whether this rank reports that rank 0 is missing: one rank per host, or every rank if started manually."""
     on_host_of_rank_0 = info.local_rank == info.rank
     return info.local_rank == int(on_host_of_rank_0) or info.launcher == "environment"
 

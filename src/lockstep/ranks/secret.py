@@ -1,4 +1,4 @@
-"""The secret of a job, which ranks use to sign what they write to the store."""
+"""The secret of a job. Ranks use it to sign the values that they write to the store."""
 
 import os
 import secrets
@@ -11,8 +11,8 @@ from lockstep.common.rank import SECRET
 from lockstep.errors import UsageError, os_error_as
 
 _FILE: Final = f"{SECRET}_FILE"
-_SHORTEST: Final = 16
-_LONGEST: Final = 4096
+_MIN_SECRET_BYTES: Final = 16
+_MAX_SECRET_BYTES: Final = 4096
 _ADVICE: Final = f"create a secret with (umask 077; openssl rand -hex 32 > FILE), and set {_FILE}=FILE on all ranks"
 
 
@@ -22,10 +22,10 @@ def new_secret() -> str:
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret from the environment variable or from the file it names, or b"" if neither is set.
+    """Return the secret from the environment variable, or from the file it names. If neither is set, return b"".
 
-    Raises UsageError if the secret is too short or too long, or if the file isn't owned by this user or others can read
-    or write it.
+    Raises UsageError if the length of the secret isn't allowed, if the file isn't owned by this user, or if other users
+    can access it.
     """
     if SECRET in env:
         return _check_length(SECRET, os.fsencode(env[SECRET]))
@@ -37,12 +37,14 @@ def job_secret(env: Mapping[str, str]) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UsageError(f"{_FILE} {path}: must be a file that you own and only you can access; {_ADVICE}")
-        return _check_length(f"{_FILE} {path}", file.read(_LONGEST + 1).strip())
+        return _check_length(f"{_FILE} {path}", file.read(_MAX_SECRET_BYTES + 1).strip())
 
 
 def _check_length(name: str, secret: bytes) -> bytes:
     if b"\n" in secret or b"\0" in secret:
         raise UsageError(f"{name}: a secret must be a single line; {_ADVICE}")
-    if not _SHORTEST <= len(secret) <= _LONGEST:
-        raise UsageError(f"{name}: expected {_SHORTEST} to {_LONGEST} bytes, got {len(secret)}; {_ADVICE}")
+    if not _MIN_SECRET_BYTES <= len(secret) <= _MAX_SECRET_BYTES:
+        raise UsageError(
+            f"{name}: expected {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} bytes, got {len(secret)}; {_ADVICE}"
+        )
     return secret

@@ -1,4 +1,4 @@
-"""Signals that stop a run: the first takes effect at the next step boundary, a second Ctrl-C ends immediately."""
+"""Signals that stop a run. The first signal stops it at the next step boundary, and a second Ctrl-C immediately."""
 
 import os
 import signal
@@ -11,9 +11,9 @@ from lockstep.errors import EXIT_INTERRUPTED, EXIT_SAVED
 
 Reason = Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
 
-# Levels are integers, so that ranks can agree on the largest. Ctrl-C has the highest level, because a user waits at the
-# terminal. Batch systems are often configured to send SIGUSR1 some minutes before the time limit of a job. SIGHUP is
-# sent when the terminal closes.
+# Levels are integers, so that ranks can agree on the maximum. Ctrl-C has the highest level, because a user is waiting
+# at the terminal. Batch systems are often configured to send SIGUSR1 some minutes before the time limit of a job.
+# SIGHUP is sent when the terminal closes.
 STOP_LEVELS: Final[dict[int, Reason]] = {1: "SIGUSR1", 2: "SIGHUP", 3: "SIGTERM", 4: "SIGINT"}
 EXIT_CODES: Final[dict[Reason, int]] = {
     "SIGUSR1": EXIT_SAVED,
@@ -25,7 +25,7 @@ _INTERRUPT: Final = 4
 
 
 def stopping() -> list[signal.Signals]:
-    """Return the signals that stop a run. SIGHUP is left out if it is ignored, as under nohup."""
+    """Return the signals that stop a run. This excludes SIGHUP if it is ignored, as under nohup."""
     numbers = [signal.Signals[name] for name in STOP_LEVELS.values()]
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -40,16 +40,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.level = 0
-        self._actions: dict[signal.Signals, tuple[Any, Any]] = {}  # our action and the previous action
+        self._actions: dict[signal.Signals, tuple[Any, Any]] = {}  # installed handler and previous handler
         levels = {signal.Signals[name]: level for level, name in STOP_LEVELS.items()}
         for number in stopping() if threading.current_thread() is threading.main_thread() else ():
             action = partial(self._on_signal, levels[number])
             self._actions[number] = action, signal.signal(number, action)
 
     def release(self) -> None:
-        """Restore the previous signal handlers, except for signals whose handler was replaced since.
+        """Restore the previous signal handlers, except for signals whose handler has been replaced in the meantime.
 
-        If an error ended a loop, Python may collect the loop long after another loop has started.
+        If an error ended a loop, Python may only collect this object long after another loop has started.
         """
         for number, (action, previous) in self._actions.items():
             if signal.getsignal(number) is action:

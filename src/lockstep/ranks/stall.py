@@ -1,17 +1,20 @@
-"""Stall detection: finds the rank that the other ranks wait for, and reports its stack.
+"""Stall detection: identifies the rank that the other ranks wait for, and reports its stack.
 
-On each rank, two background threads work next to the main thread:
+On each rank, two background threads run next to the main thread:
+
 1. The first thread samples the stack of the main thread once a second. If the main thread has waited for other ranks at
-   the same place for longer than the timeout, the rank asks a question through the store.
-2. The second thread of every rank answers with the step, the place and the stack of its main thread. A rank that
-   doesn't answer is stopped, hung or gone.
+the same line for longer than the timeout, the rank asks a question through the store.
+
+2. The second thread of every rank answers with the step, the line and the stack of its main thread. A rank that doesn't
+answer is stopped, hung or gone.
+
 3. The rank that asked writes the report.
 
 Ranks send nothing before a rank asks, and clocks are never compared across hosts.
 
 On a GPU, the device waits for other ranks. The main thread waits for the device when it reads a result or when the
-device queue is full, which looks like computing. Therefore any place may be a wait, and a rank is known to be behind
-only if it has done fewer steps than another rank.
+device queue is full, which looks like computing. Therefore, any line may be a wait, and a rank is only known to be
+behind if it has completed fewer steps than another rank.
 """
 
 import sys
@@ -28,12 +31,12 @@ from lockstep.ranks.job_store import JobStore, UntrustedError, fields, text, who
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import Phase, RankStatus
 
-_LINES: Final = 8  # stack lines of a late rank in a report
-_SENT_LINES: Final = 100  # stack lines that a rank sends, since a stack may be deep
+_REPORT_LINES: Final = 8  # number of stack lines of a late rank in a report
+_SENT_LINES: Final = 100  # maximum number of stack lines that a rank sends, since a stack may be deep
 
-_OURS: Final = "lockstep/"
-_TORCH: Final = "torch/distributed/"
-# The modules in which a main thread waits for other ranks.
+_LOCKSTEP_PREFIX: Final = "lockstep/"
+_TORCH_PREFIX: Final = "torch/distributed/"
+# The modules in which the main thread waits for other ranks.
 _DOORS: Final = (
     "lockstep/ranks/rendezvous.py",
     *(f"lockstep/comm/{module}.py" for module in ("world", "step_agreement", "canonical", "carrier", "stream", "p2p")),
@@ -42,8 +45,8 @@ _DOORS: Final = (
 
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
-_LATE: Final[tuple[_Role, ...]] = ("is late", "is behind")
-# The last line of a report: that of the first role in this order that any rank has.
+_LATE_ROLES: Final[tuple[_Role, ...]] = ("is late", "is behind")
+# The last line of a report. It is the line of the first role in this dict that any rank has.
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
@@ -57,21 +60,21 @@ _SAVES: Final = (
 
 @dataclass(frozen=True)
 class ThreadState:
-    """The state of a rank's main thread: its status and stack.
+    """The state of a rank's main thread: its status and its stack.
 
-    The lines of `stack` have the form `file:line function`, innermost last. `waits` says whether the thread waits for
-    other ranks. It is None if that can't be seen from outside.
+    The lines of `stack` have the form `file:line function`, with the innermost line last. `waits` is whether the thread
+    is waiting for other ranks, or None if this can't be determined from the stack.
     """
 
     status: RankStatus
     stack: tuple[str, ...]
     waits: bool | None
-    record: str = ""  # path of torch's flight record of this rank
+    record: str = ""  # path of the rank's torch flight record
 
     @property
     def words(self) -> str:
-        """The status, and the innermost Lockstep line outside `_DOORS`, since all waits look alike inside them."""
-        own_lines = [line for line in self.stack if line.startswith(_OURS)]
+        """The status, and the innermost Lockstep line outside `_DOORS`. The lines inside look alike for all waits."""
+        own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_DOORS)]
         return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
 
@@ -79,12 +82,12 @@ class ThreadState:
 @final
 @dataclass(eq=False)
 class StallDetector:
-    """Context manager that watches the thread that enters it. All ranks enter it once, after they have joined.
+    """A context manager that watches the calling thread. All ranks enter it once, after they have joined.
 
-    The rank that asks passes the report to `tell` on a background thread. It asks again as long as nothing moves.
-    `record` writes torch's flight record of this rank and returns its path, or "" if there is none. Set `hidden` if a
-    device waits for the other ranks instead of this thread. It applies once the rank is set up. `late` holds the ranks
-    that the other ranks wait for, according to the last report.
+    The rank that asks passes the report to `tell` on a background thread. It asks again for as long as no rank makes
+    progress. `record` writes torch's flight record of this rank and returns its path, or an empty string if there is
+    none. Set `hidden` if a device waits for the other ranks instead of this thread. It applies once the rank is set up.
+    After a report, `late` contains the ranks that the other ranks wait for.
     """
 
     rendezvous: Rendezvous
@@ -93,7 +96,7 @@ class StallDetector:
     record: Callable[[], str] = str
     hidden: bool = False
     late: list[int] = field(default_factory=list, init=False)
-    _question: int = 0  # the first question that this rank has not answered
+    _question: int = 0  # number of the first question that this rank hasn't answered
 
     def __post_init__(self) -> None:
         self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
@@ -111,10 +114,10 @@ class StallDetector:
         self._over.set()
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(self._timing.sample_s)  # a thread that talks to a store which is gone may never end
+                thread.join(self._timing.sample_s)  # a thread that waits for a store that is gone may never end
 
     def _watch(self) -> None:
-        """Sample the main thread, and ask the other ranks once it has waited too long."""
+        """Sample the main thread. If it has waited too long, ask the other ranks."""
         last_state, last_question, last_change = self._thread_state(), 0, time.monotonic()
         while not self._over.wait(self._pause_s):
             state, now_s = self._thread_state(), time.monotonic()
@@ -129,9 +132,9 @@ class StallDetector:
                 last_change = time.monotonic()
 
     def _ask(self, state: ThreadState, seconds: float) -> None:
-        """Ask all ranks for their state and report the answers. Do nothing if another rank has already asked."""
+        """Ask all ranks for their state, and report the answers. If another rank has already asked, do nothing."""
         question = self._question
-        with suppress(RuntimeError):  # the store is gone: the heartbeat reports that
+        with suppress(RuntimeError):  # the store is gone, which the heartbeat reports
             store = self._connect()
             if store.add(f"stall {question} first", 1) > 1:
                 return
@@ -157,7 +160,7 @@ class StallDetector:
             store = self._connect()
             while not self._over.wait(self._pause_s):
                 if store.has(_question_key(self._question)) and self._is_asked(store):
-                    state = self._thread_state()  # first, because writing the record takes a while
+                    state = self._thread_state()  # taken first, because writing the record takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), answer)
@@ -174,32 +177,32 @@ class StallDetector:
         return min(self._timing.sample_s, self.timeout_s / 4)
 
     def _connect(self) -> JobStore:
-        """Return a separate connection for the calling thread, since a request blocks its connection for all others."""
+        """Return a new connection for the calling thread. A request blocks its connection for all other threads."""
         assert self.rendezvous.store is not None
         return self.rendezvous.store.clone()
 
     def _thread_state(self) -> ThreadState:
         frame = sys._current_frames().get(self._watched)
         summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)  # innermost first
-        files = [_short(frame_summary.filename) for frame_summary in summary]
-        own_file = next((file for file in files if file.startswith(_OURS)), "")
+        files = [_relative_name(frame_summary.filename) for frame_summary in summary]
+        own_file = next((file for file in files if file.startswith(_LOCKSTEP_PREFIX)), "")
         stack = tuple(
             f"{file}:{frame_summary.lineno} {frame_summary.name}"
             for file, frame_summary in zip(files, summary, strict=True)
         )[::-1]
         status = self.rendezvous.status()
-        if own_file in _DOORS or files[0].startswith(_TORCH):
-            return ThreadState(status, _to_the_door(stack), True)
+        if own_file in _DOORS or files[0].startswith(_TORCH_PREFIX):
+            return ThreadState(status, _trim_to_wait(stack), True)
         return ThreadState(status, stack, None if self.hidden and status.phase != "setting up" else False)
 
 
 def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, first: str) -> str:
-    """Return the report: which ranks are late and where, where the other ranks wait, and which ranks don't answer."""
+    """Return the report: which ranks are late and at which line, where the other ranks wait, and which don't answer."""
     max_step = max((state.status.step for _, state in answers.values()), default=0)
     ranks_by_state: dict[tuple[_Role, str], list[str]] = {}
     for rank, (host, state) in sorted(answers.items()):
         role = _role(state, max_step)
-        stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_LINES:]]
+        stack = [] if role == "waits" else [f"      {line}" for line in state.stack[-_REPORT_LINES:]]
         name = str(rank) if role == "waits" else f"{rank} ({host})"
         ranks_by_state.setdefault((role, "\n".join([state.words, *stack])), []).append(name)
     silent = [rank for rank in range(size) if rank not in answers]
@@ -217,20 +220,20 @@ def stall_report(answers: Mapping[int, tuple[str, ThreadState]], size: int, firs
     if not silent:
         roles = {role for role, _ in ranks_by_state}
         lines += [ending for role, ending in _ENDINGS.items() if role in roles][:1]
-        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE]
+        late = [state for _, state in answers.values() if _role(state, max_step) in _LATE_ROLES]
         lines += [_SAVES] if late and all(state.status.phase == "saving" for state in late) else []
     return "\n".join(line for line in lines if line)
 
 
 def late_ranks(answers: Mapping[int, tuple[str, ThreadState]], size: int) -> list[int]:
-    """Return the ranks that don't answer. If all answer, return the ranks that are late or behind."""
+    """Return the ranks that don't answer. If all ranks answer, return the ranks that are late or behind."""
     silent = [rank for rank in range(size) if rank not in answers]
     max_step = max((state.status.step for _, state in answers.values()), default=0)
-    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE]
+    return silent or [rank for rank, (_, state) in sorted(answers.items()) if _role(state, max_step) in _LATE_ROLES]
 
 
 def _role(state: ThreadState, max_step: int) -> _Role:
-    """Return the role of a rank in the stall. `max_step` is the largest number of steps that any rank has done."""
+    """Return the role of a rank in the stall. `max_step` is the maximum number of completed steps of all ranks."""
     if state.waits is None:
         return "is behind" if state.status.step < max_step else "computes or waits"
     return "waits" if state.waits else "is late"
@@ -261,7 +264,7 @@ def _answer_key(question: int, rank: int) -> str:
 
 
 def parse_answer(value: Any) -> tuple[str, ThreadState]:
-    """Return the host and thread state that a JSON answer holds. Raise ValueError for any other value."""
+    """Return the host and the thread state in a JSON answer. Raise ValueError if the value isn't an answer."""
     waits = value.get("waits") if type(value) is dict else None
     kinds = {"host": str, "status": dict, "stack": list, "waits": type(waits), "record": str}
     answer = fields(value, kinds)
@@ -273,15 +276,15 @@ def parse_answer(value: Any) -> tuple[str, ThreadState]:
     return printable_line(answer["host"]), ThreadState(status, stack, waits, printable_line(answer["record"]))
 
 
-def _to_the_door(stack: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a stack without the lines inside the wait, since these change while the thread waits."""
-    own_lines = [index for index, line in enumerate(stack) if line.startswith(_OURS)]
+def _trim_to_wait(stack: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a stack without the lines inside the wait, because these change while the thread waits."""
+    own_lines = [index for index, line in enumerate(stack) if line.startswith(_LOCKSTEP_PREFIX)]
     last_outside = max((index for index in own_lines if not stack[index].startswith(_DOORS)), default=-1)
     door = next((index for index in own_lines if index > last_outside), len(stack))
     return stack[: door + 1]
 
 
-def _short(filename: str) -> str:
+def _relative_name(filename: str) -> str:
     """Return a file name relative to the longest matching entry of `sys.path`."""
     folders = [folder for folder in sys.path if folder and filename.startswith(f"{folder}/")]
     return filename.removeprefix(f"{max(folders, key=len)}/") if folders else filename

@@ -1,4 +1,4 @@
-"""The status of a rank, as shown to the ranks that wait for it or have lost it."""
+"""The status of a rank. The other ranks show it in messages if they wait for the rank or have lost it."""
 
 from dataclasses import dataclass
 from typing import Literal

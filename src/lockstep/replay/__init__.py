@@ -1,1 +1,1 @@
-"""Repeats a step of a run on any placement, to check that it is the same and to examine it."""
+"""Repeats steps of a run on any placement, to check that the results are the same and to examine them."""

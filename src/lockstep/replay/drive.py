@@ -1,4 +1,4 @@
-"""`lockstep replay`: which steps to replay, one replay after another, and the output to print and write."""
+"""Implements `lockstep replay`: selects the steps, runs the replays one after another, and writes the results."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from lockstep.training.checkpoint import durable
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command. See commands/replay.py."""
+    """The options of `lockstep replay`. See commands/replay.py."""
 
     folder: Path
     step: int | None
@@ -31,11 +31,11 @@ class Options:
     overrides: tuple[str, ...]
     trust: bool
     trace: Path | None = None
-    script: Sequence[str] = ()  # the command of a custom training loop
+    script: Sequence[str] = ()  # command that runs a custom training loop
 
 
 def replay(options: Options, tell: Callable[[str], None]) -> int:
-    """Run the command and return the exit code."""
+    """Run `lockstep replay`, and return the exit code."""
     if [options.step, options.steps, options.check].count(None) != 2:
         raise UsageError("replay: pass exactly one of --step N, --steps A:B and --check K")
     if options.samples and options.step is None:
@@ -76,7 +76,10 @@ def replay(options: Options, tell: Callable[[str], None]) -> int:
 
 
 def _script(request: ReplayRequest, command: Sequence[str], report: Callable[[Replay], None]) -> int:
-    """Replay steps of a custom loop and return the exit code. Raises UsageError if the script ended too early."""
+    """Replay steps of a custom training loop, and return the exit code.
+
+    Raises UsageError if the script ended too early.
+    """
     if (request.folder / CONFIG).exists():
         raise UsageError(f"{request.folder}: contains a run of a recipe, which needs no command; remove the command")
     result = replay_script(request.folder, request.first, request.last, command, examined=request.examined)
@@ -104,7 +107,7 @@ def _span(options: Options) -> tuple[int, int]:
 
 
 def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
-    """Replay randomly chosen steps among those with a recorded digest."""
+    """Replay randomly chosen steps among the steps with a recorded digest."""
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
@@ -116,7 +119,7 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
         )
     sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
     tell(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
-    spans: dict[int, list[int]] = {}  # by the step that a replay starts after
+    spans: dict[int, list[int]] = {}  # keys are the steps of the checkpoints that the replays start from
     for step in sample:
         spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
     return max(replay_here(_request(options, span[0], span[-1]), partial(_tell, tell)) for span in spans.values())

@@ -1,6 +1,6 @@
-"""Examines a step of a recipe: its micro-batches are computed a second time under an observer.
+"""Examines a step of a recipe: its micro-batches are run a second time under an observer.
 
-This runs in a single process, with the random numbers of the step, and doesn't change the step.
+This runs in a single process, with the random numbers of the step, and doesn't affect the step itself.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from lockstep.training.observer import Examined, Observer
 
 @final
 class ObservedTask:
-    """A task that calls `see` for each loss, if set. Everything else is passed to the wrapped task."""
+    """Wraps a task. If `see` is set, it is called for each loss. All other attributes are those of the wrapped task."""
 
     def __init__(self, task: Task) -> None:
         self.see: Any = None
@@ -43,9 +43,9 @@ def examine(
     step: Step,
     trace: Trace | None = None,
 ) -> Examined:
-    """Compute the micro-batches of a step again, in one process, and return the observations.
+    """Run the micro-batches of a step again in a single process, and return the observations.
 
-    The step itself doesn't change. `trace` records the tensors of the micro-batches, and the results of all modules and
+    The step itself isn't affected. `trace` records the tensors of the micro-batches, and the results of all modules and
     operations.
     """
     observations = Examined()

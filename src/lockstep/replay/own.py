@@ -1,4 +1,4 @@
-"""Replays steps of a custom training loop by running its script in a temporary folder."""
+"""Replays steps of a custom training loop by running its script with a temporary run folder."""
 
 import os
 import shutil
@@ -16,12 +16,12 @@ from lockstep.training.checkpoint import store
 
 
 def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *, examined: bool) -> Replay:
-    """Run the script from the checkpoint before step `first` until step `last` is done.
+    """Run the script from the checkpoint before step `first` until step `last` is complete.
 
-    The script sees a temporary folder with that checkpoint instead of its run folder. If `last` is `examined`, the
-    script may end before the step is done, for example with its own error if a loss is nan. In this case, the replay
-    contains the observations until then, and `ended`. Raises UsageError if the script fails before that step or doesn't
-    reach it.
+    The script uses a temporary folder with that checkpoint instead of its run folder. With `examined`, the script may
+    end before step `last` is complete, for example with its own error if a loss is NaN. In this case, the result
+    contains the observations up to that point, and `ended` is set. Raises UsageError if the script fails earlier or
+    doesn't reach that step.
     """
     check_done(folder, last)
     start, checkpoint = checkpoint_before(folder, first)
@@ -61,8 +61,8 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
 
 
 def _link(source: str, target: str) -> None:
-    """Hard-link a file of a checkpoint, which nothing writes to, or copy it."""
+    """Hard-link a file of a checkpoint. If this isn't possible, copy it. Nothing writes to the file."""
     try:
         os.link(source, target)
-    except OSError:  # on a different disk
+    except OSError:  # on a different file system
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""The findings of a replay, as lines for a terminal and as sections of a page."""
+"""Formats the findings of a replay as lines for a terminal and as sections of a page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.reporting.page import Section, Table, Words
 from lockstep.training.observer import BATCH, LOSS, Examined, NonFinite
 
-_SHOWN: Final = 3  # samples and layers, in a terminal
-_MOST: Final = 200  # the most rows of a table
-_AROUND: Final = 50  # steps before and after the replay to draw
+_MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
+_MAX_ROWS: Final = 200  # maximum number of rows in a table
+_CONTEXT_STEPS: Final = 50  # number of steps to draw before and after the replay
 
 
 def lines(replay: Replay) -> Iterator[str]:
-    """Yield the lines for a terminal."""
+    """Yield the lines to print on a terminal."""
     steps = [step.step for step in replay.steps]
     start = f"after step {replay.start}" if replay.start else "from the initial weights"
     placement = f"{replay.strategy} on {replay.processes} process{'es' if replay.processes > 1 else ''}"
@@ -29,13 +29,15 @@ def lines(replay: Replay) -> Iterator[str]:
         yield f"loss      {replay.steps[-1].loss:.6g} at step {steps[-1]}, learning rate {replay.steps[-1].lr:.6g}"
     observations = replay.examined
     if observations is not None and observations.losses:
-        losses = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_SHOWN])
+        losses = ", ".join(f"{replay.name_of(number)} {loss:.4g}" for number, _, loss in _samples(replay)[:_MAX_LISTED])
         yield f"samples   {len(observations.losses)}; largest losses: {losses}"
     if observations is not None and observations.microbatches:
-        losses = ", ".join(f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(observations)[:_SHOWN])
+        losses = ", ".join(
+            f"micro-batch {index} {loss:.4g}" for index, loss in _microbatches(observations)[:_MAX_LISTED]
+        )
         yield f"samples   {sum(map(len, replay.samples))}; largest losses: {losses}"
     if replay.layers:
-        largest = sorted(replay.layers, key=lambda layer: _order(layer.gradient))[:_SHOWN]
+        largest = sorted(replay.layers, key=lambda layer: _sort_key(layer.gradient))[:_MAX_LISTED]
         yield f"gradients largest in {', '.join(f'{layer.name} {layer.gradient:.3g}' for layer in largest)}"
     if observations is not None and observations.nonfinite is not None:
         yield f"first {_describe_nonfinite(replay, observations.nonfinite)}"
@@ -67,8 +69,8 @@ def _verdict(replay: Replay) -> Iterator[str]:
         yield "digests   none to compare: the run has no digest of these steps, or the recipe was changed"
 
 
-def _order(value: float) -> float:
-    """Return a sort key that puts the largest value first, and NaN among the infinite values."""
+def _sort_key(value: float) -> float:
+    """Return a sort key that puts the largest value first. NaN sorts like infinity."""
     return -math.inf if math.isnan(value) else -value
 
 
@@ -79,12 +81,12 @@ def _samples(replay: Replay) -> list[tuple[int, int, float]]:
         (replay.samples[sample.microbatch][sample.place], sample.microbatch, sample.loss)
         for sample in replay.examined.losses
     ]
-    return sorted(rows, key=lambda row: _order(row[2]))
+    return sorted(rows, key=lambda row: _sort_key(row[2]))
 
 
 def _microbatches(observations: Examined) -> list[tuple[int, float]]:
     """Return the index and loss of each micro-batch, with the largest loss first."""
-    return sorted(observations.microbatches.items(), key=lambda row: _order(row[1]))
+    return sorted(observations.microbatches.items(), key=lambda row: _sort_key(row[1]))
 
 
 def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
@@ -99,13 +101,13 @@ def _describe_nonfinite(replay: Replay, nonfinite: NonFinite) -> str:
 
 
 def sections(replay: Replay) -> Iterator[Section]:
-    """Yield the sections of a page."""
+    """Yield the sections of a page about a replay."""
     yield Words("", [*lines(replay)])
     yield from _curve(replay)
     if len(replay.steps) > 1 or replay.examined is None:
         rows = [
             [str(step.step), f"{step.loss:.6g}", f"{step.lr:.6g}", f"{step.digest:016x}", _match(step)]
-            for step in replay.steps[-_MOST:]
+            for step in replay.steps[-_MAX_ROWS:]
         ]
         yield Table("Steps", ("step", "loss", "learning rate", "digest", "matches the run"), rows)
     observations = replay.examined
@@ -114,7 +116,7 @@ def sections(replay: Replay) -> Iterator[Section]:
     if replay.layers:
         rows = [
             [layer.name, f"{layer.weight:.4g}", f"{layer.gradient:.4g}", f"{layer.update:.4g}"]
-            for layer in sorted(replay.layers, key=lambda layer: _order(layer.gradient))[:_MOST]
+            for layer in sorted(replay.layers, key=lambda layer: _sort_key(layer.gradient))[:_MAX_ROWS]
         ]
         note = "L2 norms; the gradient is divided by the weight of the step, and not clipped."
         yield Table("Parameters", ("name", "before the step", "gradient", "update"), rows, note)
@@ -128,25 +130,27 @@ def _examined(replay: Replay, observations: Examined) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatches:
         names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]
-        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(observations)[:_MOST]]
+        rows = [[str(index), f"{loss:.6g}", names[index]] for index, loss in _microbatches(observations)[:_MAX_ROWS]]
         yield Table("Micro-batches", ("micro-batch", "loss", "samples"), rows, note)
     if observations.losses:
-        rows = [[replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MOST]]
+        rows = [
+            [replay.name_of(number), str(index), f"{loss:.6g}"] for number, index, loss in _samples(replay)[:_MAX_ROWS]
+        ]
         yield Table("Samples", ("sample", "micro-batch", "loss"), rows, note)
-    largest = sorted(observations.activations.items(), key=lambda activation: _order(activation[1]))[:_MOST]
+    largest = sorted(observations.activations.items(), key=lambda activation: _sort_key(activation[1]))[:_MAX_ROWS]
     rows = [[name, f"{value:.4g}"] for name, value in largest]
     yield Table("Activations", ("module", "largest absolute value"), rows)
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield a chart of the replayed losses and the losses that the run logged around them."""
+    """Yield a chart of the replayed losses and of the losses in the log of the run around them."""
     steps = [step.step for step in replay.steps]
     if not steps:
         return
     logged = [
         (event["step"], float(event["loss"]))
         for event in read(Path(replay.folder) / EVENTS)
-        if event["event"] == "step" and steps[0] - _AROUND <= event["step"] <= steps[-1] + _AROUND
+        if event["event"] == "step" and steps[0] - _CONTEXT_STEPS <= event["step"] <= steps[-1] + _CONTEXT_STEPS
     ]
     series = {"the run's log": logged, "replay": [(step.step, step.loss) for step in replay.steps]}
     finite = {name: [point for point in points if math.isfinite(point[1])] for name, points in series.items()}

@@ -1,6 +1,6 @@
-"""Implements `lockstep replay`: repeats steps of a run on any placement, and compares them with the run's digests.
+"""Runs the steps of `lockstep replay` on any placement, and compares them with the digests of the run.
 
-A replay starts from the nearest checkpoint before its first step, or from the initial weights. It writes nothing to the
+A replay starts from the nearest checkpoint before its first step, or from the initial weights. It doesn't write to the
 run folder.
 """
 
@@ -55,20 +55,21 @@ from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
-_COLLECTED: Final = Interval(steps=64)  # how often the digests of the ranks are combined
-# Keys that set where and how a replay computes. All other keys must be the run's.
-_FREE: Final = ("placement.", "run.key_file")
+_DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
+# Keys that set where and how the steps are computed. All other keys must match the run.
+_OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
-Place = tuple[int, bool]  # of a digest: its step, and whether it is a digest of weights
+Place = tuple[int, bool]  # key of a digest: its step, and whether it is a digest of weights
 
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """The steps to replay from the run in `folder`: numbers `first` to `last`, counted from 1.
+    """A request to replay steps `first` to `last` of the run in `folder`, counted from 1.
 
     `overrides` set how to compute the steps. `changes` set keys of the recipe to different values. With `changes`,
-    nothing is compared. `examined` asks for observations of the last step, and `traced` for each of its tensors.
+    nothing is compared. `examined` requests observations of the last step, and `traced` requests a trace of all its
+    tensors.
     """
 
     folder: Path
@@ -83,7 +84,7 @@ class ReplayRequest:
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """A replayed step: its loss, learning rate and digest, and the run's digest, or None if the run has none."""
+    """A replayed step: its loss, learning rate and digest, and the digest that the run recorded, or None."""
 
     step: int
     loss: float
@@ -93,17 +94,17 @@ class ReplayedStep:
 
     @property
     def differs(self) -> bool:
-        """Whether the step is known to differ from the step of the run."""
+        """Whether the step is known to differ from the recorded step."""
         return self.recorded not in (None, self.digest)
 
 
 @dataclass
 class Replay:
-    """The findings of a replay. `start` is the step that it started after.
+    """The findings of a replay. `start` is the step of the checkpoint that it started from.
 
     `differences` lists the differences between this machine and the machine of the run. For an examined step, `samples`
-    are its sample indices by micro-batch, and `name_of` returns the name of a sample. `ended` says how a script ended
-    before its last step was done.
+    contains its sample indices by micro-batch, and `name_of` returns the name of a sample. If a script ended before its
+    last step was complete, `ended` describes how.
     """
 
     folder: Path
@@ -112,7 +113,7 @@ class Replay:
     processes: int
     steps: list[ReplayedStep] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
-    same_start: bool | None = None  # whether the starting weights have the run's digest, None if it has none
+    same_start: bool | None = None  # whether the starting weights match the digest, or None without a digest
     layers: list[LayerNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
     examined: Examined | None = None
@@ -123,13 +124,13 @@ class Replay:
     def add_step(
         self, step: int, loss: float, lr: float, digests: Mapping[Place, int], recorded: Mapping[Place, int], first: int
     ) -> None:
-        """Add a replayed step if it was requested (from `first` on), or if it can be compared."""
+        """Add a replayed step if it was requested (starting at `first`), or if it can be compared."""
         if step >= first or (step, False) in recorded:
             self.steps.append(ReplayedStep(step, loss, lr, digests.get((step, False), 0), recorded.get((step, False))))
 
     @property
     def different(self) -> ReplayedStep | None:
-        """The first step that differs from the step of the run."""
+        """The first step that differs from the recorded step, or None."""
         return next((step for step in self.steps if step.differs), None)
 
 
@@ -138,25 +139,25 @@ class OpenedRun(NamedTuple):
 
     loaded: Loaded
     checkpoint: Path | None
-    start: int  # the step of the checkpoint
-    last: int  # the last step to replay
-    machine: Path | None  # a checkpoint that records the machine of the run
+    start: int  # step of the checkpoint
+    last: int  # last step to replay
+    machine: Path | None  # checkpoint that records the machine of the run
     digests: Mapping[Place, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
-    """Replay the steps, in this process or in processes that it starts, and return the exit code.
+    """Replay the steps, in this process or in processes that it starts. Return the exit code.
 
-    `report` is called on rank 0. Raises UsageError if the run didn't do the steps, or if something they need is gone.
+    `report` is called on rank 0. Raises UsageError if the run didn't reach the steps, or if a required file is missing.
     """
     torch.set_num_threads(1)  # see run/start.py
     run = open_run(request)
     prepared = _prepare(run)
-    return on_ranks(partial(_as_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
+    return on_ranks(partial(_run_rank, request, report), (run, prepared), prepared.placement, prepared.processes)
 
 
 def open_run(request: ReplayRequest) -> OpenedRun:
-    """Read the configuration of a run, and find the checkpoint before the steps. Raises UsageError if it can't."""
+    """Read the configuration of a run, and find the checkpoint before the steps. Raises UsageError on failure."""
     folder, config = request.folder, request.folder / CONFIG
     if not config.is_file():
         raise UsageError(
@@ -172,7 +173,7 @@ def open_run(request: ReplayRequest) -> OpenedRun:
     data_keys = {f"recipe.{key}" for key in locations(values(loaded.config.recipe)) if key.startswith("data.")}
     for word in request.overrides:
         key = word.partition("=")[0]
-        if not (key.startswith(_FREE) or key in data_keys or key in code):
+        if not (key.startswith(_OVERRIDABLE_PREFIXES) or key in data_keys or key in code):
             raise UsageError(f"{key}: would change the run; to see its effect, pass it with --change")
     checkpoints = _checkpoints(folder)
     start, checkpoint = checkpoint_before(folder, request.first)
@@ -186,15 +187,15 @@ def open_run(request: ReplayRequest) -> OpenedRun:
 
 
 def check_done(folder: Path, step: int) -> None:
-    """Raise UsageError for a step that the run never did."""
+    """Raise UsageError if the run never reached a step."""
     end = last(folder / EVENTS)
-    # A run that was killed or failed did more steps than it logged.
+    # A run that was killed or failed may have run more steps than it logged.
     if step > end.get("step", 0) and (end.get("event") in ("done", "stopped") or not end):
         raise UsageError(f"step {step}: the run in {folder} did {end.get('step', 0)} steps; use one of these steps")
 
 
 def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
-    """Return the step and the path of the last checkpoint before a step, or 0 and None if there is none."""
+    """Return the step and the path of the last checkpoint before a step. If there is none, return 0 and None."""
     return max(
         (checkpoint for checkpoint in _checkpoints(folder) if checkpoint[0] < step),
         default=(0, None),
@@ -203,7 +204,7 @@ def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
 
 
 def recorded_digests(folder: Path) -> dict[Place, int]:
-    """Return the digests of a run."""
+    """Return the digests that a run has recorded."""
     return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
 
@@ -219,7 +220,7 @@ def _prepare(run: OpenedRun, processes: int | None = None) -> Prepared:
     return prepared
 
 
-def _as_rank(
+def _run_rank(
     request: ReplayRequest,
     report: Callable[[Replay], None],
     shared: tuple[OpenedRun, Prepared] | None,
@@ -241,7 +242,7 @@ def _as_rank(
 
 @final
 class _Steps:
-    """The steps on one rank. The training loop drives it, and it records the results of its engine."""
+    """The steps on a rank. The training loop calls it like an engine, and it records the results of its engine."""
 
     def __init__(
         self, request: ReplayRequest, run: OpenedRun, prepared: Prepared, world: World, progress: Progress
@@ -251,7 +252,7 @@ class _Steps:
         self._world = world
         self._progress = progress
         setup = prepared.ready
-        self._models: list[nn.Module] = []  # all models built so far. The last one computes.
+        self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
         self._task = ObservedTask(setup.task)
         problem = replace(setup.problem, optional_task=self._task, build_model=self._keep(setup.problem.build_model))
         self._setup = replace(setup, problem=problem, blank=self._keep(setup.blank))
@@ -270,10 +271,10 @@ class _Steps:
         self._step: Step
 
     def run(self) -> Replay:
-        """Run the steps and return the findings. Only rank 0 has all of them."""
+        """Run the steps and return the findings. They are only complete on rank 0."""
         self._resume()
         self._digests.add_weights(self._opened_run.start, self._engine.state().model)
-        plan = replace(self._setup.plan(log=_COLLECTED, save=NEVER), figures=None, stop_on_nonfinite=False)
+        plan = replace(self._setup.plan(log=_DIGEST_INTERVAL, save=NEVER), figures=None, stop_on_nonfinite=False)
         reports = StepReports(self._world, plan, self._progress, self._digests)
         for _ in train(self, reports, turns(self._batches, reports, save=lambda _: [])):
             pass
@@ -305,7 +306,7 @@ class _Steps:
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full value of each tensor, and add it to the trace, if any."""
+        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to it."""
         for name, tensor in wholes(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
@@ -336,7 +337,7 @@ class _Steps:
         return islice(self._loader.training(first), self._request.last - first)
 
     def _examine(self, microbatches: MicroBatches, step: Step) -> None:
-        """Examine the step in addition to training it, if one process computes the whole model."""
+        """Examine the step in addition to training it, if a single process runs the full model."""
         self._replay.samples = self._loader.samples(step)
         self._replay.name_of = self._setup.data.name_of
         trace = self._replay.trace
@@ -364,7 +365,7 @@ class _Steps:
             self._replay.differences = self._differences()
 
     def _differences(self) -> list[str]:
-        """Return the differences from the machine of the run: libraries, hardware, and the user's files."""
+        """Return the differences from the machine of the run: libraries, hardware, and the user's source files."""
         path = self._opened_run.machine
         if path is None:
             return []
@@ -377,7 +378,7 @@ class _Steps:
 
 
 def list_samples(request: ReplayRequest) -> Iterator[str]:
-    """Yield the samples of the first requested step with their micro-batches, without computing anything."""
+    """Yield the samples of the first requested step and their micro-batches, without running the step."""
     recipe = open_run(request).loaded.config.recipe
     data = open_recipe_data(recipe)
     steps = planning.steps(recipe, len(data.train))

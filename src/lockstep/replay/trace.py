@@ -1,4 +1,4 @@
-"""A trace of a step: the digest of each of its tensors, in order, to compare two machines.
+"""A trace of a step: the digest of each of its tensors, in order, for comparing two machines.
 
 `lockstep replay RUN --step N --trace FILE` writes a trace. `lockstep bisect` finds the first tensor that differs
 between two traces.
@@ -20,14 +20,14 @@ from lockstep.core.digest import Digests
 from lockstep.device.machine import numerics_differences
 from lockstep.errors import UsageError
 
-_LARGEST: Final = 1 << 30  # bytes, the largest file that is read
+_MAX_TRACE_BYTES: Final = 1 << 30  # maximum size in bytes of a file to read
 Word = Annotated[str, Field(max_length=1000)]
 
 
 class Traced(NamedTuple):
-    """A tensor of a step: its part of the step, module, name and kind, and the digest and L2 norm of its values.
+    """A tensor of a step: its part of the step, its module, its name, its kind, its digest and its L2 norm.
 
-    The norm is text, since it can be infinite or NaN.
+    The norm is stored as text, because it may be infinite or NaN.
     """
 
     part: Word
@@ -43,9 +43,10 @@ class Traced(NamedTuple):
 
 
 class Head(BaseModel):
-    """The first line of a trace: the step, the settings that determine its bits, and the earlier steps of the replay.
+    """The first line of a trace: the step, the settings that affect its results, and the earlier steps of the replay.
 
-    `sources` are the hashes of the user's files by name. `steps` are the digests of the gradients by step number.
+    `sources` contains the hashes of the user's source files by name. `steps` contains the digests of the gradients by
+    step number.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -72,14 +73,14 @@ class Trace:
         self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}"))
 
     def text(self) -> str:
-        """Return the contents of the trace file, in JSON lines."""
+        """Return the content of the trace file, in the JSON Lines format."""
         return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
 def read(path: Path) -> tuple[Head, list[Traced]]:
     """Read a trace. Raises UsageError if the file isn't a trace."""
     try:
-        first, *lines = plainfile.content(path, _LARGEST).decode().splitlines()
+        first, *lines = plainfile.content(path, _MAX_TRACE_BYTES).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
         return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
     except OSError as error:
@@ -89,7 +90,7 @@ def read(path: Path) -> tuple[Head, list[Traced]]:
 
 
 def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
-    """Return whether two traces agree, and a report in lines. Raises UsageError if they are of different steps."""
+    """Return whether two traces agree, and the lines of a report. Raises UsageError if their steps differ."""
     (head, tensors), (right_head, right_tensors) = read(left), read(right)
     if head.step != right_head.step:
         raise UsageError(
@@ -114,7 +115,7 @@ def _earlier(head: Head, other_head: Head) -> Iterator[str]:
 
 
 def _differences(before: Sequence[Traced], after: Sequence[Traced]) -> Iterator[str]:
-    """Name the first tensor in only one trace, and the first tensor in both traces with different values."""
+    """Yield lines that name the first tensor in only one trace, and the first tensor with different values."""
     after_tensors = dict(_numbered(after))
     before_tensors = dict(_numbered(before))
     for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
@@ -130,7 +131,7 @@ def _differences(before: Sequence[Traced], after: Sequence[Traced]) -> Iterator[
 
 
 def _numbered(tensors: Sequence[Traced]) -> Iterator[tuple[tuple[str, int], Traced]]:
-    """Yield each tensor with its description and the number of earlier tensors with the same description."""
+    """Yield each tensor with a key: its description, and the number of earlier tensors with the same description."""
     count: Counter[str] = Counter()
     for tensor in tensors:
         yield (str(tensor), count[str(tensor)]), tensor

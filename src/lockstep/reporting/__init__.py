@@ -1,1 +1,1 @@
-"""Reports what happens in runs: event sinks such as the console and TensorBoard, and views, pages and tables."""
+"""Reports on runs: event sinks such as the console and TensorBoard, and views, pages and tables."""

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from lockstep.common.text import size
 from lockstep.reporting import wording
-from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
+from lockstep.reporting.terminal import is_moving, make_console, progress_line, start_live
 from lockstep.training.events import Done, Evaluated, Event, Logged, Saved, Skipped, Started, Stepped, Stopped, Warned
 
 _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
@@ -17,26 +17,26 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes events to `stream`. `terminal` tells whether it is a terminal, which is detected by default.
+    """Writes events to `stream`. `terminal` is whether it is a terminal, which is detected by default.
 
-    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line that explains the learning rate. Lines
-    that were printed stay. On a terminal, steps update a live drawing instead, and `close` clears it. Call it after an
-    error too.
+    `run_dir` is None if the run doesn't save anything. `rate_rule` is a line of text that explains the learning rate.
+    Printed lines are permanent. On a terminal, steps update a live display instead. `close` clears the display. Call it
+    even after an error.
     """
 
     def __init__(self, stream: TextIO, run_dir: str | None, rate_rule: str, terminal: bool | None = None) -> None:
-        self._rich = terminal_on(stream, terminal)
+        self._rich = make_console(stream, terminal)
         self._moving = is_moving(self._rich)
         self._stream = stream
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._longer = False  # whether this start continues a run that was already described, with a different length
-        self._live: Live | None = None  # the progress and figures of the run
-        self._began = 0.0
-        self._drawn = -float("inf")
-        self._evaluated = ""  # the figures of the last evaluation
-        self._means = wording.Means()
+        self._is_extended = False  # whether this start extends a run that was already described
+        self._live: Live | None = None  # shows the progress and metrics on a terminal
+        self._start_time = 0.0
+        self._last_drawn = -float("inf")
+        self._evaluated = ""  # metrics of the last evaluation as text
+        self._running_means = wording.Means()
 
     def write(self, event: Event, time: float) -> None:
         match event:
@@ -69,42 +69,47 @@ class Console:
             self._live = None
 
     def _start(self, event: Started, time: float) -> None:
-        """Describe the run, unless it was described before.
+        """Print a description of the run, unless it was printed before.
 
-        A loop of your own can extend its run (epochs=epoch + 1), which starts it again.
+        A custom training loop can extend its run (epochs=epoch + 1), which starts the run again.
         """
         self.close()
-        self._longer = self._run is not None
+        self._is_extended = self._run is not None
         self._run = event
-        if not self._longer:
+        if not self._is_extended:
             for line in wording.start_lines(event, self._rate_rule):
                 self._line(line)
-        self._began, self._drawn, self._evaluated, self._means = time, -float("inf"), "", wording.Means()
+        self._start_time, self._last_drawn, self._evaluated, self._running_means = (
+            time,
+            -float("inf"),
+            "",
+            wording.Means(),
+        )
         if self._moving:
-            self._live = live_on(self._rich)
+            self._live = start_live(self._rich)
 
     def _step(self, event: Stepped, time: float) -> None:
-        """Print the progress and figures of a step. On a terminal, they are drawn at most ten times per second."""
+        """Show the progress and metrics of a step. A terminal is updated at most ten times per second."""
         run = self._run
         if run is None:
             return
         if self._live is None:
-            figures = wording.figures(event, run, means=self._means.add(event))
-            memory, left = size(event.peak_bytes), self._left(event, run, time)
+            figures = wording.figures(event, run, means=self._running_means.add(event))
+            memory, left = size(event.peak_bytes), self._time_left(event, run, time)
             self._line(f"{wording.place(event, run)}  {figures}  {memory}  {left}")
-        elif time - self._drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
-            self._drawn = time
-            left = self._left(event, run, time)
+        elif time - self._last_drawn >= _SECONDS_BETWEEN_DRAWINGS or event.step == run.steps:
+            self._last_drawn = time
+            left = self._time_left(event, run, time)
             bar = progress_line(wording.place(event, run), event.step, run.steps, left)
             self._live.update(Group(bar, Text(wording.figures(event, run, self._evaluated))), refresh=True)
 
-    def _left(self, event: Stepped, run: Started, time: float) -> str:
-        """Return the remaining time at the average speed of this start, including evaluations and saves."""
-        a_step = (time - self._began) / max(event.step - run.step, 1)
+    def _time_left(self, event: Stepped, run: Started, time: float) -> str:
+        """Return the estimated remaining time as text. The average speed includes evaluations and saves."""
+        a_step = (time - self._start_time) / max(event.step - run.step, 1)
         return f"{wording.duration(a_step * (run.steps - event.step))} left"
 
     def _finish(self, event: Done) -> None:
-        if self._run is not None and not self._longer:
+        if self._run is not None and not self._is_extended:
             rows = wording.summary(event, self._run, self._run_dir)
             if self._moving:
                 self._rich.print(_table(rows))
@@ -115,7 +120,7 @@ class Console:
 
     def _line(self, text: str) -> None:
         if self._moving:
-            # With soft_wrap, the terminal wraps long lines, so that you can copy a whole path or hash.
+            # With soft_wrap, the terminal wraps long lines, so that you can copy a path or hash without line breaks.
             self._rich.print(Text(text), soft_wrap=True)
         else:
             self._stream.write(text + "\n")

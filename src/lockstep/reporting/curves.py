@@ -1,4 +1,4 @@
-"""The figures of an event that are plotted against the step, under the same name in every sink."""
+"""Selects the metrics of an event that are plotted against the step. All sinks use the same names."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ from lockstep.reporting import jsonl
 from lockstep.reporting.run_log import figures
 from lockstep.training.events import Event, Started
 
-_IN_THE_LOG_ALONE: Final = ("peak_bytes",)
+_LOG_ONLY: Final = ("peak_bytes",)
 
 
 def curves(event: Event) -> dict[str, float]:
-    """Return the figures of a step report or an evaluation by the names of their curves."""
-    return {name: value for name, value in figures(jsonl.figures(event, 0.0)) if name not in _IN_THE_LOG_ALONE}
+    """Return the metrics of a step report or an evaluation by curve name."""
+    return {name: value for name, value in figures(jsonl.figures(event, 0.0)) if name not in _LOG_ONLY}
 
 
 def tracked(event: Event) -> dict[str, float]:
-    """Return the figures for wandb and MLflow: the curves, and the number of processes of each start."""
+    """Return the values for wandb and MLflow: the metrics, and the number of processes of each start."""
     return {"processes": event.processes} if isinstance(event, Started) else curves(event)

@@ -1,4 +1,4 @@
-"""The FLOP/s of a run, and their share of the devices' peak."""
+"""The FLOP/s of a run, and their fraction of the peak FLOP/s of the devices."""
 
 from dataclasses import replace
 
@@ -6,10 +6,9 @@ from lockstep.training.events import Started, Stepped
 
 
 def with_flops(event: Stepped, run: Started) -> Stepped:
-    """Return a report with the model's FLOP/s since the last report, and with the MFU if the peak is known.
+    """Return a copy of a step report with the model's FLOP/s, and with the MFU if the peak FLOP/s are known.
 
-    Only the operations that the recipe requires are counted. Therefore, recomputation to save memory lowers both
-    figures.
+    Only the operations that the recipe requires are counted. Therefore, activation recomputation lowers both values.
     """
     if run.flops_per_sample is None:
         return event

@@ -1,4 +1,4 @@
-"""Overview of several runs, with the differences between recipes and the reasons for failures. Also as JSON."""
+"""An overview of several runs, with their differing settings and the reasons for failures. Also available as JSON."""
 
 import math
 from collections.abc import Sequence
@@ -8,39 +8,43 @@ from typing import Any, Final, TextIO
 from lockstep.reporting import wording
 from lockstep.reporting.run_log import RunStatus, best
 from lockstep.reporting.run_view import STYLES, RunView, differing, endings, loss
-from lockstep.reporting.terminal import print_unfolded, table, terminal_on
+from lockstep.reporting.terminal import make_console, print_unwrapped, table
 
 _HEADINGS: Final = ("run", "state", "figure", "loss", "step", "job", "left", "last", "samples/s", "epoch")
-_BEST_AT: Final = 3  # the column of these headings before which `best` is inserted
-_KEYS_AT: Final = 6  # the column before which the differing keys are inserted
+_BEST_AT: Final = 3  # index of the column before which `best` is inserted
+_KEYS_AT: Final = 6  # index of the column before which the differing keys are inserted
 _NUMBERS: Final = ("figure", "loss", "step", "left", "samples/s", "epoch")
-_MOST_KEYS: Final = 5  # differing keys that get a column; a line below the table lists the rest
-_WIDEST: Final = 24  # characters in these columns
+_MAX_KEY_COLUMNS: Final = (
+    5  # maximum number of differing keys with a column; a line below the table lists the remaining keys
+)
+_MAX_CELL_CHARS: Final = 24  # maximum number of characters in a column of a differing key
 
 
 def overview(runs: Sequence[RunView], now: float, stream: TextIO, terminal: bool | None = None) -> None:
     """Write a table of the runs in the given order. `now` is in seconds since 1970.
 
-    `terminal` tells whether `stream` is a terminal, which is detected by default. Empty columns are dropped. If a
-    terminal is too narrow, the last columns are dropped too, and a line says which.
+    `terminal` is whether `stream` is a terminal, which is detected by default. Empty columns are omitted. If the
+    terminal is too narrow, the last columns are omitted too, and a line names them.
     """
-    console = terminal_on(stream, terminal)
+    console = make_console(stream, terminal)
     rows = [cells(run, now) for run in runs]
     columns = [(heading, [row[at] for row in rows]) for at, heading in enumerate(_HEADINGS)]
     settings, keys = _settings(runs)
-    headings = _headings(keys[:_MOST_KEYS])
+    headings = _headings(keys[:_MAX_KEY_COLUMNS])
     columns.insert(_BEST_AT, ("best", best([run.history for run in runs])))
-    columns[_KEYS_AT:_KEYS_AT] = [(headings[key], [_cut(each.get(key, "")) for each in settings]) for key in headings]
+    columns[_KEYS_AT:_KEYS_AT] = [
+        (headings[key], [_truncate(each.get(key, "")) for each in settings]) for key in headings
+    ]
     shown = {heading: column for heading, column in columns if any(column)}
     texts = [heading for heading in shown if heading not in _NUMBERS]
-    print_unfolded(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
-    lines = [f"the runs also differ in {', '.join(keys[_MOST_KEYS:])}"] if keys[_MOST_KEYS:] else []
+    print_unwrapped(console, table(console, shown, [STYLES.get(run.state, "red") for run in runs], texts))
+    lines = [f"the runs also differ in {', '.join(keys[_MAX_KEY_COLUMNS:])}"] if keys[_MAX_KEY_COLUMNS:] else []
     for line in [*lines, *endings(runs)]:
         console.print(line, soft_wrap=True)
 
 
 def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
-    """Return an object for each run, ready for JSON."""
+    """Return a JSON-compatible dict for each run."""
     settings, keys = _settings(runs)
     return [
         {
@@ -57,7 +61,7 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
 
 
 def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]:
-    """Return the settings of each run's recipe and placement by key, and the keys that differ."""
+    """Return the recipe and placement settings of each run by key, and the list of keys that differ between runs."""
     recipes = [dict(run.recipe) for run in runs]
     placements = [{f"placement.{key}": value for key, value in run.placement.items()} for run in runs]
     merged = [placement | recipe for placement, recipe in zip(placements, recipes, strict=True)]
@@ -65,18 +69,18 @@ def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]
 
 
 def _figures(status: RunStatus) -> dict[str, Any]:
-    """Return the status of a run as a mapping, with the figure of the last evaluation under its name."""
+    """Return the status of a run as a dict. The metric of the last evaluation is stored under its own name."""
     figures = asdict(status)
     del figures["figure"]
     if status.figure is not None:
         figures[status.figure.name] = status.figure.value
     if status.loss is not None and not math.isfinite(status.loss):
-        figures["loss"] = str(status.loss)  # as in the log, because JSON has no NaN or infinity
+        figures["loss"] = str(status.loss)  # same format as in the log, because JSON has no NaN or infinity
     return figures
 
 
 def cells(run: RunView, now: float) -> tuple[str, ...]:
-    """Return the cells of a run in the order of the headings."""
+    """Return the cells of a run in the order of `_HEADINGS`."""
     status, figure = run.status, run.status.figure
     ended = run.state in ("done", "unreadable")
     return (
@@ -94,7 +98,7 @@ def cells(run: RunView, now: float) -> tuple[str, ...]:
 
 
 def ago(seconds: float) -> str:
-    """Return how long ago something happened. A negative time, from a host with a different clock, counts as 0."""
+    """Return how long ago something happened, as text. A negative time, due to different clocks, counts as 0."""
     for unit, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= unit:
             return f"{seconds / unit:.0f} {name} ago"
@@ -102,11 +106,11 @@ def ago(seconds: float) -> str:
 
 
 def _headings(keys: Sequence[str]) -> dict[str, str]:
-    """Return short names of the keys, such as `lr` for optimizer.lr.value, or whole keys if names would clash."""
+    """Return a short heading for each key, such as `lr` for optimizer.lr.value, or the key itself if headings clash."""
     short = {key: key.removesuffix(".value").removesuffix(".name").rpartition(".")[2] for key in keys}
     taken = [*_HEADINGS, *short.values()]
     return {key: name if taken.count(name) == 1 else key for key, name in short.items()}
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_CELL_CHARS else f"{text[: _MAX_CELL_CHARS - 1]}…"

@@ -1,7 +1,7 @@
-"""events.jsonl: one event per line, as strict JSON. It is the source of truth about a run.
+"""events.jsonl: the log of a run, with one event per line as strict JSON. It is the source of truth about a run.
 
-A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. The
-`started` line between them marks the point where the run resumed.
+A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. A `started`
+line in between marks the point at which the run resumed.
 """
 
 import json
@@ -20,13 +20,13 @@ from lockstep.training.events import UNITS, Event, Started
 
 EVENTS: Final = "events.jsonl"
 _END_BYTES: Final = 65_536
-_HEAD: Final = 256  # bytes of the first event, whose time identifies a log
-_LONGEST: Final = 1 << 20  # bytes of a line; an event has a few hundred
+_HEAD_BYTES: Final = 256  # bytes of the first event, whose timestamp identifies a log
+_MAX_LINE_BYTES: Final = 1 << 20  # maximum number of bytes in a line; an event has a few hundred
 
 
 @final
 class JsonLines:
-    """Appends to the file `path`, which is created if needed. When `write` returns, the kernel has the line."""
+    """Appends events to the file `path`, and creates it if needed. Once `write` returns, the kernel has the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class JsonLines:
             done = "replaced" if os.path.lexists(self._path) else "removed"
             raise HostError(f"{self._path}: was {done} while the run was writing to it; start the run again")
         with os_error_as(HostError, f"{self._path}: event not written"):
-            self._append(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
+            self._append(text.encode(errors="backslashreplace"))  # file names may not be valid UTF-8
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
@@ -50,38 +50,38 @@ class JsonLines:
             os.close(descriptor)
 
     def _is_in_place(self) -> bool:
-        """Return whether the path still refers to the open file."""
+        """Return whether the path still refers to the file that is open."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
         except OSError:
             return False
 
     def _append(self, line: bytes) -> None:
-        # A single write per line, so that a kill leaves the whole line or nothing. If the disk fills up, only a part of
-        # the line is written, and the second write raises the error.
+        # Write each line with a single call, so that a kill leaves either the full line or nothing. If the disk fills
+        # up, only a part of the line is written, and the second write raises the error.
         written = os.write(self._descriptor, line)
         while written < len(line):
             written += os.write(self._descriptor, line[written:])
 
 
 def figures(event: Event, time: float) -> dict[str, Any]:
-    """Return the event as a flat mapping that is strict JSON. `started` also has the schema and the units.
+    """Return the event as a flat dict that is strict JSON. A `started` event also contains the schema and the units.
 
-    Each entry of `figures` becomes a field with its name, and each entry of `best` a field with the prefix `best_`.
-    JSON has no NaN or infinity, so they become the strings "NaN", "Infinity" and "-Infinity", which Python's float()
-    can parse.
+    Each entry of `figures` becomes a field with its name, and each entry of `best` becomes a field with the prefix
+    `best_`. JSON has no NaN or infinity, so these become the strings "NaN", "Infinity" and "-Infinity", which Python's
+    float() can parse.
     """
     flat: dict[str, Any] = {"event": event.name, "time": time}
     for field in fields(event):
         if field.name != "name":
-            flat |= _flat(field.name, getattr(event, field.name))
+            flat |= _flatten(field.name, getattr(event, field.name))
     if isinstance(event, Started):
         flat |= {"schema": schemas.SCHEMA, "units": UNITS}
     return {name: _finite(value) for name, value in flat.items()}
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a log. An unfinished last line is skipped, because the log may still be growing."""
+    """Yield the events of a log. Skips an incomplete last line, because the log may still be growing."""
     if not os.path.lexists(path):
         raise UsageError(f"{path}: not found; pass the {EVENTS} of a run folder")
     yield from Tail(path, strict=True).new()
@@ -89,22 +89,22 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 @final
 class Tail:
-    """Follows a growing log. Each call of `new` only reads and yields the events since the last call.
+    """Follows a growing log. Each call of `new` reads and yields only the events since the last call.
 
-    If the tail is `strict`, a line that isn't an event raises UsageError. Otherwise, the line is skipped and recorded
-    in `problems`, which keeps the last 20. An unfinished last line is read once it is complete.
+    With `strict`, a line that isn't an event raises UsageError. Otherwise, the line is skipped and added to `problems`,
+    which keeps the last 20 problems. An incomplete last line is read once it is complete.
     """
 
     def __init__(self, path: Path, *, strict: bool = False) -> None:
         self._path = path
         self._strict = strict
-        self._offset = 0  # of the first unread byte
-        self._line = 1  # the line number at the offset
-        self._head = b""  # the first bytes of the log
+        self._offset = 0  # offset of the first unread byte
+        self._line = 1  # line number at the offset
+        self._head = b""  # first bytes of the log
         self.problems: deque[str] = deque(maxlen=20)
 
     def is_replaced(self) -> bool:
-        """Return whether the file was replaced or truncated. In this case, create a new Tail."""
+        """Return whether the file was replaced or truncated. If so, create a new Tail."""
         try:
             with plainfile.reader(self._path) as file:
                 return os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head
@@ -112,27 +112,27 @@ class Tail:
             return self._offset > 0
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the new events, if the log exists. Raises UsageError if it can't be read."""
+        """Yield the new events. Yields nothing if the log doesn't exist, and raises UsageError if it can't be read."""
         wrong = os_error_as(UsageError, f"{self._path}: cannot be read")
         with wrong, suppress(FileNotFoundError), plainfile.reader(self._path) as file:
             file.seek(self._offset)
-            # A line that is too long is read in parts, none of which are events.
-            while (line := file.readline(_LONGEST + 1)).endswith(b"\n") or len(line) > _LONGEST:
+            # A line that is too long is read in several parts. None of the parts is an event.
+            while (line := file.readline(_MAX_LINE_BYTES + 1)).endswith(b"\n") or len(line) > _MAX_LINE_BYTES:
                 number = self._line
-                self._head = self._head or line[:_HEAD]
+                self._head = self._head or line[:_HEAD_BYTES]
                 self._offset += len(line)
                 self._line += line.endswith(b"\n")
                 if (event := self._event(line, number)) is not None:
                     yield event
 
     def _event(self, line: bytes, number: int) -> dict[str, Any] | None:
-        """Return the event of a line, or None if it isn't an event. Raises UsageError for a newer schema."""
+        """Return the event in a line, or None if the line isn't an event. Raise UsageError for a newer schema."""
         event, place = _json(line), f"{self._path}:{number}"
         if isinstance(event, dict):
             if "schema" in event:
                 schemas.check(event["schema"], place)
             return event
-        long = f"a line of more than {_LONGEST:,} bytes" if len(line) > _LONGEST else ""
+        long = f"a line of more than {_MAX_LINE_BYTES:,} bytes" if len(line) > _MAX_LINE_BYTES else ""
         if self._strict:
             raise UsageError(
                 f"{place}: {long or ('not JSON' if event is None else 'not an event')}; the log is damaged"
@@ -153,13 +153,13 @@ def last(path: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError), plainfile.reader(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         lines = file.read(_END_BYTES).splitlines()
-    found = (_json(line) for line in reversed(lines))  # None for a partial line at either end
+    found = (_json(line) for line in reversed(lines))  # None for a partial line at the start or the end of the block
     return next((event for event in found if isinstance(event, dict)), {})
 
 
-def _flat(name: str, value: Any) -> dict[str, Any]:
+def _flatten(name: str, value: Any) -> dict[str, Any]:
     prefix = {"figures": "", "best": "best_"}.get(name)
-    if prefix is None or not isinstance(value, dict):  # `best` of a checkpoint is a bool
+    if prefix is None or not isinstance(value, dict):  # `best` of a `saved` event is a bool
         return {name: value}
     return {prefix + key: figure for key, figure in value.items()}
 
@@ -179,8 +179,8 @@ def _json(line: bytes) -> Any:
 
 
 def _repair(descriptor: int) -> None:
-    # After a crash of the machine or on a full disk, the last line can be incomplete. A partial event would corrupt the
-    # next line, so it is removed. If only the newline is missing, it is added.
+    # After a machine crash or on a full disk, the last line can be incomplete. Remove a partial event, because it would
+    # corrupt the next line. If only the newline is missing, add it.
     size = os.fstat(descriptor).st_size
     tail = _tail(descriptor, size)
     if not tail:

@@ -1,4 +1,4 @@
-"""The view of `lockstep watch`: redrawn every second on a terminal, and printed as lines otherwise."""
+"""The view of `lockstep watch`: updated every second on a terminal, and printed line by line otherwise."""
 
 import math
 from collections.abc import Sequence
@@ -10,94 +10,94 @@ from rich.text import Text
 
 from lockstep.reporting.jobs_table import ago
 from lockstep.reporting.run_view import STYLES, RunView, clock, eta, figures, headline, join, latest, line, place
-from lockstep.reporting.terminal import is_moving, live_on, progress_line, terminal_on
+from lockstep.reporting.terminal import is_moving, make_console, progress_line, start_live
 from lockstep.reporting.text_curve import text_curve
 
-_KINDS: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
+_KIND_STYLES: Final = {"warning": "yellow", "start": "cyan", "evaluation": "", "checkpoint": "dim", "end": "bold"}
 _CURVE: Final = "loss/train"
-_HEIGHT: Final = 6  # lines of the curve of a single run; with several runs, each curve has one line
+_CURVE_LINES: Final = 6  # lines of the curve of a single run; if there are several runs, each curve has one line
 _NOTICES: Final = 8
 _WAITING: Final = "waiting for a run to start"
-_LINE_S: Final = 10.0  # between two progress lines of a run, if not on a terminal
-_BEFORE: Final = 5  # earlier notices of a run to print at first, if not on a terminal
+_LINE_INTERVAL_S: Final = 10.0  # minimum number of seconds between progress lines of a run, if not on a terminal
+_INITIAL_NOTICES: Final = 5  # number of earlier notices that are printed at first, if not on a terminal
 
 
 @final
 class LiveView:
-    """Shows runs on `stream`. `terminal` tells whether it is a terminal, which is detected by default.
+    """Shows runs on `stream`. `terminal` is whether it is a terminal, which is detected by default.
 
-    On a terminal, `show` redraws the view in place, and `close` clears it. Otherwise, `show` prints lines about new
+    On a terminal, `show` updates the view in place, and `close` clears it. Otherwise, `show` prints lines about new
     events.
     """
 
     def __init__(self, stream: TextIO, terminal: bool | None = None) -> None:
-        self._console = terminal_on(stream, terminal)
+        self._console = make_console(stream, terminal)
         self._stream = stream
-        self._live = live_on(self._console) if is_moving(self._console) else None
-        self._waits = False
-        self._seen: dict[str, int] = {}  # the number of notices that were printed, by run
-        self._lines: dict[str, tuple[float, str]] = {}  # the time and text of the last progress line, by run
+        self._live = start_live(self._console) if is_moving(self._console) else None
+        self._waiting_shown = False
+        self._notice_counts: dict[str, int] = {}  # number of printed notices by run
+        self._last_lines: dict[str, tuple[float, str]] = {}  # time and text of the last progress line by run
 
     def show(self, runs: Sequence[RunView], now: float) -> None:
-        """Show the runs at the time `now`, in seconds since 1970."""
+        """Show the state of the runs at time `now`, in seconds since 1970."""
         if self._live is not None:
             plain = self._console.options.ascii_only
             size = (self._console.width, self._console.height)
             self._live.update(drawing(runs, now, *size, curves=not plain), refresh=True)
             return
-        found = [words for run in runs for words in self._new(run, now)]
-        if not runs and not self._waits:
-            self._waits = True
+        found = [words for run in runs for words in self._new_lines(run, now)]
+        if not runs and not self._waiting_shown:
+            self._waiting_shown = True
             found = [_WAITING]
         self._stream.write("".join(f"{words}\n" for words in found))
         self._stream.flush()
 
     def close(self) -> None:
-        """Clear the view. Calling it again has no effect."""
+        """Clear the view. Calling it again is a no-op."""
         if self._live is not None:
             self._live.stop()
 
-    def _new(self, run: RunView, now: float) -> list[str]:
-        """Return lines about the news of a run."""
+    def _new_lines(self, run: RunView, now: float) -> list[str]:
+        """Return lines about the events of a run since the last call."""
         if not run.is_whole:
             return []
-        seen = self._seen.get(run.name)
-        self._seen[run.name] = run.noticed
-        first = seen is None or run.noticed < seen  # fewer notices mean that a new run started in the folder
-        fresh = _BEFORE if first else run.noticed - (seen or 0)
+        seen = self._notice_counts.get(run.name)
+        self._notice_counts[run.name] = run.noticed
+        first = seen is None or run.noticed < seen  # if there are fewer notices, a new run started in the folder
+        fresh = _INITIAL_NOTICES if first else run.noticed - (seen or 0)
         found = [headline(run)] if first else []
         found += [join(run.name, clock(each.time), each.words) for each in run.notices[-fresh:] if fresh]
-        written, before = self._lines.get(run.name, (0.0, ""))
+        written, before = self._last_lines.get(run.name, (0.0, ""))
         words = line(run)
-        if words != before and place(run) and now - written >= _LINE_S and run.state == "running":
-            self._lines[run.name] = (now, words)
+        if words != before and place(run) and now - written >= _LINE_INTERVAL_S and run.state == "running":
+            self._last_lines[run.name] = (now, words)
             found.append(words)
         return found
 
 
 def drawing(runs: Sequence[RunView], now: float, width: int, height: int, curves: bool = True) -> Group:
-    """Return the view of the runs for a terminal of this size. Without `curves`, it only contains ASCII characters."""
+    """Return the view of the runs for a terminal of this size. Without `curves`, it contains only ASCII characters."""
     parts: list[RenderableType] = [] if runs else [Text(_WAITING)]
     alone = len(runs) == 1
     for run in runs:
-        parts += _run(run, now, width, _HEIGHT if alone else 1, curves)
+        parts += _run_lines(run, now, width, _CURVE_LINES if alone else 1, curves)
     for name, notice in latest(runs, min(_NOTICES, max(height - len(parts) - 2, 0))):
         words = join(clock(notice.time), "" if alone else name, notice.words)
-        parts.append(Text(_fitting(words, width), _KINDS[notice.kind]))
+        parts.append(Text(_truncate(words, width), _KIND_STYLES[notice.kind]))
     return Group(*parts)
 
 
-def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
-    """Return the lines of a run."""
+def _run_lines(run: RunView, now: float, width: int, height: int, curves: bool) -> list[RenderableType]:
+    """Return the lines that show a run."""
     status = run.status
-    parts: list[RenderableType] = [Text(_fitting(headline(run), width), STYLES.get(run.state, "red") or "bold")]
+    parts: list[RenderableType] = [Text(_truncate(headline(run), width), STYLES.get(run.state, "red") or "bold")]
     if not run.is_whole:
         parts.append(Text(f"reading its log: {place(run)}"))
     elif status.step is not None:
         last = f"last event {ago(now - status.time)}" if status.time is not None else ""
         total = max(status.steps or status.step, 1)
         parts.append(progress_line(place(run), status.step, total, join(eta(run), last)))
-        parts.append(Text(_fitting(figures(run), width)))
+        parts.append(Text(_truncate(figures(run), width)))
     if run.failure:
         parts.append(Text(run.failure, "red"))
     points = run.history.curves.get(_CURVE, ())
@@ -111,6 +111,6 @@ def _run(run: RunView, now: float, width: int, height: int, curves: bool) -> lis
     return [*parts, Text("")]
 
 
-def _fitting(words: str, width: int) -> str:
-    """Return the words, truncated to the width of a line."""
+def _truncate(words: str, width: int) -> str:
+    """Return the text, truncated to the width of a line."""
     return set_cell_size(words, width).rstrip()

@@ -1,7 +1,7 @@
-"""MLflow sink. Each run has a run in MLflow, which is continued after a resume.
+"""The MLflow sink. Each run is logged as a run in MLflow, and a resumed run continues it.
 
-If neither `uri` nor MLFLOW_TRACKING_URI names a tracking server, the run is stored in a database in the run folder. To
-view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
+If neither `uri` nor MLFLOW_TRACKING_URI specifies a tracking server, the MLflow run is stored in a database in the run
+folder. To view it, run `mlflow ui --backend-store-uri sqlite:///<run>/mlflow/mlflow.db`.
 """
 
 import math
@@ -15,25 +15,25 @@ from lockstep.reporting.tracker_id import read_id, write_id
 from lockstep.training.events import Done, Event, Stopped
 
 OPTIONS = ("uri", "experiment", "name")
-_LONGEST: Final = 500  # characters of a parameter
-_MOST: Final = 100  # parameters per request
-# For a server that doesn't answer. Training waits for each request. By default, mlflow retries for 20 minutes, which is
-# longer than the other ranks wait (placement.timeout_s).
-_REQUESTS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+_MAX_PARAM_CHARS: Final = 500  # maximum number of characters in a parameter value
+_MAX_PARAMS_PER_REQUEST: Final = 100  # maximum number of parameters per request
+# Limits for a server that doesn't respond. Training waits for each request. By default, mlflow retries for 20 minutes,
+# which is longer than the other ranks wait (placement.timeout_s).
+_REQUEST_LIMITS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "30", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 
 
 @final
 class Mlflow:
-    """A run in a tracking store.
+    """A run in an MLflow tracking store.
 
-    If `folder` contains the id of a run, it is continued. Otherwise, a new run is created with the `recipe` as
-    parameters. Values that are not finite are dropped, because not every store supports them.
+    If `folder` contains the id of an MLflow run, this run is continued. Otherwise, a new run is created with the
+    `recipe` as parameters. Non-finite values are dropped, because not every tracking store supports them.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-        for name, value in _REQUESTS.items():
+        for name, value in _REQUEST_LIMITS.items():
             os.environ.setdefault(name, value)
-        from mlflow import MlflowClient  # imported late, because it takes seconds and only rank 0 needs it
+        from mlflow import MlflowClient  # imported lazily, because it takes seconds and only rank 0 needs it
 
         local = folder.absolute() / "mlflow"
         uri = options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI")
@@ -41,7 +41,7 @@ class Mlflow:
             local.mkdir(exist_ok=True)
             uri = f"sqlite:///{local / 'mlflow.db'}"
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self._end = "FAILED"  # the status of a run that ends without an event
+        self._end_status = "FAILED"  # status if the run ends without a final event
         self._run = read_id(folder, "mlflow")
         if self._run:
             self._client.update_run(self._run, status="RUNNING")
@@ -57,23 +57,23 @@ class Mlflow:
             metrics = [Metric(name, value, int(time * 1000), event.step) for name, value in finite.items()]
             self._client.log_batch(self._run, metrics=metrics)
         if isinstance(event, Done | Stopped):
-            self._end = "FINISHED" if isinstance(event, Done) else "KILLED"
+            self._end_status = "FINISHED" if isinstance(event, Done) else "KILLED"
 
     def close(self) -> None:
         client, self._client = self._client, None
         if client is not None:
-            client.set_terminated(self._run, self._end)
+            client.set_terminated(self._run, self._end_status)
 
 
 def _create(client: Any, place: Path | None, options: Mapping[str, Any], name: str, recipe: Mapping[str, Any]) -> str:
     from mlflow.entities import Param
 
     title = options.get("experiment", "lockstep")
-    found = client.get_experiment_by_name(title)
+    existing = client.get_experiment_by_name(title)
     artifacts = None if place is None else (place / "artifacts").as_uri()
-    experiment = found.experiment_id if found else client.create_experiment(title, artifact_location=artifacts)
+    experiment = existing.experiment_id if existing else client.create_experiment(title, artifact_location=artifacts)
     number = str(client.create_run(experiment, run_name=options.get("name", name)).info.run_id)
-    given = [Param(key, str(value)[:_LONGEST]) for key, value in recipe.items()]
-    for first in range(0, len(given), _MOST):
-        client.log_batch(number, params=given[first : first + _MOST])
+    params_list = [Param(key, str(value)[:_MAX_PARAM_CHARS]) for key, value in recipe.items()]
+    for first in range(0, len(params_list), _MAX_PARAMS_PER_REQUEST):
+        client.log_batch(number, params=params_list[first : first + _MAX_PARAMS_PER_REQUEST])
     return number

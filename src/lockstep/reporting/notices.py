@@ -1,4 +1,4 @@
-"""Notices about a run that is watched: starts, evaluations, checkpoints, warnings and the end."""
+"""Notices about a watched run: starts, evaluations, checkpoints, warnings and the end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ from lockstep.reporting.run_log import count, figures, text
 
 Kind = Literal["start", "evaluation", "checkpoint", "warning", "end"]
 
-_LONGEST: Final = 500  # characters
-_LATEST: Final = 1e11  # seconds, small enough for the calendar functions
+_MAX_CHARS: Final = 500  # maximum number of characters in a notice
+_MAX_TIME_S: Final = 1e11  # maximum timestamp in seconds that the calendar functions support
 
 
 @dataclass(frozen=True)
 class Notice:
-    """An event in printable words.
+    """An event as printable text.
 
     `time` is in seconds since 1970, or None if the log doesn't contain it.
     """
@@ -27,16 +27,19 @@ class Notice:
 
 
 def notice(event: Mapping[str, Any], fractions: frozenset[str] = frozenset()) -> Notice | None:
-    """Return the notice for an event, or None if it has none, like a step report. `fractions` are shown in percent."""
-    if (found := _words(event, fractions)) is None:
+    """Return the notice for an event, or None for events such as step reports.
+
+    The metrics in `fractions` are shown as percentages.
+    """
+    if (found := _describe(event, fractions)) is None:
         return None
     kind, words = found
     time = event.get("time")
-    known = float(time) if isinstance(time, float | int) and 0 <= time < _LATEST else None
-    return Notice(known, kind, words[:_LONGEST])
+    known = float(time) if isinstance(time, float | int) and 0 <= time < _MAX_TIME_S else None
+    return Notice(known, kind, words[:_MAX_CHARS])
 
 
-def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, str] | None:
+def _describe(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, str] | None:
     step = f"{count(event, 'step') or 0:,}"
     match event.get("event"):
         case "started":
@@ -55,7 +58,9 @@ def _words(event: Mapping[str, Any], fractions: frozenset[str]) -> tuple[Kind, s
             return "warning", f"skipped {wording.format_count(len(names), 'unreadable file')}: {', '.join(names[:3])}"
         case "evaluated":
             named = figures(event)
-            words = ", ".join(f"{name} {wording.curve_value(name, value, name in fractions)}" for name, value in named)
+            words = ", ".join(
+                f"{name} {wording.format_metric(name, value, name in fractions)}" for name, value in named
+            )
             return "evaluation", f"evaluated after step {step}: {words}"
         case "saved":
             best = ", best so far" if event.get("best") is True else ""

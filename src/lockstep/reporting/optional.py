@@ -1,4 +1,4 @@
-"""A sink that training can do without. If it fails, it is switched off with a warning, and the run continues."""
+"""A sink that is optional for training. If it fails, it is disabled with a warning, and the run continues."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lockstep.training.events import Event
 
 @final
 class Optional:
-    """Passes events to `sink`. If it raises an exception, `warn` is called with a message that names the `label`."""
+    """Passes events to `sink`. If the sink raises an exception, calls `warn` with a message that contains `label`."""
 
     def __init__(self, label: str, sink: Sink, warn: Callable[[str], None]) -> None:
         self._label = label
@@ -22,15 +22,15 @@ class Optional:
 
     def write(self, event: Event, time: float) -> None:
         if (sink := self._sink) is not None:
-            self._try(lambda: sink.write(event, time))
+            self._call_sink(lambda: sink.write(event, time))
 
     def close(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
-            self._try(sink.close)
+            self._call_sink(sink.close)
 
-    def _try(self, call: Callable[[], None]) -> None:
-        # Libraries draw retry delays from Python's default generator, which the user's loop may also use.
+    def _call_sink(self, call: Callable[[], None]) -> None:
+        # Libraries draw retry delays from Python's global random generator, which the user's loop may also use.
         drawn = random.getstate()
         try:
             with OwnCode(self._label):

@@ -36,9 +36,9 @@ const draw = (place) => {
   const y = {...isClose && {rangemode: "normal"}, ...isLog && {type: "log", uirevision: "log"}};
   const traces = data.map((trace) => {
     const {line, marker, meta} = trace;
-    const colours = {...line && {line: shade(line)}, ...marker && {marker: shade(marker)}};
+    const colors = {...line && {line: shade(line)}, ...marker && {marker: shade(marker)}};
     const ticked = legend ? {visible: isTicked(legend, meta)} : {};
-    return {...trace, ...colours, ...ticked, ...chosen && {x: meta[axis]}, ...isLog && {y: trace.y.map(positive)}};
+    return {...trace, ...colors, ...ticked, ...chosen && {x: meta[axis]}, ...isLog && {y: trace.y.map(positive)}};
   });
   const noisy = weight ? traces.filter((trace) => trace.meta.noisy) : [];
   const shown = traces.map((trace) => noisy.includes(trace)

@@ -1,8 +1,8 @@
-"""A page of tables and charts as a single HTML file, which needs no network access.
+"""A page of tables and charts as a single HTML file that needs no network access.
 
-Its Content-Security-Policy blocks all other resources, and allows only its two scripts, by their hashes. Text of runs
-is escaped. Even if the escaping failed, the text could not run as a script. A live page starts without sections. It
-fetches them repeatedly from the server that it came from, and makes no other request.
+Its Content-Security-Policy only allows its two scripts, by their hashes, and blocks all other resources. Text from runs
+is escaped. Even if the escaping failed, the text couldn't run as a script. A live page starts without sections. It
+repeatedly fetches the sections from its own server, and makes no other requests.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from markupsafe import Markup
 from lockstep.common.text import printable
 from lockstep.reporting.charts import Chart
 
-_LONG: Final = 24  # characters; a column with a longer cell is left-aligned and may wrap
-_MOST_UNFOLDED: Final = 10  # rows of a table that can be folded
+_LONG_CELL_CHARS: Final = 24  # characters; a column with a longer cell is left-aligned and may wrap
+_MAX_UNFOLDED_ROWS: Final = 10  # a foldable table with more rows is folded at first
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading. The first cell of each row is its name.
+    """A table with a heading. The first cell of each row is the name of the row.
 
     If the table is `grouped`, the first cell of each row is the name of its group instead. Consecutive rows of a group
-    are below its name, which isn't shown if there is only one group. A `folded` table of more than ten rows is closed
-    until the reader opens it.
+    are shown below the name of the group. If there is only one group, its name is hidden. A `folded` table with more
+    than ten rows is collapsed until the reader opens it.
     """
 
     title: str
@@ -44,12 +44,12 @@ class Table:
 
     @property
     def headings(self) -> Sequence[str]:
-        """The headings of the columns, without that of the groups."""
+        """The headings of the columns, without the column of the groups."""
         return self.columns[1:] if self.grouped else self.columns
 
     @property
     def groups(self) -> list[tuple[str, list[Sequence[str]]]]:
-        """The rows by group. The name is empty if it isn't shown."""
+        """The rows by group. The name of a group is empty if it is hidden."""
         if not self.grouped:
             return [("", [*self.rows])]
         found = [(name, [row[1:] for row in rows]) for name, rows in groupby(self.rows, key=lambda row: row[0])]
@@ -57,19 +57,19 @@ class Table:
 
     @property
     def long(self) -> list[bool]:
-        """For each column, whether it is left-aligned and may wrap."""
+        """Whether each column is left-aligned and may wrap."""
         rows = [row for _, rows in self.groups for row in rows]
-        return [at > 0 and any(len(row[at]) > _LONG for row in rows) for at in range(len(self.headings))]
+        return [at > 0 and any(len(row[at]) > _LONG_CELL_CHARS for row in rows) for at in range(len(self.headings))]
 
     @property
     def is_closed(self) -> bool:
-        """Whether the reader has to open the table."""
-        return self.folded and len(self.rows) > _MOST_UNFOLDED
+        """Whether the table is collapsed at first."""
+        return self.folded and len(self.rows) > _MAX_UNFOLDED_ROWS
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A grid of figures with their names, with a heading unless `title` is empty."""
+    """A grid of named values. It has a heading unless `title` is empty."""
 
     title: str
     figures: Sequence[tuple[str, str]]
@@ -78,7 +78,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Words:
-    """Paragraphs, with a heading unless `title` is empty."""
+    """Paragraphs of text. They have a heading unless `title` is empty."""
 
     title: str
     paragraphs: Sequence[str]
@@ -86,7 +86,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Tile:
-    """The content of a data: URI, and the lines of text below it. The first line is its name."""
+    """A tile with a preview and lines of text below it. `source` is a data: URI. The first line is the tile's name."""
 
     source: str
     lines: Sequence[str]
@@ -98,7 +98,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles in a row, with a heading."""
+    """A row of tiles with a heading."""
 
     title: str
     tiles: Sequence[Tile]
@@ -107,7 +107,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that is shown line by line. The prompt, `given`, is styled differently from the text that `follows`."""
+    """A text that is shown line by line. The prompt `given` has a different style than the continuation `follows`."""
 
     name: str
     given: str
@@ -116,7 +116,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Passages:
-    """Passages below each other, with a heading."""
+    """A list of passages with a heading."""
 
     title: str
     passages: Sequence[Passage]
@@ -125,7 +125,7 @@ class Passages:
 
 @dataclass(frozen=True)
 class ProgressBar:
-    """A progress bar for `done` of `total`, with a grid of figures by name."""
+    """A progress bar that shows `done` of `total`, and a grid of named values."""
 
     title: str
     done: int
@@ -142,14 +142,14 @@ def page(title: str, sections: Sequence[Section]) -> str:
 
 
 def live_page(title: str, every_ms: int) -> str:
-    """Return a live page as HTML. It fetches `live_parts` from `data` in the same folder."""
+    """Return a live page as HTML. It fetches `live_parts` from the path `data` in the same folder."""
     return _document(title, (), "page_live.js", every_ms)
 
 
 def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
-    """Return the sections for a live page, ready for JSON.
+    """Return the sections of a live page as JSON-compatible dicts.
 
-    Each section has a key that identifies it between updates, its HTML, and its plotly figure.
+    Each section has a key that identifies it across updates, its HTML, and its plotly figure.
     """
     inner = _template().module.inner  # type: ignore[attr-defined]
     return [
@@ -161,10 +161,10 @@ def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _document(title: str, sections: Sequence[Section], script: str, every_ms: int) -> str:
     from plotly.offline import get_plotlyjs
 
-    plotly = get_plotlyjs().replace("</script", "<\\/script")  # it would end the script element
+    plotly = get_plotlyjs().replace("</script", "<\\/script")  # otherwise, it would end the script element
     scripts = plotly, _part("page.js") + _part(script)
     digests = [b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    # Only </ can end a script element, and JSON can escape <.
+    # Only </ can end a script element, so the < is escaped in JSON.
     figures = [json.dumps(_figure(each), allow_nan=False).replace("<", "\\u003c") for each in sections]
     return _template().render(
         title=title,
@@ -181,7 +181,7 @@ def _document(title: str, sections: Sequence[Section], script: str, every_ms: in
 
 @cache
 def _template() -> Template:
-    """Return the template page.html. It escapes all values for HTML and replaces unprintable characters."""
+    """Return the template page.html. It escapes values for HTML, and replaces unprintable characters."""
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, finalize=_printable
     )

@@ -1,8 +1,8 @@
-"""Serves the page of watched runs to browsers on this machine. There are two paths: / and /data.
+"""Serves the page of watched runs to browsers on this machine. The only paths are / and /data.
 
-Web pages of other sites must not read the runs. Browsers don't let them read answers of a different origin. If a site
-points its own name to this machine (DNS rebinding), the requests have that name as `Host`. Therefore, the server only
-answers requests whose host is an address or a name of this machine.
+Web pages of other sites must not read the runs. Browsers prevent a page from reading responses of a different origin.
+However, a site can point its own name to this machine (DNS rebinding). The requests then have this name as `Host`.
+Therefore, the server only responds if the host is an address or a name of this machine.
 """
 
 import errno
@@ -25,22 +25,24 @@ from lockstep.reporting.run_log import History
 from lockstep.reporting.run_page import live_sections, title
 from lockstep.reporting.run_view import RunView
 
-_EVERY_MS: Final = 2_000  # between two requests of a page
-_LINGER_S: Final = 2.5 * _EVERY_MS / 1_000  # after the end, so that open pages can fetch the last update
-_SILENT_S: Final = 10.0  # for a connection without a request
-_LONGEST_S: Final = 60.0  # for a connection in total; a page has a few MB, and each request has its own connection
-_MOST: Final = 64  # connections; beyond that, the oldest are closed
+_POLL_MS: Final = 2_000  # milliseconds between two requests of a page
+_LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # seconds to serve after the end, so that pages get the last update
+_IDLE_TIMEOUT_S: Final = 10.0  # timeout of a connection without a request
+_MAX_CONNECTION_S: Final = (
+    60.0  # maximum duration of a connection; a page has a few MB and uses a connection per request
+)
+_MAX_CONNECTIONS: Final = 64  # maximum number of connections; beyond this, the oldest connections are closed
 _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "frame-ancestors 'none'",  # the page contains the rest
+    "Content-Security-Policy": "frame-ancestors 'none'",  # the page itself sets the rest of the policy
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP answer: status, content type, body, and ETag."""
+    """An HTTP response: status, content type, body, and ETag."""
 
     status: HTTPStatus
     kind: str = "text/plain"
@@ -50,28 +52,28 @@ class Answer:
 
 @final
 class PageServer:
-    """Context manager that listens on `host` and `port`. `publish` changes the runs that it shows.
+    """A context manager that serves a page on `host` and `port`. Call `publish` to change the runs that it shows.
 
-    With port 0, any free port is used, and `url` contains it. On exit, open pages have a few seconds to fetch the last
-    update, and then all threads and connections end. Raises UsageError if the server can't listen there.
+    With port 0, the server uses any free port, and `url` contains it. On exit, open pages have a few seconds to fetch
+    the last update before all threads and connections end. Raises UsageError if the server can't listen on the address.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        page = live_page("Runs", _EVERY_MS).encode()
+        page = live_page("Runs", _POLL_MS).encode()
         self._page = Answer(HTTPStatus.OK, "text/html; charset=utf-8", page, _tag(page))
         self._runs: Sequence[RunView] = ()
-        self._over = False
+        self._is_final = False
         self._data: Answer | None = None
         self._building = threading.Lock()
-        self._asked = threading.Event()  # whether a page has requested data before the end
-        self._informed = threading.Event()  # whether a page has received the last update
+        self._data_requested = threading.Event()  # set once a page has requested data
+        self._final_update_sent = threading.Event()  # set once a page has received the last update
         self._host = host
-        self._server = _listening(host, port, self)
+        self._server = _make_server(host, port, self)
         self._thread = threading.Thread(target=self._server.serve_forever, name="page server")
 
     @property
     def url(self) -> str:
-        """The address for a browser."""
+        """The URL of the page."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._server.server_address[1]}/"
 
@@ -80,22 +82,22 @@ class PageServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._over and self._asked.is_set():
-            self._informed.wait(_LINGER_S)
+        if kind is None and self._is_final and self._data_requested.is_set():
+            self._final_update_sent.wait(_LINGER_S)
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     def publish(self, runs: Sequence[RunView], over: bool) -> None:
-        """Show these runs. `over` tells that there will be no further updates."""
-        if over != self._over or _state(runs) != _state(self._runs):
+        """Show these runs. `over` is whether this is the last update."""
+        if over != self._is_final or _state(runs) != _state(self._runs):
             with self._building:
-                self._runs, self._over, self._data = runs, over, None
+                self._runs, self._is_final, self._data = runs, over, None
 
     def answer(self, path: str, host: str, tag: str) -> Answer:
-        """Return the answer to a GET request.
+        """Return the response to a GET request.
 
-        `host` is the Host header of the request, and `tag` the ETag of the answer that the client has.
+        `host` is the Host header of the request. `tag` is the ETag of the response that the client has cached.
         """
         if not is_own(host, self._host):
             return Answer(HTTPStatus.FORBIDDEN, body=b"Host: not a name or address of this machine")
@@ -109,17 +111,17 @@ class PageServer:
         return Answer(HTTPStatus.NOT_MODIFIED, tag=found.tag) if tag == found.tag else found
 
     def _current(self) -> Answer:
-        """Return the answer with the last update, which is only built when a page requests it."""
+        """Return the response with the latest update. It is only built when a page requests it."""
         with self._building:
             if self._data is None:
-                body = live_data(self._runs, self._over)
+                body = live_data(self._runs, self._is_final)
                 self._data = Answer(HTTPStatus.OK, "application/json", body, _tag(body))
-            (self._informed if self._over else self._asked).set()
+            (self._final_update_sent if self._is_final else self._data_requested).set()
             return self._data
 
 
 def is_own(header: str, host: str) -> bool:
-    """Return whether the Host header is an address or a name of this machine. `host` is one of these names."""
+    """Return whether a Host header names this machine. `host` is a name that the server listens on."""
     name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.removeprefix("[").removesuffix("]").lower()
     try:
@@ -134,7 +136,7 @@ def _tag(body: bytes) -> str:
 
 
 def live_data(runs: Sequence[RunView], over: bool) -> bytes:
-    """Return the JSON for a live page. `over` tells that there will be no further updates."""
+    """Return the JSON data of a live page. `over` is whether this is the last update."""
     found = {"title": title(runs), "over": over, "parts": live_parts(live_sections(runs))}
     return json.dumps(found, allow_nan=False, separators=(",", ":")).encode(errors="backslashreplace")
 
@@ -144,11 +146,11 @@ def _state(runs: Collection[RunView]) -> list[object]:
     return [replace(run, history=History(last=run.history.last, status=run.status), notices=()) for run in runs]
 
 
-def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
+def _make_server(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
     class Request(BaseHTTPRequestHandler):
-        """A request to this server."""
+        """Handles requests to this server."""
 
-        timeout = _SILENT_S
+        timeout = _IDLE_TIMEOUT_S
         server_version, sys_version = "lockstep", ""
 
         def do_GET(self) -> None:
@@ -165,25 +167,25 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
     with os_error_as(UsageError, f"--host {host}: not an address of this machine"):
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
-    opened: dict[socket.socket, float] = {}  # open connections with their start times
+    opened: dict[socket.socket, float] = {}  # open connections and their start times
 
     class Listener(ThreadingHTTPServer):
-        """A server with a daemon thread per request, so that no request blocks the exit or other requests."""
+        """An HTTP server with a daemon thread per request, so that no request blocks the exit or other requests."""
 
         address_family = family
         daemon_threads = True
-        request_queue_size = 2 * _MOST  # if the queue is full, connections are retried after seconds
+        request_queue_size = 2 * _MAX_CONNECTIONS  # if the queue is full, clients only retry after seconds
 
         def process_request(self, request: Any, client_address: Any) -> None:
             opened[request] = time.monotonic()
-            for old in list(opened)[:-_MOST]:
-                _hang_up(old)
+            for old in list(opened)[:-_MAX_CONNECTIONS]:
+                _shut_down(old)
             super().process_request(request, client_address)
 
         def service_actions(self) -> None:
             for old, since in list(opened.items()):
-                if time.monotonic() - since > _LONGEST_S:
-                    _hang_up(old)
+                if time.monotonic() - since > _MAX_CONNECTION_S:
+                    _shut_down(old)
 
         def shutdown_request(self, request: Any) -> None:
             opened.pop(request, None)
@@ -200,7 +202,7 @@ def _listening(host: str, port: int, server: PageServer) -> ThreadingHTTPServer:
         raise UsageError(f"{where}: cannot listen: {error.strerror}{hint}") from error
 
 
-def _hang_up(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shut down a connection that a thread is reading from."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

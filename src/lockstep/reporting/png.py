@@ -14,8 +14,8 @@ from lockstep.reporting.page import Section
 _BROWSERS: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _WIDTH: Final = 900
 _SCALE: Final = 2
-_MOST_ABOVE: Final = 8  # traces whose names are above the chart
-_BESIDE: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
+_MAX_KEYS_ABOVE: Final = 8  # maximum number of traces in a legend above the chart
+_SIDE_LEGEND: Final = {"orientation": "v", "traceorder": "normal", "x": 1.02, "y": 1, "yanchor": "top"}
 
 
 def check_png() -> None:
@@ -27,9 +27,9 @@ def check_png() -> None:
 
 
 def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Write each chart to a file in `folder`, which is named after its title, and return the files.
+    """Write each chart to a file in `folder` and return the paths. Each file is named after the title of its chart.
 
-    They have light colors for print.
+    The charts use light colors for printing.
     """
     from kaleido import write_fig_from_object_sync
 
@@ -46,15 +46,16 @@ def write_png(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 
 def file_layout(chart: Chart) -> dict[str, Any]:
-    """Return the layout of a chart with its title and its own legend, because a file has no legend of the page."""
+    """Return the layout of a chart for a file, with its title and legend, because a file has no page around it."""
     title = {"text": plain(chart.title), "y": 0.98, "yanchor": "top"}
     layout = {**chart.figure["layout"], "title": title, "margin": {"l": 60, "r": 30, "t": 120, "b": 60}}
     keys = len(chart.figure["data"])
     if chart.legend and keys > 1:
         layout |= {"showlegend": True, "height": layout["height"] + KEY_HEIGHT * keys}
-    if chart.legend and keys > _MOST_ABOVE:
-        # plotly gives a legend above the chart half of the height, and a legend next to it all of the height.
-        layout["legend"] = _BESIDE
+    if chart.legend and keys > _MAX_KEYS_ABOVE:
+        # In plotly, a legend above the chart takes up to half of the height, and a legend next to it takes the full
+        # height.
+        layout["legend"] = _SIDE_LEGEND
     return layout
 
 

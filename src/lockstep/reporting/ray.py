@@ -1,4 +1,4 @@
-"""Reports saves to Ray Train: the last figures, and a checkpoint that points to the run folder."""
+"""Reports saves to Ray Train: the latest metrics, and a checkpoint that points to the run folder."""
 
 import json
 from pathlib import Path
@@ -12,16 +12,16 @@ POINTER: Final = "lockstep.json"
 
 @final
 class RayReport:
-    """A sink for Ray Train. Every rank has one, because Ray waits for a report from each rank.
+    """A sink for Ray Train. Every rank has this sink, because Ray waits for a report from each rank.
 
-    Ray only keeps the report of rank 0, which has `lead` set. The checkpoint contains no weights. A run resumes from
-    its run folder, on any number of workers.
+    Ray only keeps the report of rank 0, which sets `lead`. The checkpoint contains no weights. A run resumes from its
+    run folder, on any number of workers.
     """
 
     def __init__(self, folder: str, lead: bool) -> None:
         self._folder, self._lead = folder, lead
         self._figures: dict[str, float] = {}
-        self.reported = -1  # the step of the last report
+        self.reported = -1  # step of the last report
 
     def write(self, event: Event, time: float) -> None:
         """See Sink."""
@@ -29,7 +29,7 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        # The last report can be lost with a worker. The next start then has nothing left to train, but reports again.
+        # If a worker is lost, the last report can be lost with it. The next start has no steps left, but reports again.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}

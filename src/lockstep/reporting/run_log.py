@@ -1,4 +1,4 @@
-"""Reads the events of a run: its progress, its curves, its starts and its checkpoints."""
+"""Reads the events of a run, and derives its progress, curves, starts and checkpoints."""
 
 import math
 from collections import deque
@@ -12,17 +12,17 @@ from lockstep.reporting.thinning import Point, Thinned
 from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
-_LARGEST: Final = 1e300  # magnitude of a figure
-_LARGEST_COUNT: Final = 1e15  # larger numbers aren't exact floats, or are invalid times
-_OF_STEP: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
-_TRAINING: Final = "/train"  # suffix of a curve's name
-_VALIDATION: Final = "/validation"  # suffix of the loss curve of evaluations
-_MOST_CURVES: Final = 100  # curves of a run; a typical log has about ten
-_REPORTS: Final = 20  # step reports to measure speed over; includes an evaluation now and then, but not the past hours
+_MAX_MAGNITUDE: Final = 1e300  # maximum magnitude of a metric
+_MAX_COUNT: Final = 1e15  # larger numbers aren't exact as float, or aren't valid times
+_STEP_FIELDS: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
+_TRAINING_SUFFIX: Final = "/train"  # name suffix of training curves
+_VALIDATION_SUFFIX: Final = "/validation"  # name suffix of the loss curve of evaluations
+_MAX_CURVES: Final = 100  # maximum number of curves of a run; a typical log has about ten
+_SPEED_REPORTS: Final = 20  # number of step reports for measuring speed; includes evaluations, but not the past hours
 
 
 class SpeedSample(NamedTuple):
-    """A start or a step report, from which the speed is measured."""
+    """A point in time for measuring speed, taken at a start or a step report."""
 
     time: float
     step: int
@@ -30,7 +30,7 @@ class SpeedSample(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure of an evaluation. `is_fraction` tells whether it is shown in percent."""
+    """A metric of an evaluation. `is_fraction` is whether it is shown as a percentage."""
 
     name: str
     value: float
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 class RunStart:
     """A start of the run after `step` steps.
 
-    `again` is the number of steps that it recomputes, and `seconds` its position on the time axis.
+    `again` is the number of steps that this start recomputes. `seconds` is its position on the time axis.
     """
 
     step: int
@@ -55,7 +55,7 @@ class RunStart:
 
 @dataclass(frozen=True)
 class Save:
-    """A checkpoint after `step` steps. Writing it took `took_s` seconds."""
+    """A checkpoint after `step` steps. `took_s` is the duration of the save in seconds."""
 
     step: int
     seconds: float
@@ -68,9 +68,9 @@ class Save:
 class RunStatus:
     """The progress of a run. A field is None if the log doesn't contain it.
 
-    `last` is the name of the last event, and `time` its time in seconds since 1970. `epoch` is the epoch of the last
-    step, counted from 1. `samples_per_s` and `left_s`, the remaining seconds, are measured over the last reports since
-    the last start. They include evaluations and saves.
+    `last` is the name of the last event, and `time` is its time in seconds since 1970. `epoch` is the epoch of the last
+    step, counted from 1. `samples_per_s` and the remaining seconds `left_s` are measured over the latest reports since
+    the last start. They include the time of evaluations and saves.
     """
 
     last: str | None = None
@@ -88,12 +88,12 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class History:
-    """A run by its event log.
+    """The history of a run, as read from its event log.
 
-    `last` is the last event, `started` the last start and `evaluated` the last evaluation. They are empty if there is
-    none. `curves` has the figures by the names that `figures` yields. Long curves are thinned. If a step was
-    recomputed, the later figures count, and the time of both computations. `seconds` is the total over all starts.
-    `skipped` is the number of files that could not be read.
+    `last` is the last event, `started` is the last start, and `evaluated` is the last evaluation. Each is empty if
+    there is no such event. `curves` contains the metrics by the names that `figures` yields. Long curves are thinned
+    out. If a step was recomputed, only its later metrics are kept, but the time of both computations counts. `seconds`
+    is the total time over all starts. `skipped` is the number of files that couldn't be read.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -108,21 +108,21 @@ class History:
 
     @property
     def fractions(self) -> frozenset[str]:
-        """The names of figures that are fractions of 1."""
+        """The names of metrics that are fractions between 0 and 1."""
         named = self.started.get("fractions")
         return frozenset(each for each in named if isinstance(each, str)) if isinstance(named, list) else frozenset()
 
     @property
     def monitor(self) -> str:
-        """The name of the figure that decides which evaluation is the best."""
+        """The name of the metric that selects the best evaluation."""
         return text(self.started, "monitor") or "loss"
 
     @property
     def figure(self) -> Figure | None:
-        """The monitored figure of the last evaluation. If the loss is monitored, the first figure of the task."""
-        own = [key for key in self.evaluated if _name("evaluated", key, of_model=True) == key]
+        """The monitored metric of the last evaluation. If the loss is monitored, this is the task's first metric."""
+        own = [key for key in self.evaluated if _curve_name("evaluated", key, of_model=True) == key]
         name = self.monitor if self.monitor in own else next(iter(own), "")
-        value = self.of_evaluation(name)
+        value = self.evaluation_metric(name)
         return None if value is None else Figure(name, value, name in self.fractions)
 
     @property
@@ -130,38 +130,38 @@ class History:
         """The hash of the final weights, or empty if the run isn't done."""
         return text(self.last, "weights_sha256") if self.last.get("event") == "done" else ""
 
-    def of_evaluation(self, name: str) -> float | None:
-        """Return a figure of the last evaluation, which can be the loss."""
+    def evaluation_metric(self, name: str) -> float | None:
+        """Return a metric of the last evaluation, or the loss."""
         return _figure(self.evaluated.get(name))
 
-    def last_of(self, curve: str) -> float | None:
+    def last_value(self, curve: str) -> float | None:
         """Return the last value of a curve, or None if there is no such curve."""
         points = self.curves.get(curve)
         return points[-1].value if points else None
 
     def is_share(self, curve: str) -> bool:
-        """Return whether a curve consists of fractions of 1."""
-        name = curve.removesuffix(_TRAINING).removesuffix("/ema")
+        """Return whether the values of a curve are fractions between 0 and 1."""
+        name = curve.removesuffix(_TRAINING_SUFFIX).removesuffix("/ema")
         return name in self.fractions or name == "mfu"
 
 
 def training_curve(figure: str) -> str:
-    """Return the name of the training curve of a figure."""
-    return f"{figure}{_TRAINING}"
+    """Return the name of the training curve of a metric."""
+    return f"{figure}{_TRAINING_SUFFIX}"
 
 
 def evaluation_curve(figure: str) -> str:
-    """Return the name of the evaluation curve of a figure."""
-    return f"loss{_VALIDATION}" if figure == "loss" else figure
+    """Return the name of the evaluation curve of a metric."""
+    return f"loss{_VALIDATION_SUFFIX}" if figure == "loss" else figure
 
 
 def figure_of(curve: str) -> str:
-    """Return the figure of a training or evaluation curve."""
-    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING)
+    """Return the name of the metric of a training or evaluation curve."""
+    return "loss" if curve == evaluation_curve("loss") else curve.removesuffix(_TRAINING_SUFFIX)
 
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
-    """Return the history from the events of a log. Raises KeyError or ValueError like RunLog."""
+    """Return the history of a run from the events of its log. Raises KeyError or ValueError like RunLog."""
     log = RunLog()
     for event in events:
         log.take(event)
@@ -169,11 +169,11 @@ def history(events: Iterable[Mapping[str, Any]]) -> History:
 
 
 def best(histories: Sequence[History]) -> list[str]:
-    """Return `by FIGURE` for the best of the runs, and empty text for all other runs.
+    """Return the text `by METRIC` for the best run, and an empty text for all other runs.
 
-    If all runs are equal, or if they monitor different figures, all texts are empty.
+    If all runs are equal, or if they monitor different metrics, all texts are empty.
     """
-    judged = [each.of_evaluation(each.monitor) for each in histories]
+    judged = [each.evaluation_metric(each.monitor) for each in histories]
     known = {value for value in judged if value is not None and not math.isnan(value)}
     # Older logs don't contain `higher`.
     ways = {(each.monitor, str(each.started.get("higher"))) for each in histories if each.evaluated}
@@ -185,7 +185,7 @@ def best(histories: Sequence[History]) -> list[str]:
 
 @final
 class RunLog:
-    """Takes the events of a log one by one. `history` returns their history so far."""
+    """Reads the events of a log one by one. `history` returns the history so far."""
 
     def __init__(self) -> None:
         self._starts: list[RunStart] = []
@@ -196,14 +196,14 @@ class RunLog:
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        self._reports: deque[SpeedSample] = deque(maxlen=_REPORTS + 1)  # since the last start, which comes first
-        self._began: float | None = None  # the time of this start
-        self._before = self._now = 0.0  # the seconds of earlier starts, and the time of the last event
+        self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)  # the first entry is the last start
+        self._start_time: float | None = None  # time of the last start
+        self._earlier_seconds = self._now = 0.0  # total seconds of earlier starts, and the time of the last event
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take the next event.
+        """Add the next event.
 
-        Raises KeyError or ValueError if it isn't an event of this version. In this case, the event is ignored.
+        Raises KeyError or ValueError if this version doesn't write such an event. In this case, the event is ignored.
         """
         _check(event)
         self._last, kind = event, event.get("event")
@@ -214,21 +214,21 @@ class RunLog:
         time, step, samples = _number(event, "time"), count(event, "step"), count(event, "samples")
         if time is None or step is None or samples is None:
             return
-        if self._began is None:
-            self._began = self._now = time
+        if self._start_time is None:
+            self._start_time = self._now = time
         if kind == "started":
-            self._before += max(0.0, self._now - self._began)
-            self._began, self._started = time, event
-            self._forget(step)
+            self._earlier_seconds += max(0.0, self._now - self._start_time)
+            self._start_time, self._started = time, event
+            self._drop_after(step)
             self._reports.clear()
-            self._starts.append(_start(event, step, self._before))
+            self._starts.append(_start(event, step, self._earlier_seconds))
         if kind in ("started", "step"):
             self._reports.append(SpeedSample(time, step, samples))
             self._loss = _figure(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
         for name, value in figures(event):
-            if name in self._curves or len(self._curves) < _MOST_CURVES:
+            if name in self._curves or len(self._curves) < _MAX_CURVES:
                 self._curves.setdefault(name, Thinned()).append(Point(step, samples, seconds, value))
         if kind == "saved":
             took, best = _number(event, "seconds") or 0.0, event.get("best") is True
@@ -263,14 +263,14 @@ class RunLog:
 
     @property
     def fractions(self) -> frozenset[str]:
-        """The names of figures that are fractions of 1."""
+        """The names of metrics that are fractions between 0 and 1."""
         return History(started=self._started).fractions
 
     @property
     def _seconds(self) -> float:
-        return self._before + max(0.0, self._now - (self._began or 0.0))
+        return self._earlier_seconds + max(0.0, self._now - (self._start_time or 0.0))
 
-    def _forget(self, step: int) -> None:
+    def _drop_after(self, step: int) -> None:
         """Drop everything after `step`, because these steps are recomputed."""
         for curve in self._curves.values():
             curve.cut(step)
@@ -278,28 +278,28 @@ class RunLog:
 
 
 def text(event: Mapping[str, Any], key: str) -> str:
-    """Return a text of an event in printable form, or empty text if it is missing."""
+    """Return a string field of an event in printable form, or an empty string if it is missing."""
     value = event.get(key)
     return printable_line(value) if isinstance(value, str) else ""
 
 
 def count(event: Mapping[str, Any], key: str) -> int | None:
-    """Return a count of an event, or None if it is missing."""
+    """Return an integer field of an event, or None if it is missing."""
     value = event.get(key)
     return value if _is_count(value) else None
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the figures of an event by the names of their curves."""
+    """Yield the metrics of an event as pairs of curve name and value."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
-            if (name := _name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
+            if (name := _curve_name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
                 yield name, number
 
 
 def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the seconds that each rank spent on each part, from a `done` event, or an empty mapping."""
+    """Return the seconds that each rank spent on each activity, from a `done` event, or an empty dict if unknown."""
     spent = event.get("seconds_by_rank")
     if not isinstance(spent, dict):
         return {}
@@ -309,18 +309,18 @@ def by_rank(event: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def peaks(event: Mapping[str, Any]) -> list[float]:
-    """Return the peak memory of each rank in bytes, from a `done` event, or an empty list."""
+    """Return the peak memory of each rank in bytes, from a `done` event. Return an empty list if unknown."""
     return _numbers(event.get("peak_bytes_by_rank"))
 
 
 def _check(event: Mapping[str, Any]) -> None:
-    """Raise KeyError or ValueError if a field that the other functions rely on is missing or has the wrong type."""
+    """Raise KeyError or ValueError if a required field is missing or has the wrong type."""
     kind = event.get("event")
-    required, forms = (_REQUIRED.get(kind, ()), _FORMS.get(kind, {})) if isinstance(kind, str) else ((), {})
+    required, forms = (_REQUIRED.get(kind, ()), _VALIDATORS.get(kind, {})) if isinstance(kind, str) else ((), {})
     for key in required:
         if event.get(key) is None:
             raise KeyError(key)
-    for key, is_right in (*_FORMS_OF_ALL.items(), *forms.items()):
+    for key, is_right in (*_COMMON_VALIDATORS.items(), *forms.items()):
         if (value := event.get(key)) is not None and not is_right(value):
             raise ValueError(f"{key}: invalid value in an event")
 
@@ -330,11 +330,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST_COUNT
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _LARGEST_COUNT
+    return type(value) in (int, float) and 0 <= value < _MAX_COUNT
 
 
 def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
@@ -344,7 +344,7 @@ def _start(event: Mapping[str, Any], step: int, seconds: float) -> RunStart:
 
 
 def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
-    """Return steps and samples per second."""
+    """Return the steps per second and the samples per second, or None for both."""
     if len(reports) < 2 or reports[-1].time <= reports[0].time:
         return None, None
     first, last = reports[0], reports[-1]
@@ -352,12 +352,12 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
     return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
 
-@lru_cache(maxsize=1_000)  # a log has many events of few kinds
-def _name(kind: str, key: str, of_model: bool) -> str:
-    """Return the name of the curve for a field of an event, or empty text if the field isn't a figure."""
+@lru_cache(maxsize=1_000)  # a log has many events, but few kinds of events
+def _curve_name(kind: str, key: str, of_model: bool) -> str:
+    """Return the curve name for a field of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
-        names = {"loss": training_curve("loss"), **{name: name for name in _OF_STEP}}
-        own, suffix = {each.name for each in fields(Stepped)}, _TRAINING
+        names = {"loss": training_curve("loss"), **{name: name for name in _STEP_FIELDS}}
+        own, suffix = {each.name for each in fields(Stepped)}, _TRAINING_SUFFIX
     elif kind == "evaluated":
         suffix = "" if of_model else "/ema"
         names, own = {"loss": evaluation_curve("loss") + suffix}, {each.name for each in fields(Evaluated)}
@@ -367,9 +367,9 @@ def _name(kind: str, key: str, of_model: bool) -> str:
 
 
 def _figure(value: Any) -> float | None:
-    """Return a figure as a float, which may not be finite, or None if it isn't a number."""
+    """Return a metric as a float, which may not be finite, or None if it isn't a number."""
     if type(value) in (int, float):
-        return None if abs(value) >= _LARGEST else float(value)
+        return None if abs(value) >= _MAX_MAGNITUDE else float(value)
     return float(value) if value in _NOT_FINITE else None
 
 
@@ -384,8 +384,8 @@ def _numbers(values: Any) -> list[float]:
 
 
 _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "time", "step", "samples")}
-_FORMS_OF_ALL: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
-_FORMS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
+_COMMON_VALIDATORS: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
+_VALIDATORS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
     "step": {"loss": lambda value: _figure(value) is not None},
     "stopped": {"reason": _is_text},

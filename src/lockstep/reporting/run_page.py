@@ -1,4 +1,4 @@
-"""A page about any number of runs, with tables and charts. For runs in progress, it also shows progress bars."""
+"""A page about one or more runs, with tables and charts. Runs in progress also have progress bars."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +14,14 @@ from lockstep.reporting.run_view import (
     differing,
     endings,
     latest,
-    named_figures,
+    named_metrics,
     named_progress,
     time_left,
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST: Final = ("loss",)  # the first charts; then those of the task's figures, and then those in _LAST
-_LAST: Final = {
+_FIRST_CHARTS: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
+_LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
     "norm": "norm of the gradient",
@@ -30,12 +30,14 @@ _LAST: Final = {
     "mfu": "MFU",
     "peak_bytes": "peak memory, MiB",
 }
-_NOISY: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
-_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # as are all shares
-_MOST_BESIDE: Final = 3  # differing keys that are columns of the table of runs; more have their own table
-_MOST_BARS: Final = 3  # runs of a live page with a progress bar each, and all figures
-_MOST_ROWS: Final = 50  # the last starts or checkpoints of a run that a table shows
-_SHOWN: Final = 12  # characters of a hash
+_NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
+_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # axes start at zero, as do all percentages
+_MAX_KEY_COLUMNS: Final = (
+    3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
+)
+_MAX_PROGRESS_BARS: Final = 3  # maximum number of runs on a live page with a progress bar and all metrics each
+_MAX_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
+_HASH_CHARS: Final = 12  # number of characters shown of a hash
 _NOTICES: Final = 10
 _SAME_RECIPE: Final = "All runs have the same recipe, so exact strategies give the same weights."
 _TIME: Final = "Time is the sum over all starts, without the pauses between them."
@@ -43,23 +45,33 @@ _TIME: Final = "Time is the sum over all starts, without the pauses between them
 
 def sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a page about runs: results, differences, curves, restarts and checkpoints."""
-    return _filled([*_outline(runs), *curve_sections(_histories(runs)), _starts(runs), _saves(runs)])
+    return _drop_empty(
+        [*_outline(runs), *curve_sections(_histories(runs)), _restart_table(runs), _checkpoint_table(runs)]
+    )
 
 
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
-    """Return the sections of a live page: progress, curves, the latest events, and the rest of `sections`.
+    """Return the sections of a live page: progress, curves, the latest events, and the remaining `sections`.
 
-    A few runs have a progress bar each, with all figures. Many runs have theirs in the table of runs.
+    If there are few runs, each has a progress bar and all its metrics. If there are many, the table of runs shows the
+    progress.
     """
-    has_bars = len(runs) <= _MOST_BARS
+    has_bars = len(runs) <= _MAX_PROGRESS_BARS
     outline = _outline(runs, with_progress=not has_bars)
     progress: list[Section] = [*map(_progress, runs)] if has_bars else outline[:1]
     rest = outline if has_bars else outline[1:]
     if len(runs) == 1:
         known = {name for name, _ in _progress(runs[0]).figures}
-        rest = [_without(each, known) if isinstance(each, Figures) else each for each in rest]
-    shown = [*progress, *curve_sections(_histories(runs)), _events(runs), *rest, _starts(runs), _saves(runs)]
-    return _filled(shown)
+        rest = [_drop_metrics(each, known) if isinstance(each, Figures) else each for each in rest]
+    shown = [
+        *progress,
+        *curve_sections(_histories(runs)),
+        _events(runs),
+        *rest,
+        _restart_table(runs),
+        _checkpoint_table(runs),
+    ]
+    return _drop_empty(shown)
 
 
 def title(runs: Sequence[RunView]) -> str:
@@ -72,17 +84,17 @@ def title(runs: Sequence[RunView]) -> str:
 
 
 def curve_sections(histories: Mapping[str, History]) -> list[Section]:
-    """Return a chart of each figure, with the curves of all runs that have it.
+    """Return a chart for each metric, with the curves of all runs that have this metric.
 
-    A figure that no run has reported more than once has no chart. A table at the end contains these values.
+    A metric that no run has reported more than once has no chart. A table at the end contains its value.
     """
     curves_by_name = [name for each in histories.values() for name in each.curves]
     names = dict.fromkeys(map(figure_of, curves_by_name))
-    own = [name for name in names if name not in (*_FIRST, *_LAST)]
-    asked = [name for name in (*_FIRST, *own, *_LAST) if name in names]
+    own = [name for name in names if name not in (*_FIRST_CHARTS, *_LAST_CHARTS)]
+    asked = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
     flops = _flops_per_sample(histories)
     if flops and "samples_per_s" in names:
-        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve
+        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve as samples_per_s
     note = f"FLOP/s is this curve times {wording.flops(flops)}, the cost of a sample." if flops else ""
     found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in asked}
     drawn: list[Section] = [each for each in found.values() if each is not None]
@@ -99,14 +111,14 @@ def curve_sections(histories: Mapping[str, History]) -> list[Section]:
 
 
 def _has_two_losses(history: History) -> bool:
-    """Return whether a loop of your own logged a loss under the name that evaluations use."""
+    """Return whether a custom training loop logged a loss under the name that evaluations use."""
     return {"loss", evaluation_curve("loss")} <= history.curves.keys()
 
 
 def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> Chart | None:
-    """Return a chart of a figure with the evaluation and training curves of each history.
+    """Return a chart of a metric with the evaluation and training curves of each history.
 
-    Return None if no curve has two points.
+    Return None if no curve has at least two points.
     """
 
     def found(curve: str) -> dict[str, Sequence[Point]]:
@@ -116,7 +128,7 @@ def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> C
         return [each._replace(value=each.value / 2**20) for each in points] if figure == "peak_bytes" else points
 
     of_figure = found(evaluation_curve(figure)) or found(figure)
-    words, training = _LAST.get(figure, figure), found(training_curve(figure))
+    words, training = _LAST_CHARTS.get(figure, figure), found(training_curve(figure))
     if all(len(points) < 2 for points in (*of_figure.values(), *training.values())):
         return None
     return curves(
@@ -127,23 +139,23 @@ def chart(figure: str, histories: Mapping[str, History], *, note: str = "") -> C
         names=[*histories],
         percent=any(each.is_share(figure) for each in histories.values()),
         from_zero=figure in _FROM_ZERO,
-        noisy=figure in _NOISY,
+        noisy=figure in _NOISY_CURVES,
         note=note,
     )
 
 
 def _flops_per_sample(histories: Mapping[str, History]) -> int | None:
-    """Return the FLOP of a sample, or None if it isn't known or if it differs between runs."""
+    """Return the FLOP per sample, or None if it isn't known or differs between runs."""
     known = {count(each.started, "flops_per_sample") for each in histories.values() if "flops_per_s" in each.curves}
     return known.pop() if len(known) == 1 else None
 
 
 def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> list[Section]:
-    """Return a table of the figures that were reported once, or a grid if there is a single run."""
+    """Return a table of the metrics that were reported once. For a single run, return a grid instead."""
     if not names:
         return []
     title = "Reported once"
-    headings = [_LAST.get(name, name) for name in names]
+    headings = [_LAST_CHARTS.get(name, name) for name in names]
     cells = {label: [_single_value(name, each) for name in names] for label, each in histories.items()}
     if len(histories) == 1:
         [values] = cells.values()
@@ -152,14 +164,14 @@ def _single_values(histories: Mapping[str, History], names: Sequence[str]) -> li
 
 
 def _single_value(name: str, history: History) -> str:
-    value = history.last_of(name)
+    value = history.last_value(name)
     if value is None:
         return ""
     if name == "peak_bytes":
         return f"{value / 2**20:,.0f}"
     if name in ("samples_per_s", "flops_per_s"):
         return f"{value:,.0f}"
-    return wording.curve_value(name, value, history.is_share(name))
+    return wording.format_metric(name, value, history.is_share(name))
 
 
 def _outline(runs: Sequence[RunView], *, with_progress: bool = False) -> list[Section]:
@@ -177,8 +189,8 @@ def _histories(runs: Sequence[RunView]) -> dict[str, History]:
     return {run.folder: run.history for run in runs}
 
 
-def _filled(shown: Sequence[Section]) -> list[Section]:
-    """Return the sections without empty tables and grids."""
+def _drop_empty(shown: Sequence[Section]) -> list[Section]:
+    """Return the sections, leaving out empty tables and grids."""
     return [
         each
         for each in shown
@@ -186,12 +198,12 @@ def _filled(shown: Sequence[Section]) -> list[Section]:
     ]
 
 
-def _without(grid: Figures, names: Collection[str]) -> Figures:
+def _drop_metrics(grid: Figures, names: Collection[str]) -> Figures:
     return replace(grid, figures=[(name, value) for name, value in grid.figures if name not in names])
 
 
 def _events(runs: Sequence[RunView]) -> Table:
-    """Return a table of the latest events. It only names the runs if there are several."""
+    """Return a table of the latest events. It contains the run names only if there are several runs."""
     events = [*reversed(latest(runs, _NOTICES))]
     if len(runs) == 1:
         rows = [[clock(notice.time), notice.words] for _, notice in events]
@@ -202,19 +214,19 @@ def _events(runs: Sequence[RunView]) -> Table:
 
 def _progress(run: RunView) -> ProgressBar:
     done, total = _steps(run)
-    return ProgressBar(run.name, done, total, [*named_progress(run), *named_figures(run)])
+    return ProgressBar(run.name, done, total, [*named_progress(run), *named_metrics(run)])
 
 
 def _steps(run: RunView) -> tuple[int, int]:
-    """Return the number of finished steps and of all steps, which is at least 1."""
+    """Return the number of completed steps and the total number of steps, which is at least 1."""
     status = run.status
     return status.step or 0, max(status.steps or 0, status.step or 0, 1)
 
 
 def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
-    """Return a table of the runs, or a grid of figures if there is a single run.
+    """Return a table of the runs. For a single run, return a grid of values instead.
 
-    If many keys differ between the runs, these are in a second table.
+    If more than a few keys differ between the runs, these keys are in a second table.
     """
     if not runs:
         return []
@@ -232,7 +244,7 @@ def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
     is_recipe = any(name.startswith("recipe.") for name in differences)
     same = [_SAME_RECIPE] if differences and not is_recipe else []
     done = [step / steps for step, steps in map(_steps, runs)] if with_progress else []
-    if len(differences) <= _MOST_BESIDE:
+    if len(differences) <= _MAX_KEY_COLUMNS:
         cells, notes = names | differences | cells, notes + same
         return [Table("Runs", [*cells], _rows(cells), " ".join(notes), done=done)]
     cells, differences = names | cells, names | differences
@@ -243,11 +255,11 @@ def _runs(runs: Sequence[RunView], with_progress: bool) -> list[Section]:
 
 
 def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool) -> dict[str, list[str]]:
-    """Return the columns of the table of runs. `curves` are the curves whose last values are shown."""
+    """Return the columns of the table of runs. It shows the last value of each curve in `curves`."""
 
     def value(run: RunView, name: str) -> str:
-        last = run.history.last_of(name)
-        return "" if last is None else wording.curve_value(name, last, run.history.is_share(name))
+        last = run.history.last_value(name)
+        return "" if last is None else wording.format_metric(name, last, run.history.is_share(name))
 
     speeds = [run.status.samples_per_s for run in runs]
     return {
@@ -259,7 +271,7 @@ def _columns(runs: Sequence[RunView], curves: Sequence[str], with_progress: bool
         **{name: [value(run, name) for run in runs] for name in curves},
         "samples/s": ["" if speed is None else f"{speed:,.0f}" for speed in speeds],
         "starts": [f"{len(run.history.starts):,}" for run in runs],
-        "weights": [run.history.weights_sha256[:_SHOWN] for run in runs],
+        "weights": [run.history.weights_sha256[:_HASH_CHARS] for run in runs],
         "machine": [run.machine for run in runs],
     }
 
@@ -270,7 +282,7 @@ def _rows(cells: Mapping[str, Sequence[str]]) -> list[Sequence[str]]:
 
 
 def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
-    """Return a column for each key that differs between recipes or placements."""
+    """Return a column for each key that differs between the recipes or placements of the runs."""
     recipe, placement = differing([run.recipe for run in runs]), differing([run.placement for run in runs])
     of_recipe = {f"recipe.{key}": [run.recipe.get(key, "") for run in runs] for key in recipe}
     return of_recipe | {f"placement.{key}": [run.placement.get(key, "") for run in runs] for key in placement}
@@ -278,21 +290,24 @@ def _differences(runs: Sequence[RunView]) -> dict[str, list[str]]:
 
 def _run(run: RunView, shown: Sequence[str]) -> list[str]:
     history, speed = run.history, run.status.samples_per_s
-    values = [(name, history.last_of(name)) for name in shown]
+    values = [(name, history.last_value(name)) for name in shown]
     return [
         run.folder,
         run.state,
         wording.of(run.status.step, run.status.steps),
         wording.duration(history.seconds) if history.starts else "",
-        *("" if value is None else wording.curve_value(name, value, history.is_share(name)) for name, value in values),
+        *(
+            "" if value is None else wording.format_metric(name, value, history.is_share(name))
+            for name, value in values
+        ),
         "" if speed is None else f"{speed:,.0f}",
         f"{len(history.starts):,}",
-        history.weights_sha256[:_SHOWN],
+        history.weights_sha256[:_HASH_CHARS],
         run.machine,
     ]
 
 
-def _starts(runs: Sequence[RunView]) -> Table:
+def _restart_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,
@@ -303,24 +318,24 @@ def _starts(runs: Sequence[RunView]) -> Table:
         ]
         for run in runs
         if len(run.history.starts) > 1
-        for start in run.history.starts[-_MOST_ROWS:]
+        for start in run.history.starts[-_MAX_ROWS:]
     ]
     columns = ["run", "after step", "at", "placement", "steps recomputed"]
     return Table("Restarts", columns, rows, grouped=True, folded=True)
 
 
-def _saves(runs: Sequence[RunView]) -> Table:
+def _checkpoint_table(runs: Sequence[RunView]) -> Table:
     rows = [
         [
             run.folder,
             f"{save.step:,}",
             wording.duration(save.seconds),
             f"{save.took_s:.2f} s",
-            save.weights_sha256[:_SHOWN],
+            save.weights_sha256[:_HASH_CHARS],
             "yes" if save.best else "",
         ]
         for run in runs
-        for save in run.history.saves[-_MOST_ROWS:]
+        for save in run.history.saves[-_MAX_ROWS:]
     ]
     columns = ["run", "after step", "at", "took", "weights", "best so far"]
     return Table("Checkpoints", columns, rows, grouped=True, folded=True)

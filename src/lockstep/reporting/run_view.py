@@ -1,4 +1,4 @@
-"""A run as seen from outside at some point in time: its state, its log and its configuration."""
+"""A snapshot of a run, as other processes see it: its state, its log and its configuration."""
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ State = Literal["queued", "running", "saved", "done", "failed", "died", "unreada
 
 _NO_REASON: Final = "ended without recording a reason (killed, out of memory or host lost); see logs/ in the run folder"
 STYLES: Final = {"running": "green", "queued": "yellow", "saved": "cyan", "done": ""}  # all other states are red
-_MOST_NAMES: Final = 5  # names of runs in a line
-_ACTIVE: Final = ("running", "queued")
-_WAITING: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-_AT_WORK: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
-_SHOWN: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the task's figures
-_NOT_SHOWN: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
-_MOST: Final = 12  # figures in a line
+_MAX_NAMES: Final = 5  # maximum number of run names in a line
+_ACTIVE_STATES: Final = ("running", "queued")
+_QUEUED_STATES: Final = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+_RUNNING_STATES: Final = ("RUNNING", "CONFIGURING", "SUSPENDED", "STOPPED", "SIGNALING")
+_SHOWN_CURVES: Final = ("lr", "norm", "mfu")  # shown in addition to losses and the metrics of the task
+_HIDDEN_CURVES: Final = ("samples_per_s", "loss_scale", "flops_per_s", "peak_bytes")
+_MAX_METRICS: Final = 12  # maximum number of metrics in a line
 _SPEED: Final = "samples/s"
 
 
@@ -29,10 +29,11 @@ _SPEED: Final = "samples/s"
 class RunView:
     """Everything that is known about a run folder.
 
-    `job` is the number of its last Slurm job, and `queued` the state of that job in words. `recipe` contains the values
-    of the recipe as text, by dotted keys, and `placement` those of the last start. They are empty if unknown. `failure`
-    is the reason if the last start failed, and `machine` describes the machine in words. `notices` has the last
-    notices, and `noticed` counts all of them. `is_whole` is false while a long log is being read.
+    `job` is the ID of its last Slurm job, and `queued` is the state of that job as text. `recipe` contains the recipe
+    values as text, by dotted keys, and `placement` contains the placement values of the last start. Both are empty if
+    unknown. `failure` is the reason if the last start failed, and `machine` is a description of the machine. `notices`
+    contains the last notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is
+    still being read.
     """
 
     folder: str
@@ -55,52 +56,52 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The folder in printable form."""
+        """The folder as printable text."""
         return printable_line(self.folder)
 
     @property
     def is_active(self) -> bool:
-        """Whether the run continues without being started again."""
-        return self.state in _ACTIVE
+        """Whether the run continues without a new start."""
+        return self.state in _ACTIVE_STATES
 
 
 def state(status: RunStatus, held: bool, submitted: float | None = None, job: str | None = None) -> State:
     """Return the state of a run with a readable log.
 
-    `held` tells whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
+    `held` is whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
     Slurm. `job` is the state of that job in Slurm. It is empty if Slurm no longer knows the job, and None if Slurm
     isn't available.
     """
     if status.last == "done":
         return "done"
-    if held or job in _AT_WORK:  # a job may not hold the lock yet
+    if held or job in _RUNNING_STATES:  # a job that just started doesn't hold the lock yet
         return "running"
-    if job in _WAITING or (job is None and submitted is not None and submitted > (status.time or 0)):
+    if job in _QUEUED_STATES or (job is None and submitted is not None and submitted > (status.time or 0)):
         return "queued"
     return "saved" if status.last == "stopped" else "died"
 
 
 def differing(sections: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys that differ between these recipes or placements, ignoring unknown ones."""
+    """Return the keys that differ between recipes or placements. Unknown recipes or placements are ignored."""
     known = [each for each in sections if each]
     keys = dict.fromkeys(key for each in known for key in each)
     return [key for key in keys if len({each.get(key) for each in known}) > 1]
 
 
 def is_over(run: RunView, wait: bool) -> bool:
-    """Return whether a run will have no further events. With `wait`, only a run that is done is over."""
+    """Return whether a run will have no further events. With `wait`, only a completed run is over."""
     return run.is_whole and (run.state == "done" if wait else not run.is_active)
 
 
 def exit_code(states: Collection[str]) -> int:
-    """Return 0 if all runs are done, 75 if all others were saved, and 1 otherwise, like `lockstep train`."""
+    """Return the exit code of `lockstep train`: 0 if all runs are done, 75 if some were saved, 1 if any failed."""
     if all(state == "done" for state in states):
         return EXIT_DONE
     return EXIT_SAVED if all(state in ("done", "saved") for state in states) else EXIT_FAILED
 
 
 def headline(run: RunView) -> str:
-    """Return the name, placement, state and job of a run in a line."""
+    """Return the name, placement, state and job of a run as a line of text."""
     starts = run.history.starts[-1:]
     state = "not there yet" if not run.is_whole and not starts else run.state
     where = [_placement(each) for each in starts]
@@ -109,7 +110,7 @@ def headline(run: RunView) -> str:
 
 
 def place(run: RunView) -> str:
-    """Return the progress of a run in words, or empty text if it hasn't started."""
+    """Return the progress of a run as text, or an empty string if it hasn't started."""
     status = run.status
     if status.step is None:
         return ""
@@ -118,33 +119,33 @@ def place(run: RunView) -> str:
 
 
 def time_left(run: RunView) -> str:
-    """Return the remaining time in words, or empty text if it isn't known or the run is over."""
+    """Return the remaining time as text, or an empty string if it is unknown or the run is over."""
     seconds = run.status.left_s
     return "" if seconds is None or not run.is_active else wording.duration(seconds)
 
 
 def eta(run: RunView) -> str:
-    """Return the remaining time followed by `left`, or empty text if there is none."""
+    """Return the remaining time followed by `left`, or an empty string if there is none."""
     return f"{time_left(run)} left" if time_left(run) else ""
 
 
 def figures(run: RunView) -> str:
-    """Return the speed and the last value of each figure in words."""
-    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_figures(run)]
+    """Return the speed and the last value of each metric as a line of text."""
+    words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_metrics(run)]
     return join(*words)
 
 
-def named_figures(run: RunView) -> list[tuple[str, str]]:
-    """Return the speed and the last value of each figure, each with its name."""
+def named_metrics(run: RunView) -> list[tuple[str, str]]:
+    """Return the speed and the last value of each metric as pairs of name and text."""
     history, speed = run.history, run.status.samples_per_s
-    names = [name for name in history.curves if name not in (*_NOT_SHOWN, *_SHOWN)]
-    names += [name for name in _SHOWN if name in history.curves]
+    names = [name for name in history.curves if name not in (*_HIDDEN_CURVES, *_SHOWN_CURVES)]
+    names += [name for name in _SHOWN_CURVES if name in history.curves]
     speeds = [] if speed is None else [(_SPEED, f"{speed:,.0f}")]
-    return [*speeds, *((name, _figure(name, history)) for name in names[:_MOST])]
+    return [*speeds, *((name, _figure(name, history)) for name in names[:_MAX_METRICS])]
 
 
 def named_progress(run: RunView) -> list[tuple[str, str]]:
-    """Return the state, the placement and the progress of a run, each with its name. Unknown values are left out."""
+    """Return the state, placement and progress of a run as pairs of name and text. Unknown values are omitted."""
     status = run.status
     found = [
         ("state", run.state if run.is_whole else "reading its log"),
@@ -159,50 +160,50 @@ def named_progress(run: RunView) -> list[tuple[str, str]]:
 
 
 def loss(history: History) -> str:
-    """Return the loss of the last evaluation in words. Before the first evaluation, return that of the last step."""
-    evaluated, trained = history.of_evaluation("loss"), history.status.loss
+    """Return the loss of the last evaluation as text. Before the first evaluation, return the loss of the last step."""
+    evaluated, trained = history.evaluation_metric("loss"), history.status.loss
     if evaluated is not None:
         return wording.loss(evaluated)
     return "" if trained is None else f"train {wording.loss(trained)}"
 
 
 def line(run: RunView) -> str:
-    """Return a run in one line."""
+    """Return the name, progress, metrics and remaining time of a run as a line of text."""
     return join(run.name, place(run), figures(run), eta(run))
 
 
 def ending(run: RunView) -> str:
-    """Return how a run ended, in words."""
+    """Return a message about how a run ended."""
     if run.state == "unreadable":
         return f"{run.name} cannot be read: {run.notices[-1].words if run.notices else 'its log is damaged'}"
     if run.state != "done":
-        return f"{run.name} {_why(run) or f'is {run.state}'}"
+        return f"{run.name} {_end_reason(run) or f'is {run.state}'}"
     done = join(f"{run.name} is done in {wording.duration(run.history.seconds)}", place(run), figures(run))
     return f"{done}\n{wording.hash_line(run.history.weights_sha256)}"
 
 
 def endings(runs: Sequence[RunView]) -> list[str]:
-    """Return the reasons why runs ended early. Runs that ended for the same reason share a line."""
+    """Return the reasons why runs ended early. Runs with the same reason share a line."""
     alike: dict[str, list[str]] = {}
     for run in runs:
-        alike.setdefault(_why(run), []).append(run.name)
-    more = {why: f" and {len(names) - _MOST_NAMES:,} more" for why, names in alike.items() if len(names) > _MOST_NAMES}
-    return [f"{', '.join(names[:_MOST_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
+        alike.setdefault(_end_reason(run), []).append(run.name)
+    more = {why: f" and {len(names) - _MAX_NAMES:,} more" for why, names in alike.items() if len(names) > _MAX_NAMES}
+    return [f"{', '.join(names[:_MAX_NAMES])}{more.get(why, '')} {why}" for why, names in alike.items() if why]
 
 
 def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
-    """Return the last notices of several runs, sorted by time, each with the name of its run."""
+    """Return the last notices of several runs, sorted by time, as pairs of run name and notice."""
     found = [(run.name, notice) for run in runs for notice in run.notices]
     return sorted(found, key=lambda each: each[1].time or 0.0)[-most:] if most else []
 
 
 def clock(seconds: float | None) -> str:
-    """Return the local time of day, or empty text for None."""
+    """Return the local time of day as text, or an empty string for None."""
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def join(*words: str) -> str:
-    """Join the words that are not empty."""
+    """Join the strings that aren't empty with two spaces."""
     return "  ".join(word for word in words if word)
 
 
@@ -210,12 +211,12 @@ def _placement(start: RunStart) -> str:
     return f"{start.strategy} on {start.processes or '?'}, {start.device}"
 
 
-def _why(run: RunView) -> str:
-    """Return why a run ended early, or empty text if it didn't."""
+def _end_reason(run: RunView) -> str:
+    """Return the reason why a run ended early, or an empty string if it didn't."""
     stopped = f"stopped by {run.status.reason or 'a signal'}; start it again to resume"
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 
 def _figure(name: str, history: History) -> str:
-    value = history.last_of(name)
-    return "" if value is None else wording.curve_value(name, value, history.is_share(name))
+    value = history.last_value(name)
+    return "" if value is None else wording.format_metric(name, value, history.is_share(name))

@@ -1,4 +1,4 @@
-"""skipped.txt: the paths of files that a run could not read, one per line."""
+"""skipped.txt: the paths of files that a run couldn't read, one per line."""
 
 import os
 from contextlib import suppress
@@ -11,9 +11,9 @@ from lockstep.training.events import Event, Skipped
 
 @final
 class SkippedFiles:
-    """Appends to the file `path`, which is created for the first skipped file.
+    """Appends to the file `path`, and creates it for the first skipped file.
 
-    A path that an earlier start of the run listed isn't listed again.
+    Paths that an earlier start of the run has listed aren't listed again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,4 +34,4 @@ class SkippedFiles:
             file.write(b"".join(line + b"\n" for line in new))
 
     def close(self) -> None:
-        """Do nothing. Each event leaves the file complete."""
+        """No-op, because the file is complete after each event."""

@@ -1,6 +1,6 @@
-"""CSV tables of the step reports, the evaluations, and the figures that a loop of your own logged.
+"""CSV tables of the step reports, the evaluations, and the metrics that a custom training loop logged.
 
-Each figure has a column. A resumed run drops the rows of steps that it recomputes, so that each step appears once.
+Each metric has a column. A resumed run drops the rows of steps that it recomputes, so that each step appears only once.
 """
 
 import csv
@@ -17,15 +17,15 @@ STEPS: Final = "steps.csv"
 EVALUATIONS: Final = "evaluations.csv"
 LOGGED: Final = "logged.csv"
 _TABLES: Final[Mapping[type, str]] = {Stepped: STEPS, Evaluated: EVALUATIONS, Logged: LOGGED}
-_LEFT_OUT: Final = ("event", "fractions")
-_LARGEST: Final = 1 << 30  # bytes of a table that a resumed run reads
+_OMITTED_FIELDS: Final = ("event", "fractions")
+_MAX_TABLE_BYTES: Final = 1 << 30  # maximum size in bytes of a table that a resumed run reads
 
 
 @final
 class Tables:
-    """Writes the tables into `folder`. When `write` returns, the kernel has the row.
+    """Writes the tables into `folder`. Once `write` returns, the kernel has the row.
 
-    Numbers equal those in events.jsonl.
+    Numbers are formatted as in events.jsonl.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,21 +35,23 @@ class Tables:
     def write(self, event: Event, time: float) -> None:
         if isinstance(event, Started):
             for each in _TABLES.values():
-                self._take_up(each, event.step)
+                self._resume_table(each, event.step)
         if name := _TABLES.get(type(event)):
-            self._append(name, {key: value for key, value in figures(event, time).items() if key not in _LEFT_OUT})
+            self._append(
+                name, {key: value for key, value in figures(event, time).items() if key not in _OMITTED_FIELDS}
+            )
 
     def close(self) -> None:
-        """Do nothing. Each event leaves the files complete."""
+        """No-op, because the files are complete after each event."""
 
-    def _take_up(self, name: str, step: int) -> None:
-        """Keep the rows up to `step` of a table from an earlier start. An incomplete last row is dropped."""
+    def _resume_table(self, name: str, step: int) -> None:
+        """Keep the rows up to `step` of a table that an earlier start wrote. An incomplete last row is dropped."""
         path = self._folder / name
         try:
             lines = self._lines(path)
         except FileNotFoundError:
             return
-        if not lines:  # killed while writing the header
+        if not lines:  # the process was killed while it wrote the header
             path.unlink()
             return
         self._columns[name], *rows = lines
@@ -57,7 +59,7 @@ class Tables:
         self._replace(name, [row for row in rows if int(row[at]) <= step])
 
     def _lines(self, path: Path) -> list[list[str]]:
-        text = plainfile.content(path, _LARGEST).decode()
+        text = plainfile.content(path, _MAX_TABLE_BYTES).decode()
         return list(csv.reader(text[: text.rfind("\n") + 1].splitlines()))
 
     def _replace(self, name: str, rows: Iterable[list[str]]) -> None:

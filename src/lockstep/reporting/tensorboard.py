@@ -1,4 +1,4 @@
-"""TensorBoard sink: curves over the step, in <run>/tensorboard."""
+"""The TensorBoard sink: writes curves over the step to <run>/tensorboard."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ from lockstep.training.events import Event, Started
 
 @final
 class TensorBoard:
-    """Writes the curves of a run into `folder`. When `write` returns, the kernel has the points.
+    """Writes the curves of a run into `folder`. Once `write` returns, the kernel has the points.
 
-    torch's SummaryWriter isn't used, because it writes in a thread. If the folder is removed, that thread dies with a
+    torch's SummaryWriter isn't used, because it writes from a thread. If the folder is removed, that thread dies with a
     traceback, and closing the writer then hangs.
     """
 
@@ -27,7 +27,7 @@ class TensorBoard:
             self._open(event, time)
         if self._file is None:
             return
-        # Imported late, because it takes time and only one process of a run needs it.
+        # Imported lazily, because it takes time and only one process of a run needs it.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -46,12 +46,13 @@ class TensorBoard:
 
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Two starts within a second get different names, which sort in the order of the starts.
+        # Two starts within the same second get different names, which sort in the order of the starts.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))
         if event.resumed_from is not None:
-            # A resumed run repeats the steps since its checkpoint. This record ends the earlier curve at that step.
+            # A resumed run repeats the steps since its checkpoint. This record truncates the earlier curve at the
+            # checkpoint.
             start = SessionLog(status=SessionLog.START)
             _append(self._file, Record(wall_time=time, step=event.step + 1, session_log=start))
 

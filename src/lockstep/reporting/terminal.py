@@ -1,4 +1,4 @@
-"""Terminal output: rich's console without its guesses, a live drawing, and a progress bar."""
+"""Terminal output: a rich console without automatic formatting, a live display, and a progress bar."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final, TextIO
@@ -11,39 +11,39 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _ANY_WIDTH: Final = 1 << 16
-_GAP: Final = 2  # spaces between two columns
-_LEAST: Final = 4  # columns that are always shown, even if lines get longer than the terminal is wide
+_GAP: Final = 2  # number of spaces between two columns
+_MIN_COLUMNS: Final = 4  # number of columns that are always shown, even if the terminal is too narrow
 
 
-def terminal_on(stream: TextIO, terminal: bool | None = None) -> Console:
+def make_console(stream: TextIO, terminal: bool | None = None) -> Console:
     """Return a console that writes text unchanged.
 
-    `terminal` tells whether `stream` is a terminal, which is detected by default. It is set explicitly, because rich
-    would otherwise treat environment variables about colors as a terminal.
+    `terminal` is whether `stream` is a terminal, which is detected by default. It is passed to rich explicitly, because
+    rich would otherwise take environment variables about colors as a sign of a terminal.
     """
     terminal = stream.isatty() if terminal is None else terminal
     return Console(file=stream, force_terminal=terminal, highlight=False, markup=False, emoji=False)
 
 
 def is_moving(console: Console) -> bool:
-    """Return whether the console can redraw."""
+    """Return whether the console can update its output in place."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def live_on(console: Console) -> Live:
-    """Start a drawing that each update replaces, and that is cleared when it is stopped.
+def start_live(console: Console) -> Live:
+    """Start a live display. Each update replaces the previous one, and stopping it clears the display.
 
-    It has no refresh thread. A thread would take time from training, and a process with threads should not fork
-    workers.
+    It has no refresh thread. A thread would take time from training, and forking workers from a process with threads
+    isn't safe.
     """
     live = Live(console=console, auto_refresh=False, transient=True)
     live.start()
-    console.show_cursor(True)  # Live hides the cursor, and a killed process would never show it again
+    console.show_cursor(True)  # Live hides the cursor, and if the process is killed, it stays hidden
     return live
 
 
 def progress_line(place: str, done: int, total: int, after: str) -> RenderableType:
-    """Return a progress bar between words, as wide as the terminal."""
+    """Return a progress bar between two texts. It fills the width of the terminal."""
     line = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     line.add_row(Text(place), ProgressBar(total=total, completed=done), Text(after))
     return line
@@ -52,13 +52,13 @@ def progress_line(place: str, done: int, total: int, after: str) -> RenderableTy
 def table(
     console: Console, columns: Mapping[str, Sequence[str]], styles: Sequence[str], texts: Collection[str]
 ) -> RenderableType:
-    """Return a table of columns by heading, most important column first.
+    """Return a table of columns by heading. The most important columns come first.
 
-    The columns in `texts` are left-aligned. If the terminal is too narrow, the last columns are dropped and a line
-    names them. `styles` has the style of the state in each row.
+    The columns in `texts` are left-aligned. If the terminal is too narrow, the last columns are omitted and a line
+    names them. `styles` contains the style of the state cell for each row.
     """
     shown, left_out = dict(columns), []
-    while console.is_terminal and len(shown) > _LEAST and _width(shown) > console.width:
+    while console.is_terminal and len(shown) > _MIN_COLUMNS and _width(shown) > console.width:
         left_out.append(shown.popitem()[0])
     found = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for heading in shown:
@@ -70,8 +70,8 @@ def table(
     )
 
 
-def print_unfolded(console: Console, drawing: RenderableType) -> None:
-    """Print lines without wrapping and without trailing spaces, because wrapped cells are not readable."""
+def print_unwrapped(console: Console, drawing: RenderableType) -> None:
+    """Print lines without wrapping and without trailing spaces, because wrapped table cells aren't readable."""
     console.width = _ANY_WIDTH
     with console.capture() as drawn:
         console.print(drawing)

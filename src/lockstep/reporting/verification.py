@@ -15,16 +15,16 @@ Verdict = Literal["identical", "within tolerance", "differs", "failed", "not pos
 
 _GOOD: Final = ("identical", "within tolerance", "not possible")
 _MIB: Final = 1 << 20
-_NUMBERS: Final = ("processes", "seconds")  # columns of the table
+_NUMBERS: Final = ("processes", "seconds")  # right-aligned columns of the table
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first difference between a placement and the reference, with its likely cause in words.
+    """The first difference between a placement and the reference, with its likely cause as text.
 
     `step` counts from 1, and is None for a difference after the last step. `ranks` are the ranks that computed `found`,
-    or empty if that isn't known. `reference` and `found` are the two values as text. For a tensor, they are the values
-    with the largest difference, at `index`.
+    or empty if unknown. `reference` and `found` are the two values as text. For a tensor, these are the elements with
+    the largest difference, which are at `index`.
     """
 
     step: int | None
@@ -36,12 +36,12 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # a description of the run in which it occurred, unless that is a plain run
+    after: str = ""  # description of the run in which it occurred; empty for a plain run
 
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """The result of one placement.
+    """The result of a single placement.
 
     `largest` is its largest difference, on the same relative scale as `tolerance`, or None if there was no difference.
     """
@@ -49,19 +49,19 @@ class VerdictRow:
     strategy: str
     processes: int
     verdict: Verdict
-    reason: str = ""  # why it isn't possible, or how it failed
+    reason: str = ""  # reason why it isn't possible, or why it failed
     exactness: str = "bits"
     largest: float | None = None
     tolerance: float | None = None
-    seconds: float | None = None  # of the steps only
-    peak_bytes: tuple[int, ...] = ()  # of each rank
-    resumed_on: str = ""  # the placement that resumed its checkpoint
+    seconds: float | None = None  # time of the steps only
+    peak_bytes: tuple[int, ...] = ()  # peak memory of each rank
+    resumed_on: str = ""  # placement that resumed its checkpoint
     departure: Mismatch | None = None
-    differing: int = 0  # the number of figures and tensors that differ, over all steps
+    differing: int = 0  # number of metrics and tensors that differ, over all steps
 
     @property
     def good(self) -> bool:
-        """Whether nothing speaks against this placement. A placement that isn't possible is good too."""
+        """Whether the placement passed. A placement that isn't possible counts as passed."""
         return self.verdict in _GOOD
 
 
@@ -69,7 +69,7 @@ class VerdictRow:
 class CodeFinding:
     """A finding about the user's code.
 
-    A `fault` makes results depend on the placement. All other findings are notes.
+    If `fault` is set, the code makes results depend on the placement. Otherwise, the finding is a note.
     """
 
     culprit: str
@@ -80,7 +80,7 @@ class CodeFinding:
 
 @dataclass(frozen=True)
 class Verification:
-    """The whole result. `steps` are step numbers in the run, counted from 1."""
+    """The full result of a verification. `steps` are the step numbers in the run, counted from 1."""
 
     recipe: str
     steps: tuple[int, ...]
@@ -92,12 +92,12 @@ class Verification:
 
     @property
     def agree(self) -> bool:
-        """Whether all possible placements agree with the reference and there are no faults."""
+        """Whether all possible placements match the reference and no finding is a fault."""
         return all(row.good for row in self.rows) and not any(finding.fault for finding in self.findings)
 
 
 def to_json(verification: Verification) -> str:
-    """Return the whole result as JSON. Values that are not finite become text, because JSON can't represent them."""
+    """Return the full result as JSON. Non-finite values become strings, because JSON can't represent them."""
     return json.dumps({"agree": verification.agree, **_plain(asdict(verification))}, indent=1) + "\n"
 
 
@@ -118,14 +118,14 @@ def draw(verification: Verification, console: Console) -> None:
 
 
 def against(verification: Verification) -> str:
-    """Return the faults, the explanations and the conclusion, as `draw` prints them."""
+    """Return the faults, the explanations and the conclusion as text, in the format of `draw`."""
     lines = [f"fault: {finding.text}" for finding in verification.findings if finding.fault]
     lines += [line for row in verification.rows if not row.good for line in explain_row(row, verification.findings)]
     return "\n".join([*lines, conclusion(verification)])
 
 
 def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[str]:
-    """Yield lines that explain how a placement disagrees. A cause that is in `findings` is not repeated."""
+    """Yield lines that explain how a placement differs. A cause that is also in `findings` isn't repeated."""
     where = f"{row.strategy} on {format_count(row.processes, 'process')}"
     if row.departure is None:
         yield f"{where}: {row.verdict}: {row.reason}"
@@ -140,7 +140,7 @@ def explain_row(row: VerdictRow, findings: Sequence[CodeFinding]) -> Iterator[st
 
 
 def describe_location(departure: Mismatch) -> str:
-    """Return the location of a difference: `step 1, gradient of conv.weight[3, 1], rank 1`."""
+    """Return the location of a difference as text, such as `step 1, gradient of conv.weight[3, 1], rank 1`."""
     name = departure.name + (str(list(departure.index)) if departure.index else "")
     parts = [
         f"step {departure.step}" if departure.step is not None else "after the last step",
@@ -167,7 +167,7 @@ def _table(rows: Sequence[VerdictRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("strategy", "processes", "result", "resumed on", "seconds"):
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    table.add_column("peak MiB")  # of each rank, wrapped on a narrow terminal
+    table.add_column("peak MiB")  # a value for each rank, wrapped on a narrow terminal
     for row in rows:
         seconds = "" if row.seconds is None else f"{row.seconds:.2f}"
         peaks = " ".join(f"{peak / _MIB:.0f}" for peak in row.peak_bytes)
@@ -185,7 +185,7 @@ def _result(row: VerdictRow) -> str:
 
 
 def conclusion(verification: Verification) -> str:
-    """Return the conclusion in a line."""
+    """Return the conclusion as a line of text."""
     possible = [row for row in verification.rows if row.verdict != "not possible"]
     good = sum(row.good for row in possible)
     if verification.agree:

@@ -1,6 +1,6 @@
-"""Weights & Biases sink. Each run has a run in wandb, which is continued after a resume.
+"""The Weights & Biases sink. Each run is logged as a run in wandb, and a resumed run continues it.
 
-wandb finds its API key by itself (WANDB_API_KEY, or `wandb login`). The key is never part of a recipe.
+wandb reads its API key itself (WANDB_API_KEY, or `wandb login`). The key is never part of a recipe.
 """
 
 import multiprocessing
@@ -20,17 +20,16 @@ OPTIONS = ("project", "entity", "group", "name", "tags", "mode")
 class Wandb:
     """A run in wandb.
 
-    If `folder` contains the id of a run, it is continued. Otherwise, a new run is created with the `recipe` as config.
-
-    wandb sends data from a separate process, so only opening and closing wait for the network. The step is logged as a
-    figure, because a resumed run goes back to an earlier step.
+    If `folder` contains the ID of a wandb run, this run is continued. Otherwise, a new run is created with the `recipe`
+    as config. wandb sends data from a separate process, so only opening and closing wait for the network. The step is
+    logged as a metric, because a resumed run goes back to an earlier step.
     """
 
     def __init__(self, folder: Path, options: Mapping[str, Any], recipe: Mapping[str, Any]) -> None:
-        import wandb  # imported late, because it takes a second and only rank 0 needs it
+        import wandb  # imported lazily, because it takes a second and only rank 0 needs it
 
         number = read_id(folder, "wandb") or secrets.token_hex(6)
-        self._exit_code = 1  # the exit code of a run that ends without an event
+        self._exit_code = 1  # exit code if the run ends without a final event
         self._run: Any = wandb.init(
             dir=str(folder.absolute()),
             id=number,
@@ -43,7 +42,7 @@ class Wandb:
             mode=options.get("mode"),
             config=dict(recipe),
             reinit="create_new",  # the user's loop may have its own wandb run
-            # If silent, wandb raises an exception instead of asking for a key on the terminal.
+            # With silent, wandb raises an exception instead of asking for a key on the terminal.
             settings=wandb.Settings(silent=True, console="off", disable_code=True, disable_git=True),
         )
         write_id(folder, "wandb", number)
@@ -61,7 +60,7 @@ class Wandb:
         if run is None:
             return
         run.finish(exit_code=self._exit_code)
-        # In a child process, wandb's atexit hook doesn't run, so wait for its own process here.
+        # wandb's atexit hook doesn't run in a child process, so wait for the wandb process here.
         if multiprocessing.parent_process() is not None:
             import wandb
 

@@ -13,8 +13,9 @@ from lockstep.core.devices import SLOWLY
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
-_SURE: Final = 0.95  # the probability that audits would have shown a fault
-_LARGE: Final = 1e6  # above this, a loss is shown without fixed decimals
+_DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
+_FP32_BYTES: Final = 4
+_MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
@@ -25,19 +26,20 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Return lines that describe a run at its start. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
     slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
-    counted = [(event.parameters, "parameter"), (event.train_samples, "training sample")]
-    # A loop of your own has no validation samples to count.
+    counted = [(event.train_samples, "training sample")]
+    # In a custom training loop, the number of validation samples isn't known.
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []
     lines = [
         *([event.task] if event.task else []),
-        ", ".join(format_count(number, of) for number, of in counted),
+        f"{format_count(event.parameters, 'parameter')} ({size(_FP32_BYTES * event.parameters)} in fp32), "
+        + ", ".join(format_count(number, of) for number, of in counted),
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
-        *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # not counted in a loop of your own
+        *([_describe_flops(event)] if event.task or event.flops_per_sample else []),  # not counted in a custom loop
         *([rate_rule] if rate_rule else []),
-        # With several ranks, a separate warning describes their seeds.
+        # If there are several ranks, a separate warning reports their hash seeds.
         *([_RANDOM] if event.hash_seed == RANDOM and event.processes == 1 else []),
     ]
     if event.resumed_from is not None:
@@ -50,22 +52,22 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
 
 
 def place(event: Stepped, run: Started) -> str:
-    """Return the epoch and step in words."""
-    # Computed from the step. After the last step of an epoch, that epoch is still the current one.
+    """Return the epoch and step as text."""
+    # The epoch is computed from the step. After the last step of an epoch, this is still the current epoch.
     epoch = -(-event.step // run.steps_per_epoch)
     return f"epoch {epoch}/{math.ceil(run.epochs)}  step {event.step}/{run.steps}"
 
 
 @final
 class Means:
-    """The means of losses and figures over the steps of an epoch. Only the sums are kept."""
+    """Running means of losses and metrics over the steps of an epoch. Only the sums are stored."""
 
     def __init__(self) -> None:
         self._epoch, self._steps = -1, 0
         self._sums: dict[str, float] = {}
 
     def add(self, event: Stepped) -> dict[str, float]:
-        """Return the means over the epoch so far, or an empty mapping after the first step."""
+        """Add a step. Return the means over the epoch so far, or an empty dict after its first step."""
         if event.epoch != self._epoch:
             self._epoch, self._steps, self._sums = event.epoch, 0, {}
         self._steps += 1
@@ -75,13 +77,16 @@ class Means:
 
 
 def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, float] = MappingProxyType({})) -> str:
-    """Return the figures of a step in words.
+    """Return the metrics of a step as a line of text.
 
-    `last` has the figures of the last evaluation, which follow those of the task. `means` are shown in parentheses.
+    `last` contains the metrics of the last evaluation as text, which follow the metrics of the task. `means` are shown
+    in parentheses.
     """
     own, evaluated = of_task(event.figures, run.fractions, means), f"evaluated {last}" if last else ""
     mean = f" ({loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
+    if event.samples_per_s > 0:
+        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # of a whole batch
     if event.flops_per_s is not None:
         words.append(f"{flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -94,7 +99,7 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
 
 
 def speed(event: Stepped, run: Started) -> str:
-    """Return the training speed in the unit of the task, or in samples per second if the task has no unit."""
+    """Return the training speed in the unit of the task. If the task has no unit, return it in samples per second."""
     if event.weight_per_s is not None and run.unit != "samples":
         return f"{event.weight_per_s:,.0f} {run.unit}/s"
     return f"{event.samples_per_s:,.0f} samples/s"
@@ -103,34 +108,34 @@ def speed(event: Stepped, run: Started) -> str:
 def of_task(
     figures: dict[str, float], fractions: Collection[str], means: Mapping[str, float] = MappingProxyType({})
 ) -> str:
-    """Return the figures of a task in words, each with its mean if there is one. Fractions are shown in percent."""
+    """Return the metrics of a task as text, each followed by its mean if available. Fractions become percentages."""
     brackets = {name: f" ({figure(mean, name in fractions)})" for name, mean in means.items()}
     words = (f"{name} {figure(value, name in fractions)}{brackets.get(name, '')}" for name, value in figures.items())
     return "  ".join(words)
 
 
 def figure(value: float, is_fraction: bool) -> str:
-    """Return the figure of a task in words."""
+    """Return a metric of a task as text. A fraction becomes a percentage."""
     return percent(value) if is_fraction else f"{value:.4g}"
 
 
-def curve_value(name: str, value: float, is_share: bool) -> str:
-    """Return a value of the curve of this name in words. All losses have the same number of decimals."""
+def format_metric(name: str, value: float, is_share: bool) -> str:
+    """Return the value of a curve as text. All losses have the same number of decimals."""
     return loss(value) if name == "loss" or name.startswith("loss/") else figure(value, is_share)
 
 
 def loss(value: float) -> str:
-    """Return a loss in words."""
-    return f"{value:.4f}" if abs(value) < _LARGE else f"{value:.4g}"
+    """Return a loss as text."""
+    return f"{value:.4f}" if abs(value) < _MAX_FIXED_LOSS else f"{value:.4g}"
 
 
 def log_line(event: Logged) -> str:
-    """Return a line with the figures that a loop of the user logged."""
+    """Return a line with the metrics that a custom training loop logged."""
     return f"step {event.step}  {of_task(event.figures, ())}"
 
 
 def evaluation_line(event: Evaluated) -> str:
-    """Return a line with the result of an evaluation, and how many of the samples it used."""
+    """Return a line with the result of an evaluation and the number of samples it used."""
     weights = "" if event.weights == "model" else f"  {event.weights} weights"
     figures = "  ".join(word for word in (of_task(event.figures, event.fractions), f"loss {loss(event.loss)}") if word)
     return f"evaluated {event.evaluated} of {event.of}  {figures}{weights}"
@@ -142,22 +147,22 @@ def skip_lines(event: Skipped) -> list[str]:
 
 
 def save_line(event: Saved) -> str:
-    """Return a line with the path of a checkpoint and the beginning of its weights' hash."""
+    """Return a line with the path of a checkpoint and the beginning of the hash of its weights."""
     best = "  best so far" if event.best else ""
     return f"saved {printable_line(event.path)}  sha256 {event.weights_sha256[:12]}…{best}"
 
 
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
-    """Return why the run ends early and how to resume it.
+    """Return a line about why the run ends early and how to resume it.
 
-    A loop of your own has no overrides, so you resume it by running the same script.
+    A custom training loop has no overrides. Therefore, it is resumed by running the same script.
     """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
     return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"
 
 
 def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
-    """Return the rows of the table at the end. The last row has commands to use the run with."""
+    """Return the rows of the summary table at the end of a run. The last row contains commands for using the run."""
     rows = [("steps", f"{event.step:,}"), ("samples", f"{event.samples:,}")]
     for name, last in event.figures.items():
         share = name in run.fractions
@@ -170,7 +175,7 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     skipped = {"skipped steps": event.skipped_steps, "skipped samples": event.skipped_samples}
     rows += [(name, f"{count:,}") for name, count in skipped.items() if count]
     rows += [("audited steps", f"{event.audited:,}{_fault_rate(event.audited)}")] if event.audited else []
-    rows += [("predicted", _graded(event))] if event.predicted else []
+    rows += [("predicted", _compare_prediction(event))] if event.predicted else []
     if run_dir is None:
         return [*rows, ("run folder", f"none: {_NOTHING_KEPT}")]
     folder = printable_line(shlex.quote(run_dir))
@@ -178,18 +183,22 @@ def summary(event: Done, run: Started, run_dir: str | None) -> list[Row]:
     return [*rows, ("run folder", printable_line(run_dir)), ("next", ", ".join(uses))]
 
 
-def _graded(event: Done) -> str:
+def _compare_prediction(event: Done) -> str:
     said, was = ((step_time(each["step_s"]), size(each["peak_bytes"])) for each in (event.predicted, event.measured))
     return f"{said[0]} a step, {said[1]}; was {', '.join(was)}"
 
 
 def _fault_rate(audited: int) -> str:
-    """Return a remark on the fault rate after audits without a fault.
+    """Return a remark on the maximum fault rate after audits that found no fault.
 
-    The rate follows from the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
+    It follows from the rule of three (Hanley and Lippman-Hand, JAMA 249, 1983).
     """
-    seldom = int(audited / -math.log(1 - _SURE))
-    return f"; a fault in 1 of {seldom:,} steps would have shown, with {_SURE:.0%} probability" if seldom > 1 else ""
+    seldom = int(audited / -math.log(1 - _DETECTION_PROBABILITY))
+    return (
+        f"; a fault in 1 of {seldom:,} steps would have shown, with {_DETECTION_PROBABILITY:.0%} probability"
+        if seldom > 1
+        else ""
+    )
 
 
 def align(rows: Sequence[Row]) -> list[str]:
@@ -204,31 +213,31 @@ def hash_line(weights_sha256: str) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in percent with two decimals."""
+    """Return a fraction as a percentage with two decimals."""
     return f"{100 * fraction:.2f} %"
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as h:mm:ss, or as m:ss below an hour."""
+    """Return a duration as h:mm:ss, or as m:ss below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def of(number: int | None, total: int | None) -> str:
-    """Return a number and its total, as far as they are known."""
+    """Return a number and its total as text, or an empty string if the number is unknown."""
     return "" if number is None else f"{number:,}" if total is None else f"{number:,}/{total:,}"
 
 
 def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, in the plural if needed."""
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def _of_a_sample(event: Started) -> str:
-    """Return the FLOP of a sample and the peak of the devices, or why they aren't known."""
+def _describe_flops(event: Started) -> str:
+    """Return a line with the FLOP per sample and the peak FLOP/s of the devices, or why these are unknown."""
     if event.flops_per_sample is None:
         return "FLOP per sample not counted: the model does not run on the meta device of torch"
     cost = f"{flops(event.flops_per_sample)} for each sample, forward and backward"
@@ -240,7 +249,7 @@ def _of_a_sample(event: Started) -> str:
 
 
 def flops(number: float) -> str:
-    """Return a number of floating-point operations in words."""
+    """Return a number of floating-point operations as text."""
     for factor, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
         if number >= factor:
             return f"{number / factor:.4g} {unit}"

@@ -1,1 +1,1 @@
-"""Executes a run: starts the ranks, opens each rank, trains or evaluates, and writes events and checkpoints."""
+"""Executes a run: starts and opens the ranks, trains or evaluates, and writes events and checkpoints."""

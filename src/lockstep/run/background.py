@@ -1,4 +1,4 @@
-"""Training and evaluation from Python, e.g. in a notebook, in background processes. This process doesn't change."""
+"""Training and evaluation in background processes from Python, e.g. in a notebook. This process doesn't change."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from lockstep.run.training import train_here
 from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
-_STOPPED: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)  # the events tell them apart
+# Exit codes that aren't errors; events tell them apart.
+_EXPECTED_CODES: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)
 _END: Final = "end"
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 
 Train = Callable[[Loaded, Sink], int]  # returns the exit code
 
@@ -51,11 +52,11 @@ def train(
 ) -> Iterator[Event]:
     """Train a recipe in background processes, and yield its events as they happen.
 
-    `recipe` is the name of a shipped recipe, a file, or a `Recipe`. `overrides` have dotted keys, such as
+    `recipe` is the name of a built-in recipe, a file, or a `Recipe`. `overrides` have dotted keys, such as
     `{"recipe.epochs": 3, "run.dir": "runs/a"}`. `processes` sets `placement.processes`.
 
     Training starts when you request the first event. If you leave the iteration early, the run is saved and stopped. To
-    resume it, pass the same run.dir. If the run is already complete, the only event is its last one, `Done`. Nothing is
+    resume it, pass the same run.dir. If the run is already complete, it only yields the last event, `Done`. Nothing is
     printed, and the models and random number generators of your process don't change.
 
     Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine can't run it, and
@@ -73,7 +74,7 @@ def train(
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Train a configuration in background processes by calling `body`. See `train`."""
+    """Train a configuration by calling `body` in background processes, and yield its events. See `train`."""
     for message in _messages(partial(body, loaded)):
         yield _event(message)
 
@@ -81,11 +82,11 @@ def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[E
 def evaluate(
     run: str | Path, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None, trust: bool = False
 ) -> Evaluated:
-    """Evaluate a run folder or a checkpoint on every validation sample once, in background processes.
+    """Evaluate a run folder or a checkpoint on all validation samples, in background processes.
 
     For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), they are used. Code
-    that the recipe of the run names is only executed if your `overrides` name it too, or with `trust=True`. `processes`
-    and `overrides` work as in `train`.
+    that the recipe of the run names is only executed if your `overrides` also name it, or with `trust=True`.
+    `processes` and `overrides` work as in `train`.
 
     Raises the same errors as `train`.
     """
@@ -97,7 +98,7 @@ def evaluate(
 
 
 def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) -> list[str]:
-    """Return dotted overrides as the words of a command. Paths are converted to text."""
+    """Return overrides in the form of command-line words, such as `recipe.epochs=3`. Paths are converted to text."""
     placement_overrides = {} if processes is None else {"placement.processes": processes}
     return [
         f"{key}={json.dumps(value, default=os.fspath)}"
@@ -106,12 +107,12 @@ def as_words(overrides: Mapping[str, Any] | None, processes: int | None = None) 
 
 
 def as_names(paths: str | Path | Sequence[str | Path]) -> list[str]:
-    """Return a path or a sequence of paths as the words of a command."""
+    """Return a path or a sequence of paths as command-line words."""
     return [str(paths)] if isinstance(paths, str | Path) else [str(path) for path in paths]
 
 
 def in_background(body: Callable[[], Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Call `body` in a background process and return the rows that it yields. Rows must be JSON-serializable."""
+    """Call `body` in a background process. Return the rows that it yields, which must be JSON-compatible."""
     return list(_messages(partial(_rows, body)))
 
 
@@ -122,7 +123,7 @@ def _event(message: Mapping[str, Any]) -> Event:
 
 
 def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
-    """Call `body` in a background process and yield its messages. If it fails, raise its error."""
+    """Call `body` in a background process and yield its messages. If it fails, raise its error in this process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_background, args=(body, sender))
@@ -132,7 +133,7 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
     try:
         with closing(receiver):
             while not has_ended:
-                if not receiver.poll(_LOOK_S):
+                if not receiver.poll(_POLL_S):
                     has_ended = not process.is_alive() and not receiver.poll(0)
                     continue
                 message = plainfile.parse_json(receiver.recv_bytes())
@@ -145,13 +146,13 @@ def _messages(body: Callable[[EventPipe], int]) -> Generator[dict[str, Any]]:
                 raise TrainingError(f"the background process exited with code {process.exitcode}")
     finally:
         if not has_ended:
-            process.terminate()  # the run saves and stops
+            process.terminate()  # makes the run save and stop
         process.join()
 
 
 def _raise(end: Mapping[str, Any]) -> None:
     code, text = end[_END], end["text"]
-    if code in _STOPPED:
+    if code in _EXPECTED_CODES:
         return
     kinds: dict[int, type[LockstepError]] = {EXIT_USAGE: UsageError, EXIT_PREFLIGHT: PreflightError}
     raise kinds.get(code, TrainingError)(text)
@@ -160,7 +161,7 @@ def _raise(end: Mapping[str, Any]) -> None:
 @final
 @dataclass(frozen=True)
 class EventPipe:
-    """A sink that sends each event to the waiting process as JSON."""
+    """A sink that sends each event as JSON to the process that waits for it."""
 
     connection: Connection
 
@@ -169,7 +170,7 @@ class EventPipe:
         self.send(asdict(event))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a JSON-serializable message. Paths are converted to text."""
+        """Send a JSON-compatible message. Paths are converted to text."""
         self.connection.send_bytes(json.dumps(message, default=os.fspath).encode())
 
     def close(self) -> None:
@@ -177,23 +178,27 @@ class EventPipe:
 
 
 def _background(body: Callable[[EventPipe], int], connection: Connection) -> None:
-    """The body of the background process. Nothing is printed, and errors are sent to the waiting process."""
+    """Run `body` as the background process. Nothing is printed, and errors are sent to the waiting process."""
     errors = io.StringIO()
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(errors):
+    with (
+        Path(os.devnull).open("w", encoding="utf-8") as null_stream,
+        redirect_stdout(null_stream),
+        redirect_stderr(errors),
+    ):
         try:
             code, text = body(EventPipe(connection)), ""
         except LockstepError as error:
             code, text = error.exit_code, str(error)
-        except SystemExit as end:  # a signal arrived before workers were started
+        except SystemExit as end:  # a signal arrived before the workers were started
             code, text = int(end.code or 0), ""
-        except KeyboardInterrupt:  # the terminal sends Ctrl-C to this process too
+        except KeyboardInterrupt:  # the terminal also sends Ctrl-C to this process
             code, text = EXIT_INTERRUPTED, ""
     connection.send_bytes(json.dumps({_END: code, "text": text or errors.getvalue().strip()}).encode())
     sys.stdout.flush()
 
 
 def _rows(body: Callable[[], Iterable[Mapping[str, Any]]], pipe: EventPipe) -> int:
-    torch.set_num_threads(1)  # a forked process must not inherit a pool of threads
+    torch.set_num_threads(1)  # a forked process must not inherit a thread pool
     for row in body():
         pipe.send(row)
     return EXIT_DONE

@@ -22,7 +22,7 @@ from lockstep.training.events import Saved
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from, after it was read and checked to be of the same run."""
+    """The checkpoint that a run resumes from. It has been read, and checked to belong to the run."""
 
     snapshot: store.Snapshot
     state: SavedState
@@ -32,11 +32,11 @@ class Resumed:
 @final
 @dataclass(eq=False)
 class Checkpoints:
-    """The checkpoints in the run folder. All ranks must call each method in the same order.
+    """The checkpoints in the run folder. All ranks must make the same calls in the same order.
 
-    A checkpoint contains the state of `engine`, the progress of the rank, and the result of `run_settings`: everything
-    that the numbers depend on, JSON-serializable. `buffers` are the names of tensors that aren't parameters. `script`
-    returns additional tensors of a custom loop, which must be the same on all ranks.
+    A checkpoint contains the state of `engine`, the progress of the rank, and the JSON-compatible result of
+    `run_settings`, which is everything that affects the results. `buffers` are the names of tensors that aren't
+    parameters. `script` returns additional tensors of a custom training loop, which must be the same on all ranks.
     """
 
     rank: Rank
@@ -54,7 +54,7 @@ class Checkpoints:
         self.weights = ""  # SHA-256 of the weights in the last checkpoint
 
     def resume(self, resumed: Resumed) -> None:
-        """Load a checkpoint, and warn about differences that can change the bits of the run from here on."""
+        """Load a checkpoint. Warn about differences that may change the results of the run from here on."""
         rank, state = self.rank, resumed.state
         self.engine.load(engine_state(resumed.snapshot))
         rank.progress, self.weights = state.progress, resumed.weights_sha256
@@ -70,7 +70,7 @@ class Checkpoints:
             )
 
     def save(self) -> list[Saved]:
-        """Save, or start to save in the background. Returns the saves that have finished."""
+        """Save, or start a background save. Return the events of the saves that have completed."""
         rank = self.rank
         with rank.during("saving"):
             state = self.engine.state()
@@ -91,15 +91,15 @@ class Checkpoints:
             return self._record_sha256(self._saver.save(rank.progress, snapshot))
 
     def has(self, step: int) -> bool:
-        """Return whether the last checkpoint is of this step."""
+        """Return whether the last checkpoint was saved after this step."""
         return self._saved_at == step
 
     def poll(self) -> list[Saved]:
-        """Return the save that has finished since the last call, if any."""
+        """Return the event of the save that has completed since the last call, if any."""
         return self._record_sha256(self._saver.poll())
 
     def wait(self) -> list[Saved]:
-        """Wait for a save in progress, if any, and return it."""
+        """Wait for the running save, if any, and return its event."""
         with self.rank.during("saving"):
             return self._record_sha256(self._saver.wait())
 
@@ -114,6 +114,6 @@ class Checkpoints:
 
 
 def engine_state(snapshot: store.Snapshot) -> State:
-    """Return the engine state in a checkpoint."""
+    """Return the engine state that a checkpoint contains."""
     ema = None if snapshot.ema is None else dict(snapshot.ema)
     return State(dict(snapshot.model), dict(snapshot.optimizer), ema, snapshot.state["engine"], snapshot.feedback)

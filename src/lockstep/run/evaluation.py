@@ -1,4 +1,4 @@
-"""Implements `lockstep eval`: opens a checkpoint, or the weights that a recipe names, and evaluates on all ranks."""
+"""Implements `lockstep eval`: opens a checkpoint or the weights of a recipe, and evaluates on all ranks."""
 
 import json
 import os
@@ -39,7 +39,8 @@ from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.events import Evaluated
 from lockstep.training.progress import Progress
 
-_OF_TRAINING: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))  # prefixes of keys
+# Key prefixes that only apply to training.
+_TRAINING_PREFIXES: Final = ("run.", *(f"recipe.{key}" for key in TRAINING_KEYS))
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class EvalRequest:
 
     - `path`: A checkpoint or a run folder.
     - `overrides`: Overrides of its recipe.
-    - `trust`: Whether code that its recipe names may run.
-    - `best`: In a run folder, use the best checkpoint instead of the newest.
-    - `command`: The lockstep command that the user called.
+    - `trust`: Whether to trust the code that its recipe names.
+    - `best`: Whether to use the best checkpoint of a run folder instead of the newest.
+    - `command`: The name of the lockstep command.
     """
 
     path: str
@@ -61,7 +62,7 @@ class EvalRequest:
 
 
 class EvalResult(NamedTuple):
-    """The result of an evaluation. `path` is the checkpoint, the weights file that the recipe names, or the recipe."""
+    """The result of an evaluation. `path` is the checkpoint, the weights file of the recipe, or the recipe itself."""
 
     path: Path
     event: Evaluated
@@ -73,7 +74,7 @@ Opened = tuple[store.FoundCheckpoint, Prepared]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
-    """Check everything in this process, then evaluate in it or in new processes. Returns the exit code."""
+    """Check everything in this process, then evaluate in this process or in new processes. Returns the exit code."""
     torch.set_num_threads(1)  # see run/start.py
     checkpoint, loaded = open_checkpoint(request)
     for note in loaded.notes:
@@ -89,7 +90,7 @@ def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
 
 
 def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
-    """Evaluate the initial weights of a recipe, without a run. Otherwise like `evaluate_here`."""
+    """Evaluate the initial weights of a recipe, without a run. Otherwise the same as `evaluate_here`."""
     torch.set_num_threads(1)  # see run/start.py
     for note in loaded.notes:
         say(f"note: {note}")
@@ -98,12 +99,12 @@ def evaluate_weights(loaded: Loaded, report: ReportResult) -> int:
 
 
 def weights_as_rank(loaded: Loaded, report: ReportResult) -> tuple[Placement, Work]:
-    """Return placement and work for ranks started by a launcher. The work is that of `evaluate_weights`."""
+    """Return the placement and the work of `evaluate_weights`, for ranks that a launcher started."""
     return loaded.config.placement, partial(_on_rank, loaded, None, report, None)
 
 
 def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResult) -> tuple[Placement, Work]:
-    """Check as much as possible before the ranks of a launcher join. Returns their placement and work."""
+    """Return the placement and the work of ranks that a launcher started. Checks what it can before the ranks join."""
     _, loaded = open_checkpoint(request)
     for note in loaded.notes if info.rank == 0 else ():
         say(f"note: {note}")
@@ -113,10 +114,10 @@ def evaluation_as_rank(request: EvalRequest, info: RankInfo, report: ReportResul
 def open_checkpoint(
     request: EvalRequest, checkpoint: store.FoundCheckpoint | None = None
 ) -> tuple[store.FoundCheckpoint, Loaded]:
-    """Load a checkpoint, unless `checkpoint` is one, and the configuration of its evaluation.
+    """Return a checkpoint and the configuration for evaluating it. Loads the checkpoint if `checkpoint` is None.
 
     The location of the data comes from the config.yaml of the run folder, if there is one. Raises UsageError if the
-    recipe names code that the user doesn't trust, or if an override has no effect on the command.
+    recipe names code that the user doesn't trust, or if the command ignores an override.
     """
     if request.command == "eval" and Path(request.path).is_file():
         raise UsageError(
@@ -135,7 +136,7 @@ def open_checkpoint(
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run.key_file)
-    if key is not None and is_new:  # the key is only known now, and the state has not been used yet
+    if key is not None and is_new:  # the key wasn't known before; the state hasn't been used yet
         signed_checkpoint = store.load(checkpoint.path, key=key)
         if signed_checkpoint.snapshot.state != checkpoint.snapshot.state:
             raise UsageError(f"{checkpoint.path}: changed while it was read; try again")
@@ -144,12 +145,12 @@ def open_checkpoint(
 
 
 def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
-    """Return the code that the recipe names, by key. Raises UsageError unless the user names it too or trusts it.
+    """Return the code that the recipe names, by key. Raises UsageError unless the user also names or trusts the code.
 
     Otherwise, the author of the folder could run any code.
     """
     recipe = loaded.config.recipe
-    # A colon in a model name of timm precedes the location to download from, and doesn't make it an import path.
+    # In a timm model name, a colon separates the download location, so the name isn't an import path.
     model = {"model": recipe.model.name} if ":" in recipe.model.name else {}
     paths = {section: name for section, name in import_paths(recipe).items() if not section.startswith("metrics.")}
     keys = {_key(section): name for section, name in {**model, **paths}.items()}
@@ -165,13 +166,13 @@ def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
 
 
 def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
-    """Raise UsageError for overridden keys that the command doesn't use.
+    """Raise UsageError for overridden keys that the command ignores.
 
-    These are keys of training and, except in `lockstep eval`, all keys of the placement but `device`.
+    These are training keys and, except for `lockstep eval`, all placement keys other than `device`.
     """
-    is_local = request.command != "eval"  # in this process
+    is_local = request.command != "eval"  # whether the command runs in this process
     for key in overridden:
-        is_unused = key.startswith(_OF_TRAINING) or (
+        is_unused = key.startswith(_TRAINING_PREFIXES) or (
             is_local and key.startswith("placement.") and key != "placement.device"
         )
         if is_unused and key != "run.key_file":
@@ -179,7 +180,7 @@ def _check_keys(request: EvalRequest, overridden: Sequence[str]) -> None:
 
 
 def _check_run(checkpoint: store.FoundCheckpoint) -> None:
-    """Raise UsageError if the run folder contains a run of a different recipe than the checkpoint."""
+    """Raise UsageError if the checkpoint is in the folder of a run with a different recipe."""
     config = checkpoint.path.parent.parent / CONFIG
     if not os.path.lexists(config):
         return
@@ -201,7 +202,7 @@ def _key(section: str) -> str:
 
 
 def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
-    """Open and check the recipe. Without a checkpoint, the recipe must name weights to evaluate."""
+    """Open and check the recipe. If `checkpoint` is None, the recipe must specify the weights to evaluate."""
     if checkpoint is None:
         placed = place(loaded, processes, training=False)
         model = placed.resolved.recipe.model
@@ -233,7 +234,7 @@ def _on_rank(
     prepared: Prepared | None,
     rendezvous: Rendezvous,
 ) -> int:
-    """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they joined."""
+    """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they have joined."""
     recipe, placement = loaded.config.recipe, loaded.config.placement
     weights = {} if checkpoint is None else {"weights": store.weights_sha256(checkpoint.snapshot.model)}
     with open_recipe_rank(rendezvous, loaded, weights) as session:
@@ -248,7 +249,7 @@ def _on_rank(
                 bind(world, recipe.threads)
             engine, loader = start_engine(prepared, world)
             if checkpoint is not None:
-                # Evaluation doesn't use the optimizer, so its saved state isn't loaded.
+                # The saved optimizer state isn't loaded, because an evaluation doesn't use the optimizer.
                 engine.load(replace(engine_state(checkpoint.snapshot), optimizer={}, scalars=engine.state().scalars))
             model = checkpoint.snapshot.model if checkpoint is not None else gather_whole(world, engine.state().model)
             sha256 = store.weights_sha256(model)

@@ -1,4 +1,4 @@
-"""Creates the events of a recipe that describe the run at its start and report evaluations."""
+"""Creates the start event and the evaluation events of a recipe."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,13 +17,13 @@ from lockstep.run.start_event import loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.prepare import Prepared
 from lockstep.tasks.base import Report
-from lockstep.training.evaluate import LOSS, evaluate, figures_of
+from lockstep.training.evaluate import LOSS, evaluate, task_metrics
 from lockstep.training.events import Evaluated, Started
 from lockstep.training.progress import Progress
 
 
 def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> Started:
-    """Return the first event of a run. All ranks must call it."""
+    """Return the start event of a run. All ranks must call it."""
     recipe, ready = prepared.recipe, prepared.ready
     task, data = ready.task, ready.data
     loop = loop_start_event(
@@ -56,14 +56,14 @@ def evaluation_event(
     progress: Progress,
     keep: Callable[[Report], None] | None = None,
 ) -> Evaluated:
-    """Evaluate every validation sample once and return the event. All ranks must call it.
+    """Evaluate on all validation samples, and return the event. All ranks must call it.
 
     If `keep` is set, it is called with the detailed report of the task.
     """
     task, batch = ready.task, evaluation_batch(ready.recipe)
     batches, count = loader.validation(batch), loader.validation_batches(batch)
     sums, seconds = evaluate(engine, world, task, batches, count, details=keep is not None)
-    figures = figures_of(task, sums)
+    figures = task_metrics(task, sums)
     if keep is not None:
         keep(task.report(sums))
     return Evaluated(
@@ -79,9 +79,9 @@ def evaluation_event(
 
 
 def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
-    """Return the total peak of all GPUs in FLOP/s, or None on the CPU and if the peak of the GPU isn't known.
+    """Return the total peak FLOP/s of all GPUs. Return None on a CPU, or if the peak of the GPU is unknown.
 
-    A GPU that several ranks share counts once. All ranks must call it.
+    A GPU that several ranks share only counts once. All ranks must call it.
     """
     if not world.on_gpu:
         return None

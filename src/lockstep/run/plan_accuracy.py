@@ -1,4 +1,4 @@
-"""Compares the time and memory of a step with the prediction of a plan (planning/measure.py)."""
+"""Compares the measured time and memory of a step with the prediction of a plan (planning/measure.py)."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,16 +12,16 @@ from lockstep.device.live_bytes import LiveBytes, can_count
 from lockstep.setup.resolved import Resolved
 
 T = TypeVar("T")
-_WATCHED: Final = 2  # the first step whose memory is measured; the step before creates the optimizer state
-_TIMED: Final = 7  # from here on, time is measured instead of memory
+_FIRST_MEMORY_STEP: Final = 2  # the first step whose memory is measured; the previous step creates the optimizer state
+_FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured instead of its memory
 
 
 @final
-class Grading:
-    """Measures the steps of one rank. Create it before the engine: memory counts from then on, as in a plan.
+class StepMeasurements:
+    """Measures the steps of a rank. Create it before the engine, because memory counts from then on, as in a plan.
 
-    Time is measured in the steps after the memory measurement, without input, evaluation and saving. `clock` separates
-    these.
+    Time is measured in the steps that follow the memory measurement. `clock` excludes the time of loading data,
+    evaluating and saving.
     """
 
     def __init__(self, world: World, clock: Clock) -> None:
@@ -30,19 +30,19 @@ class Grading:
         self._live = None if world.on_gpu else LiveBytes()
         self._peak = 0
         self._steps = 0
-        self._before = 0.0  # seconds of the steps whose time isn't measured
+        self._before = 0.0  # seconds before the first step whose time is measured
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context for allocations that are not part of a step. They don't count."""
+        """Return a context manager for allocations that aren't part of a step. These don't count."""
         return nullcontext() if self._live is None else self._live.left_out()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
-        """Yield the items of `steps` and measure each step, which lasts until the next item is requested."""
+        """Yield the items of `steps`, and measure each step. A step ends when the next item is requested."""
         for item in steps:
             self._steps += 1
-            if self._steps == _TIMED:
+            if self._steps == _FIRST_TIMED_STEP:
                 self._before = self._clock.split_seconds()
-            if self._live is None or not _WATCHED <= self._steps < _TIMED:
+            if self._live is None or not _FIRST_MEMORY_STEP <= self._steps < _FIRST_TIMED_STEP:
                 yield item
                 continue
             with self._live.watched() as peak:
@@ -50,15 +50,15 @@ class Grading:
             self._peak = max(self._peak, peak[0])
 
     def measured(self) -> dict[str, float]:
-        """Return the mean time of a step in seconds and its peak memory in bytes. Empty if there were too few steps."""
-        if self._steps < _TIMED:
+        """Return the mean step time in seconds and the peak memory in bytes. Empty if there were too few steps."""
+        if self._steps < _FIRST_TIMED_STEP:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
-        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _TIMED)
+        seconds = (self._clock.split_seconds() - self._before) / (self._steps + 1 - _FIRST_TIMED_STEP)
         return {"step_s": seconds, "peak_bytes": peak}
 
 
 def is_predicted(resolved: Resolved) -> bool:
-    """Return whether a plan predicted this placement, and memory can be measured here, which needs glibc."""
+    """Return whether a plan has predicted this placement, and memory can be measured here, which requires glibc."""
     predicted, placement = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
     return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count()

@@ -1,4 +1,4 @@
-"""The state of a rank in a run of a recipe or of a custom loop: its progress, its phase, and its outputs.
+"""The state of a rank while it runs a recipe or a custom training loop: its progress, its phase, and its sinks.
 
 The training loop updates `progress` and the phase. Other threads report them.
 """
@@ -36,9 +36,9 @@ class Rank:
     """A rank of a run.
 
     - `folder`: The run folder, or None if nothing is saved.
-    - `numerics`, `source`: The machine with its libraries, and the hashes of the user's files. Besides the recipe, the
-      bits can depend on them.
-    - `clock`: If set, it measures the time of each phase.
+    - `numerics`: The machine and its libraries, which can affect the results.
+    - `source`: The hashes of the user's source files, which can affect the results.
+    - `clock`: If set, it measures the time spent in each phase.
     """
 
     rendezvous: Rendezvous
@@ -59,11 +59,11 @@ class Rank:
 
     @property
     def seconds(self) -> float:
-        """The time since the rank began, in seconds."""
+        """The seconds since the rank was created."""
         return time.perf_counter() - self._began
 
     def enter(self, phase: Phase) -> None:
-        """Switch to a phase."""
+        """Switch to a different phase."""
         self.phase = phase
         if self.clock is not None:
             self.clock.turn_to(phase)
@@ -74,16 +74,16 @@ class Rank:
         before = self.phase
         self.enter(phase)
         yield
-        self.enter(before)  # not after an error, which happened in this phase
+        self.enter(before)  # skipped after an error, because the error belongs to this phase
 
     def write_corrupted(self, error: CorruptionError) -> None:
-        """Write the event of a failed audit, which ends this start."""
+        """Write the event of an audit that found wrong results, which ends this start of the run."""
         self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
-        """Write an event to all sinks. If the run has ended, rank 0 writes result.json too.
+        """Write an event to all sinks. If it is the last event, rank 0 also writes result.json.
 
-        result.json includes the exit code, because torchrun exits with 1 for every nonzero exit code.
+        result.json contains the exit code, because torchrun exits with 1 for every nonzero exit code.
         """
         now = time.time()
         with os_error_as(HostError, f"{self.folder}: event not written"):
@@ -96,10 +96,11 @@ class Rank:
             run_folder.conclude(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Save the digest of every `every`-th step from here on, if the strategy is bit-exact (`exactness` is `bits`).
+        """Save the digest of every `every`-th step from here on, if `exactness` is `bits`.
 
         With `auto`, the interval depends on the time that a digest takes.
-        Existing digests of steps that are repeated are removed, even if no further digests are saved.
+
+        Existing digests of steps that are repeated are removed, even if no more digests are saved.
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
@@ -112,7 +113,7 @@ class Rank:
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
 
     def last_step(self) -> int:
-        """Return the last step that earlier starts have logged, or 0."""
+        """Return the last step in the log of earlier starts, or 0 if there is none."""
         return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
     def warn(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Trains a recipe on one rank. The events of its loop are written to sinks, and its state to checkpoints."""
+"""Trains a recipe on a rank. Events are written to sinks, and the state is saved in checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,7 +28,7 @@ from lockstep.reporting.sink import Sink
 from lockstep.run import sinks
 from lockstep.run.checkpoints import Checkpoints, Resumed
 from lockstep.run.events import evaluation_event, start_event
-from lockstep.run.plan_accuracy import Grading, is_predicted
+from lockstep.run.plan_accuracy import StepMeasurements, is_predicted
 from lockstep.run.rank import Rank
 from lockstep.runs import folder as run_folder
 from lockstep.runs.folder import RunStart
@@ -45,21 +45,21 @@ from lockstep.training.plan import Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 
-_SEEDED: Final = (
+_SEED_ADVICE: Final = (
     "build the model only from values that are the same on all ranks; the generators of torch, NumPy and Python are "
     "seeded before the model is built"
 )
-_FILES: Final = 100  # unreadable files in one event
+_MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an event
 
 
 @dataclass(eq=False)
 class RankTraining:
-    """The training of a recipe on one rank.
+    """Trains a recipe on a rank.
 
     - `start`, `resumed`: The run folder, and the checkpoint to resume from, if any.
     - `streams`: The terminal, and the log of this rank.
     - `look`: Returns the findings of the probe at the start.
-    - `extra_sink`: A sink in addition to those of the configuration.
+    - `extra_sink`: A sink in addition to the sinks of the configuration.
     """
 
     prepared: Prepared
@@ -67,7 +67,7 @@ class RankTraining:
     world: World
     start: RunStart
     resumed: Resumed | None
-    streams: tuple[TextIO, TextIO]  # the terminal and the log
+    streams: tuple[TextIO, TextIO]  # terminal and log
     look: Look
     extra_sink: Sink | None
 
@@ -76,16 +76,16 @@ class RankTraining:
         self.clock = Clock(world.device, "setting up", split="training")
         numerics = machine.numerics(world.device, compiled=prepared.recipe.compile)
         self.rank = Rank(self.rendezvous, world, self.start.folder, numerics, ready.source, self.clock)
-        self.grading = Grading(world, self.clock) if is_predicted(prepared.resolved) else None
-        self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples in training and validation
-        # Bind to cores before memory is pinned and loader processes start.
+        self.grading = StepMeasurements(world, self.clock) if is_predicted(prepared.resolved) else None
+        self.reported: tuple[set[int], set[int]] = set(), set()  # unreadable samples of the two splits
+        # Bind to cores before memory is pinned and before loader processes start.
         self.cores = bind(world, prepared.recipe.threads) if prepared.placement.affinity == "auto" else []
         for cores in self.cores[world.rank : world.rank + 1]:
             self.streams[1].write(f"cores {cores}\n")
         self.engine: Engine
         self.loader: Loader
         build = ready.problem.build_model
-        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEEDED))
+        problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEED_ADVICE))
         agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
         self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
         self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
@@ -95,7 +95,7 @@ class RankTraining:
         ready = self.prepared.ready
         if self.resumed is not None:
             self.checkpoints.resume(self.resumed)
-            self.resumed = None  # frees the snapshot
+            self.resumed = None  # frees the memory of the snapshot
         elif ready.first is not None and ready.first.optimizer:
             self.engine.load(continuation_state(ready, self.engine.state()))
         self.rank.keep_digests(self.engine, self.prepared.strategy.traits.exactness, self.prepared.run.digest_every)
@@ -120,7 +120,7 @@ class RankTraining:
         rank, checkpoints = self.rank, self.checkpoints
         start = start_event(self.prepared, rank, self.start.checkpoint)
         with nullcontext() if self.grading is None else self.grading.left_out():
-            yield start  # sinks import their libraries here
+            yield start  # sinks import their libraries when they get it
         for finding in self.look():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
@@ -152,7 +152,7 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps from `first` on with the micro-batches of this rank. Waiting for them counts as data time."""
+        """Yield the steps starting at `first`, with the micro-batches of this rank. Waiting counts as data time."""
         batches = self._fetched(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 
@@ -171,24 +171,24 @@ class RankTraining:
             return evaluation_event(self.engine, self.world, self.prepared.ready, self.loader, progress, keep)
 
     def _keep(self, report: Report) -> None:
-        """Write the task's report about the last evaluation on rank 0."""
+        """On rank 0, write the task's report on the last evaluation."""
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.start.folder, report)
 
     def _origin(self) -> dict[str, Any]:
-        """Return the settings and data facts that the numbers depend on, for a checkpoint."""
+        """Return the settings and data facts that affect the results. They are saved in checkpoints."""
         recipe = comparable(values(self.prepared.recipe))
         return {"recipe": recipe, "data": model_facts(self.prepared.ready)}
 
     def _report_unreadable(self) -> Iterator[Skipped]:
-        """Report the files that any rank couldn't read since the last report. All ranks must call it."""
+        """Yield the files that any rank couldn't read since the last report. All ranks must call it."""
         for split_index, file in enumerate(self.prepared.ready.data.files or ()):
             unreadable, reported = self.loader.unreadable[split_index], self.reported[split_index]
             by_rank = self.world.told_by_all(sorted(unreadable - reported))
             new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
             reported.update(new_indices)
-            for first in range(0, len(new_indices), _FILES):
-                files = tuple(file(index) for index in new_indices[first : first + _FILES])
+            for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
+                files = tuple(file(index) for index in new_indices[first : first + _MAX_FILES_PER_EVENT])
                 yield Skipped(**self.rank.progress.at, files=files)
 
     def _done(self) -> Done:

@@ -1,7 +1,7 @@
-"""Opens a rank: its device, stall detection, the comparison with the other ranks, and its process group.
+"""Opens a rank: its device, its stall detection, the comparison with the other ranks, and its process group.
 
-All work on ranks begins here, so that it has the same checks: training, evaluation, replay, verification, comparison,
-planning and custom loops.
+All work on ranks starts here, so that the same checks apply to training, evaluation, replay, verification, comparison,
+planning and custom training loops.
 """
 
 import platform
@@ -33,7 +33,7 @@ from lockstep.ranks.stall import StallDetector
 
 @final
 class Session:
-    """An open rank: its device is ready, stall detection is on, and its settings are the same as on all other ranks."""
+    """An open rank. Its device is ready, stall detection is active, and its settings match those of all other ranks."""
 
     def __init__(self, rendezvous: Rendezvous, placement: Placement, device: torch.device) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class Session:
 
     @contextmanager
     def open_world(self) -> Iterator[World]:
-        """Open the process group, and close it at the end of the block. All ranks must call it once.
+        """Open the process group, and close it at the end of the block. All ranks must call it exactly once.
 
         After an error, the process group stays open, because other ranks may be in a collective.
         """
@@ -55,13 +55,13 @@ class Session:
 def open_rank(
     rendezvous: Rendezvous, placement: Placement, recipe: EngineRecipe, facts: Mapping[str, Any]
 ) -> Iterator[Session]:
-    """Open this rank. All ranks must call it after they joined.
+    """Open this rank. All ranks must call it after they have joined.
 
-    From here on, the kernels, the number of threads and the memory allocator are set for the whole process. If a rank
-    stalls, this is reported or ends the run, depending on `placement.on_stall`.
+    This sets the kernels, the number of threads and the memory allocator for the whole process. If a rank stalls, the
+    stall is reported or ends the run, depending on `placement.on_stall`.
 
-    `facts` must be JSON-serializable. Raises RanksDifferError on all ranks if `facts`, the placement or the installed
-    versions differ between ranks. Raises UsageError if an environment variable would change the bits on a GPU.
+    `facts` must be JSON-compatible. If `facts`, the placement or the installed versions differ between ranks, raises
+    RanksDifferError on all ranks. If an environment variable would change the results on a GPU, raises UsageError.
     """
     device = prepare_device(placement, rendezvous.info, recipe)
     with _stall_detector(rendezvous, placement, device):
@@ -73,7 +73,7 @@ def open_rank(
 def open_recipe_rank(
     rendezvous: Rendezvous, loaded: Loaded, facts: Mapping[str, Any] | None = None
 ) -> Iterator[Session]:
-    """Open this rank for a recipe, which must be the same on all ranks. Otherwise like `open_rank`."""
+    """Open this rank for a recipe, which must be the same on all ranks. See `open_rank`."""
     recipe = loaded.config.recipe
     compared_facts = {"recipe": comparable(values(recipe)), **(facts or {})}
     with open_rank(rendezvous, loaded.config.placement, recipe, compared_facts) as session:
@@ -81,7 +81,7 @@ def open_recipe_rank(
 
 
 def prepare_device(placement: Placement, info: RankInfo, recipe: EngineRecipe) -> torch.device:
-    """Return the device of a rank. Sets kernels, threads and memory allocator for the whole process."""
+    """Return the device of a rank. This sets the kernels, threads and memory allocator for the whole process."""
     device = choose_device(placement.device, info, placement.backend)
     fix_kernels(recipe.threads, recipe.precision, device)
     keep_freed_memory()
@@ -94,7 +94,7 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
     """Return the placement settings and installed versions that must be the same on all ranks."""
     return {
         "placement.strategy": values(placement)["strategy"],
-        "placement.affinity": placement.affinity,  # with auto, all ranks communicate their host and cores
+        "placement.affinity": placement.affinity,  # with auto, all ranks exchange their hosts and cores
         "placement.backend": placement.backend,
         "placement.audit_every": placement.audit_every,
         "placement.on_corruption": placement.on_corruption,
@@ -104,27 +104,27 @@ def _placement_facts(placement: Placement, device: torch.device, *, compiled: bo
 
 
 def _stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.device) -> StallDetector:
-    """Return a context manager that detects stalls of this thread, and reports them or ends the run."""
+    """Return a context manager that detects stalls of this thread. A stall is reported or ends the run."""
     info = rendezvous.info
 
     def end(report: str) -> None:
-        # Attribute the failure to the late rank, not to the rank that reports it.
+        # The failure belongs to the late rank, not to the rank that reports it.
         rank = next(iter(detector.late), info.rank)
         text = report.replace("for other ranks", f"for rank {rank}", 1) if detector.late else report
         host = rendezvous.hosts[rank] if rank < len(rendezvous.hosts) else rendezvous.rank_log.host
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
-    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # with gloo, this thread itself waits
+    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # with gloo, this thread waits
     record = partial(_record_exchanges, rendezvous, nccl)
     detector = StallDetector(rendezvous, placement.stall_timeout_s, tell, record, hidden=nccl)
     return detector
 
 
 def _record_exchanges(rendezvous: Rendezvous, nccl: bool) -> str:
-    """Write torch's flight record of the collectives on this rank next to its log.
+    """Write torch's flight record of the collectives of this rank next to its log.
 
-    Returns the path, or "" if there is no log or no record.
+    Returns the path, or an empty string if there is no log or no record.
     """
     log = rendezvous.rank_log.log
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")

@@ -1,4 +1,4 @@
-"""Opens the sinks of a run: files in the run folder, the terminal, and the sinks in `run.sinks`."""
+"""Opens the sinks of a run: the files in the run folder, the terminal, and the sinks in `run.sinks`."""
 
 import os
 import re
@@ -35,7 +35,7 @@ _CONTRACT: Final = "see docs/extend.md"
 
 
 def check_sinks(run: RunConfig) -> None:
-    """Raise UsageError if a sink isn't installed, isn't callable, or has invalid options or a secret among them."""
+    """Raise UsageError if a sink isn't installed, isn't callable, has invalid options, or has options with secrets."""
     for index, sink in enumerate(run.sinks):
         if ":" in sink.name:
             if not callable(import_object(sink.name, "sink")):
@@ -44,7 +44,7 @@ def check_sinks(run: RunConfig) -> None:
             _check_options(index, sink, ())
         else:
             spec = find_spec(sink.name)
-            if spec is None or spec.origin is None:  # a namespace package: a folder with this name
+            if spec is None or spec.origin is None:  # a namespace package, which may be any folder with this name
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
@@ -68,7 +68,7 @@ def open_sinks(
 ) -> Iterator[list[Sink]]:
     """Open the sinks of a run while the block runs. Only rank 0 calls it. Sinks that can fail are opened first.
 
-    - `recipe_values`: Settings that services such as MLflow save next to the figures, by name.
+    - `recipe_values`: Settings by name, which services such as MLflow save with the metrics.
     - `rule`: The formula of the learning rate.
     - `streams`: The terminal and, if there is one, the log of rank 0.
     """
@@ -84,7 +84,7 @@ def open_sinks(
             optional.append(Optional(f"sink {config.name}", _open_sink(config, recipe_values, folder), warn))
             stack.callback(optional[-1].close)
         if run.tensorboard:
-            from lockstep.reporting.tensorboard import TensorBoard  # imported here because it takes a second
+            from lockstep.reporting.tensorboard import TensorBoard  # imported lazily, because it takes a second
 
             curves = TensorBoard(folder / run_folder.TENSORBOARD)
             optional.append(Optional("tensorboard", curves, warn))
@@ -113,7 +113,7 @@ def _open_sink(config: Named, recipe_values: Mapping[str, Any], folder: Path) ->
 
 @final
 class _CustomSink:
-    """A custom sink. It receives events as mappings with the fields of events.jsonl."""
+    """A custom sink. It receives events as dicts with the fields of events.jsonl."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -135,7 +135,7 @@ def _open_custom_sink(path: str, folder: Path, options: Mapping[str, Any]) -> _C
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield key and text for each text in the options, including nested lists and mappings."""
+    """Yield the key and the text of each string in the options, including nested lists and mappings."""
     for key, value in options.items():
         if isinstance(value, str):
             yield key, value
@@ -146,13 +146,13 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _is_secret(key: str, text: str) -> bool:
-    """Return whether an option is a plain-text secret: its name says so, or it is a URL that contains a secret."""
+    """Return whether an option is a plain-text secret, because of its name or because it is a URL with a secret."""
     has_secret_name = _SECRET.search(key) and not _VARIABLE.fullmatch(text)
     return bool(has_secret_name or _IN_URL.search(text))
 
 
 def _expand_variables(label: str, value: Any) -> Any:
-    """Replace `${NAME}` by the values of environment variables. Raises UsageError if a variable isn't set."""
+    """Replace `${NAME}` with the values of environment variables. Raises UsageError if a variable isn't set."""
     if isinstance(value, Mapping):
         return {key: _expand_variables(label, item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Runs a function on N ranks: in this process, in new processes, or as a rank that a launcher started."""
+"""Runs a function on N ranks: in this process, in new processes, or as a rank started by a launcher."""
 
 import io
 import pkgutil
@@ -27,16 +27,16 @@ from lockstep.setup.strategy import find_strategy
 from lockstep.strategies.base import ExternalEngine
 
 T = TypeVar("T")
-_SIGNALLED: Final = 128  # larger exit codes stand for signals, as in a shell
+_SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
 def as_launched(info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
-    """Join the ranks that the launcher started and do the work that `check` returns. Returns its exit code.
+    """Join the other ranks that the launcher started, and do the work that `check` returns. Return its exit code.
 
-    `check` runs as many checks as possible before the ranks join. If it raises a LockstepError, this rank exits. Other
-    ranks are told if they soon join the rendezvous that `words` (dotted overrides) name, so that the error is reported
-    only once.
+    `check` runs all checks that are possible before the ranks join. If it raises a LockstepError, this rank exits. If
+    other ranks soon join the rendezvous that `override_words` specify, the error is reported to them, so that it is
+    only printed once.
     """
     try:
         placement, work = check()
@@ -57,18 +57,18 @@ def on_ranks(
     in_subprocess: bool = False,
     hashes: str | None = None,
 ) -> int:
-    """Run `work(ready, rendezvous)` on `count` ranks of this machine and return the exit code.
+    """Run `work(ready, rendezvous)` on `count` ranks on this machine. Return the exit code.
 
     A single rank runs in this process, unless `in_subprocess` is set. Several ranks run in separate processes
     (ranks/local_launcher.py). On the CPU, they are forked and share `ready`. If CUDA may be used, they are spawned, and
-    `work` gets None instead of `ready`, which can't be sent to them.
+    `work` gets None instead of `ready`, because `ready` can't be sent to them.
 
     `hashes` is a value for PYTHONHASHSEED. If it is set, processes are spawned with this hash seed.
     """
     if count == 1 and not in_subprocess:
         return work(ready, alone())
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
-    # Fork is faster and shares memory, but CUDA doesn't work after a fork.
+    # Forking is faster and shares memory, but CUDA doesn't work after a fork.
     spawns = hashes is not None or (placement.device != "cpu" and torch.cuda.device_count())
     method: Literal["fork", "spawn"] = "spawn" if spawns else "fork"
     _, strategy = find_strategy(placement, count)
@@ -76,7 +76,7 @@ def on_ranks(
         strategy.preload()
     worker = partial(work, ready if method == "fork" else None)
     with ExitStack() as stack:
-        if method == "spawn":  # otherwise each process would pick its own hash seed
+        if method == "spawn":  # otherwise, each process would choose a different hash seed
             stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
         if hashes is not None:
             stack.enter_context(_without_main())
@@ -84,7 +84,7 @@ def on_ranks(
 
 
 def can_be_spawned(work: Callable[..., object]) -> bool:
-    """Return whether a function can be pickled for a spawned process. It must be in a module other than the script."""
+    """Return whether a function can be pickled for a spawned process. It must not be defined in the script itself."""
     with _without_main():
         try:
             ForkingPickler.dumps(work)
@@ -95,7 +95,7 @@ def can_be_spawned(work: Callable[..., object]) -> bool:
 
 @contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the script of this process from processes spawned in the block, which would run it first."""
+    """Hide this process's script from processes spawned in the block. Otherwise, they would run it first."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -105,7 +105,7 @@ def _without_main() -> Iterator[None]:
 
 
 def import_for_all() -> None:
-    """Import the modules that strategies need before processes fork. FSDP alone takes half a second per process."""
+    """Import the modules of all strategies before processes fork. FSDP alone takes half a second per process."""
     for room in (comm, device):
         for module in pkgutil.iter_modules(room.__path__):
             import_module(f"{room.__name__}.{module.name}")
@@ -114,15 +114,15 @@ def import_for_all() -> None:
 def in_workers_silently(
     work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int, hashes: str | None = None
 ) -> tuple[int, str]:
-    """Run `work` on ranks in separate processes. Returns the exit code and the error message, if any.
+    """Run `work` on ranks in separate processes, without printing errors. Return the exit code and the error message.
 
-    `hashes` works as in `on_ranks`. If a signal ended the workers, this process exits too.
+    `hashes` is the same as in `on_ranks`. If a signal ended the workers, this process exits too.
     """
     with redirect_stderr(io.StringIO()) as printed:
         try:
             code = on_ranks(work, ready, placement, count, in_subprocess=True, hashes=hashes)
-        except SystemExit as end:  # a signal arrived before workers were started
+        except SystemExit as end:  # a signal arrived before the workers were started
             code = int(end.code or 0)
-    if code > _SIGNALLED:
+    if code > _SIGNAL_BASE:
         raise SystemExit(code)
     return code, printed.getvalue().strip()

@@ -1,4 +1,4 @@
-"""Creates the first event of a run from its steps and its placement."""
+"""Creates the start event of a run from its steps and its placement."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def loop_start_event(
     parameters: int,
     base_lr: float,
 ) -> Started:
-    """Return the first event of a loop, without the fields that only a recipe has."""
+    """Return the start event of a training loop, without the fields that only a recipe has."""
     world, progress = rank.world, rank.progress
     return Started(
         **progress.at,

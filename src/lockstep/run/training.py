@@ -1,7 +1,8 @@
-"""Implements `lockstep train`: checks everything in one place, then trains on all ranks.
+"""Implements `lockstep train`: checks the configuration once, then trains on all ranks.
 
-All ranks call `run_rank`, whether they are forked, spawned, or started by a launcher. The objects that a recipe names
-are opened and checked (setup/prepare.py) before ranks are forked, or else by each rank after the ranks joined.
+All ranks call `run_rank`, whether they are forked, spawned, or started by a launcher. The objects of a recipe are
+opened and checked (setup/prepare.py) before ranks are forked. Otherwise, each rank does this after the ranks have
+joined.
 """
 
 import os
@@ -46,10 +47,11 @@ from lockstep.training.checkpoint.signing import signing_key
 
 
 def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
-    """Check everything in this process, then train in it or in new processes. Returns the exit code.
+    """Check everything in this process, then train in this process or in new processes. Return the exit code.
 
-    `extra_sink` is a sink in addition to those of the configuration. It must be picklable for spawned processes. If an
-    audit names wrong ranks and `placement.on_corruption` is `go_on`, training continues without them.
+    `extra_sink` is a sink in addition to the sinks of the configuration. It must be picklable for spawned processes. If
+    an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training continues without
+    these ranks.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -81,9 +83,9 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
 def on_ranks_of(
     prepared: Prepared, work: Callable[[Prepared | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
-    """Run `work` on the ranks of a placement and return the exit code. Logs and result are in the run folder.
+    """Run `work` on the ranks of a placement. Return the exit code. Logs and the result are written to the run folder.
 
-    A failure that ends the run is appended to `failures`.
+    If a failure ends the run, it is appended to `failures`.
     """
     logs = folder / run_folder.LOGS
     code = on_ranks(work, prepared, prepared.placement, prepared.processes, logs, failures.append)
@@ -93,9 +95,10 @@ def on_ranks_of(
 
 
 def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Path) -> Loaded:
-    """Return the configuration to continue the run in `folder` on `count` processes without these ranks.
+    """Return the configuration that continues the run in `folder` without the given ranks.
 
-    If each rank had its own CUDA device, the devices of these ranks are hidden from this process and its children.
+    `process_count` is the previous number of processes. If each rank has a separate CUDA device, the devices of the
+    removed ranks are hidden from this process and its children.
     """
     devices = torch.cuda.device_count()
     if loaded.config.placement.device != "cpu" and devices >= process_count:
@@ -110,7 +113,7 @@ def without(loaded: Loaded, ranks: Sequence[int], process_count: int, folder: Pa
 
 
 def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = None) -> tuple[Placement, Work]:
-    """Check as much as possible before the ranks of a launcher join. Returns their placement and work.
+    """Return the placement and the work of ranks that a launcher started. Checks what it can before the ranks join.
 
     `extra_sink` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
     """
@@ -139,13 +142,13 @@ def run_rank(
     prepared: Prepared | None,
     rendezvous: Rendezvous,
 ) -> int:
-    """Train as one of the ranks, which have joined, and return the exit code.
+    """Train on a rank that has joined the other ranks. Return the exit code.
 
-    If another launcher started the ranks, `start` is None. In this case, rank 0 claims the run folder and tells the
-    other ranks where the run starts, and `extra_sink` is a sink of this rank. Otherwise, `extra_sink` is a sink of rank
-    0 only.
+    If an external launcher started the ranks, `start` is None. In this case, rank 0 claims the run folder and
+    broadcasts the checkpoint to start from, and `extra_sink` is a sink of this rank. Otherwise, `extra_sink` is only
+    used on rank 0.
     """
-    # Load the initial weights first: their hash is added to the recipe, which is compared between ranks.
+    # Load the initial weights first. Their hash becomes part of the recipe, which is compared across ranks.
     placed = prepared or place(resolved.loaded, resolved.processes)
     loaded, info = placed.resolved.loaded, rendezvous.info
     stop = StopRequest()
@@ -154,7 +157,7 @@ def run_rank(
         session = stack.enter_context(open_recipe_rank(rendezvous, loaded))
         rank_line = f"rank {info.rank} of {info.size}  local rank {info.local_rank}"
         rank_line = f"{rank_line}  host {rendezvous.rank_log.host}  device {session.device}\n"
-        terminal.write(rank_line)  # in one write, because ranks share the terminal
+        terminal.write(rank_line)  # written with a single call, because ranks share the terminal
         terminal.flush()
         claim = partial(recipe_folder.claim, loaded)
         run_start = start or stack.enter_context(run_folder.hold_run_folder(rendezvous, claim))
@@ -165,11 +168,11 @@ def run_rank(
         log.write(rank_line)
         if isinstance(placed, Placed):
             prepared = placed.open()
-            if start is None and info.rank == 0:  # otherwise the parent process has warned
+            if start is None and info.rank == 0:  # otherwise, the parent process has already warned
                 warn(prepared)
         else:
             prepared = placed
-        if info.size > 1:  # a single rank has no other rank to compare with, and needn't read samples
+        if info.size > 1:  # a single rank has nothing to compare, so it doesn't read samples
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if run_start.checkpoint:
@@ -188,13 +191,13 @@ def run_rank(
 
 
 def warn(prepared: Prepared) -> None:
-    """Warn about settings that are valid, but probably not intended."""
+    """Warn about settings that are valid but probably unintended."""
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.say(f"warning: {warning}")
 
 
 def _check_launch(config: Config, info: RankInfo) -> None:
-    """Raise UsageError if the launcher started the ranks in a way that doesn't match the configuration."""
+    """Raise UsageError if the ranks that the launcher started don't match the configuration."""
     continues = config.placement.on_corruption == "go_on"
     if info.launcher == "torchrun":
         agent = parent_command()

@@ -1,1 +1,1 @@
-"""Run folders: their files, how a start claims a folder, and how to find existing runs."""
+"""Run folders: their files, how a run claims its folder, and how to find existing runs."""

@@ -1,9 +1,9 @@
-"""Reads and writes digests.bin: digests of the summed gradient of steps, and of the weights at each save.
+"""Reads and writes digests.bin, which contains digests of the reduced gradients of steps and of saved weights.
 
-All numbers are 64-bit little-endian integers. The file begins with b"lockstep" and the version of the format. Records
-of 16 bytes follow in the order of the steps. A record consists of the number of completed updates and the digest. The
-highest bit of the first number is set if the digest is of weights. A resumed run first removes the records of the steps
-that it repeats.
+All numbers are 64-bit little-endian integers. The file starts with b"lockstep" and the version of the format. Records
+of 16 bytes follow, in the order of the steps. A record consists of the number of completed updates and the digest. The
+highest bit of the first number is set if it is a digest of weights. A resumed run first removes the records of the
+steps that it repeats.
 """
 
 import os
@@ -21,14 +21,14 @@ from lockstep.training.digests import Digest
 
 DIGESTS: Final = "digests.bin"
 _HEAD: Final = b"lockstep\1\0\0\0\0\0\0\0"
-_RECORD: Final = 16  # bytes
+_RECORD: Final = 16  # bytes per record
 _WEIGHTS: Final = 1 << 63
 
 
 def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
-    """Truncate the file after the digests of `step`, so that a run can continue from there. Creates the file if needed.
+    """Truncate the file after the digests of `step`, so that a run can continue from there. Create the file if needed.
 
-    An invalid file is replaced by an empty one, with a warning. Raises HostError if the file can't be written.
+    An invalid file is replaced with an empty file, with a warning. Raises HostError if the file can't be written.
     """
     try:
         records = _records(path)
@@ -43,7 +43,7 @@ def begin(path: Path, step: int, warn: Callable[[str], object] = str) -> None:
 
 
 def append(path: Path, digests: Sequence[Digest]) -> None:
-    """Append digests. Their steps must follow the steps in the file. Raises HostError if the file can't be written."""
+    """Append digests, whose steps must follow the steps in the file. Raise HostError if the file can't be written."""
     records = np.array([(digest.step | digest.weights * _WEIGHTS, digest.value) for digest in digests], "<u8")
     writing = os_error_as(HostError, f"{path}: digests not written")
     with writing, os.fdopen(plainfile.descriptor(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
@@ -51,12 +51,12 @@ def append(path: Path, digests: Sequence[Digest]) -> None:
 
 
 def read(path: Path) -> list[Digest]:
-    """Return the digests of a run in order. Raises UsageError if the file can't be read or isn't a file of digests."""
+    """Return the digests of a run in order. Raise UsageError if the file can't be read or isn't a digest file."""
     return [Digest(step % _WEIGHTS, value, step >= _WEIGHTS) for step, value in _records(path).tolist()]
 
 
 def _records(path: Path) -> NDArray[np.uint64]:
-    """Return the records of a file, or no records if it doesn't exist. An incomplete last record is ignored."""
+    """Return the records in a file, or no records if it doesn't exist. Ignores an incomplete last record."""
     head, data = _HEAD, b""
     reading = os_error_as(UsageError, f"{path}: cannot be read")
     with reading, suppress(FileNotFoundError), plainfile.reader(path) as file:

@@ -48,22 +48,22 @@ LOGS = "logs"
 SKIPPED = "skipped.txt"
 TENSORBOARD = "tensorboard"
 LAST_EVALUATION = "last-evaluation.json"
-_HANDED_OVER: Final = "deepspeed.json"
-_OF_SINKS: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
-_OF_START: Final = (CONFIG, ENVIRONMENT, _HANDED_OVER)
-_FILES: Final = (*_OF_START, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_OF_SINKS)
-_LONGEST_REASON: Final = 500
+_ENGINE_CONFIG: Final = "deepspeed.json"
+_SINK_FILES: Final = ("steps.csv", "evaluations.csv", "logged.csv", "wandb-run.txt", "mlflow-run.txt")
+_START_FILES: Final = (CONFIG, ENVIRONMENT, _ENGINE_CONFIG)
+_FILES: Final = (*_START_FILES, EVENTS, DIGESTS, SKIPPED, LAST_EVALUATION, RESULT, JOB_SCRIPT, JOB, LOCK, *_SINK_FILES)
+_MAX_REASON_CHARS: Final = 500
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that this start has locked.
+    """A run folder that the current start of the run has locked.
 
-    - `created`: The folders that were created for it, innermost first.
+    - `created`: The folders that were created for it, with the innermost folder first.
     - `checkpoint`: The checkpoint to resume from, if any.
-    - `notes`: Lines for the user.
-    - `done_message`: The message for a run that is complete. Empty for any other run.
-    - `before`: The state that the last start left in the folder.
+    - `notes`: Messages for the user.
+    - `done_message`: The message if the run is already complete, or else an empty string.
+    - `before`: The state that the previous start left in the folder.
     """
 
     folder: Path
@@ -76,23 +76,23 @@ class Claim:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the lock while the block runs. If the block raises an error, write exit code and reason to result.json.
+        """Hold the lock while the block runs. If an error is raised, write its exit code and reason to result.json.
 
-        If the error is a mistake of the user and the run hasn't begun, the folder is restored: a folder created for
-        this start is removed, and result.json is the file of the previous start.
+        If the error is a user mistake and the run hasn't begun, the folder is restored: a folder that was created for
+        this start is removed, and result.json is reset to that of the previous start.
         """
         with self.lock, _settle_on_error(self.folder, self.created, self.before):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
-        """Write result.json for a failure of any rank, unless the failure prevented the start (see `is_refused`)."""
+        """Write result.json for a failure of any rank, unless the failure prevented the start. See `is_refused`."""
         if not self.before.is_refused(self.folder, failure):
             keep_failure(self.folder, failure)
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state that the last start left in a run folder: its result.json and the size of events.jsonl in bytes."""
+    """The state that the previous start left in a run folder: its result.json and the size of events.jsonl in bytes."""
 
     result: bytes | None
     events: int
@@ -110,7 +110,7 @@ class LastStart:
 
 @dataclass(frozen=True)
 class RunStart:
-    """The start of a run: its folder, the checkpoint to resume from, and `done_message` if the run is complete."""
+    """The start of a run: its folder, the checkpoint to resume from, and a message if the run is already complete."""
 
     folder: Path
     checkpoint: Path | None
@@ -119,7 +119,7 @@ class RunStart:
 
 @contextmanager
 def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
-    """Hold the run folder, which rank 0 claims, while the block runs. All ranks call it and get the same RunStart."""
+    """Hold the run folder while the block runs. Rank 0 claims it. All ranks call this and get the same RunStart."""
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
@@ -135,13 +135,13 @@ def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> 
 
 
 def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tuple[Path | None, list[str]]]) -> Claim:
-    """Lock `folder`, and create it if needed.
+    """Lock `folder`. Create it if needed.
 
-    `done` returns a message if the run is complete, else "". `begin` returns the checkpoint to resume from, if any, and
-    notes for the user. Raises UsageError if the folder is in use or can't be used.
+    `done` returns a message if the run is complete, or else an empty string. `begin` returns the checkpoint to resume
+    from, if any, and messages for the user. Raises UsageError if the folder is in use or isn't usable.
     """
     created = [path for path in (folder, *folder.parents) if not path.exists()]
-    _refuse_foreign(folder)
+    _check_paths(folder)
     with os_error_as(UsageError, f"run.dir {folder}: cannot be used", "; choose a different run.dir"):
         folder_lock = lock(folder)
     try:
@@ -150,7 +150,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
         before = LastStart.read(folder)
         with _settle_on_error(folder, created, before):
             checkpoint_path, notes = begin()
-        (folder / RESULT).unlink(missing_ok=True)  # a script could mistake it for the result of this start
+        (folder / RESULT).unlink(missing_ok=True)  # a script could take it for the result of this start
     except BaseException:
         folder_lock.release()
         raise
@@ -158,7 +158,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
 
 
 def claim_own(folder: Path, key: bytes | None) -> Claim:
-    """Lock the run folder of a custom loop, which resumes from the newest checkpoint in it."""
+    """Lock the run folder of a custom training loop, which resumes from the newest checkpoint in the folder."""
 
     def begin() -> tuple[Path | None, list[str]]:
         if os.path.lexists(folder / CONFIG):
@@ -175,9 +175,9 @@ def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
 
 
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
-    """Write config.yaml and the configuration files of the engine of another framework, which are passed by name."""
+    """Write config.yaml, and the configuration files of an external engine, by file name."""
     _write(folder / CONFIG, config)
-    (folder / _HANDED_OVER).unlink(missing_ok=True)  # from a start with a different strategy
+    (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # written by a start with a different strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
 
@@ -192,8 +192,8 @@ def record_environment(
     """Write environment.json.
 
     - `source`: The hashes of the user's source files.
-    - `cores`: The cores that each rank is bound to, by rank.
-    - `exchange`: How ranks communicate tensors.
+    - `cores`: The cores that each rank is bound to.
+    - `exchange`: How the ranks communicate tensors.
     - `first_weights`: The initial weights, if they don't come from the seed.
     """
     placed = {"source": dict(source), "cores": list(cores), "exchange": dict(exchange)}
@@ -202,24 +202,24 @@ def record_environment(
 
 
 def keep_last_evaluation(folder: Path, report: Report) -> None:
-    """Write the report of a task about the last evaluation. Raises HostError if the file can't be written."""
+    """Write the report of a task about the last evaluation. Raise HostError if the file can't be written."""
     _write(folder / LAST_EVALUATION, json.dumps(report, indent=1))
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write result.json with the end of the last start. The file doesn't exist while the run is in progress."""
+    """Write result.json about the end of the last start. While the run is in progress, the file doesn't exist."""
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
 def say(text: str) -> None:
-    """Print a line for the user to stderr."""
+    """Print a message for the user to stderr."""
     print(printable(text), file=sys.stderr)
 
 
 def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
     """Write result.json for a start with a nonzero exit code, unless the file exists.
 
-    If there is no `failure`, a signal ended the start before the training began.
+    If there is no `failure`, a signal ended the start before training began.
     """
     if code and not (folder / RESULT).exists():
         stopped = Failure(0, 1, socket.gethostname(), "ended by a signal", code, cause="transient")
@@ -227,12 +227,13 @@ def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
 
 
 def keep_failure(folder: Path, failure: Failure) -> None:
-    """Write result.json for a failed start: the first line of the error, its cause, ranks and host."""
+    """Write result.json for a failed start, with the first line of the error, its cause, its ranks and its host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
-    outcome = {"exit_code": failure.exit_code, "reason": reason[:_LONGEST_REASON], "cause": failure.cause}
-    # If an audit named ranks, the reason contains their hosts. `failure.host` is the host of the reporting rank.
+    outcome = {"exit_code": failure.exit_code, "reason": reason[:_MAX_REASON_CHARS], "cause": failure.cause}
+    # If an audit identified ranks, the reason contains their hosts. `failure.host` is the host of the rank that reports
+    # it.
     location = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
-    with suppress(TrainingError):  # don't hide the original error
+    with suppress(TrainingError):  # doesn't hide the original error
         conclude(folder, {"event": "failed", "time": time.time(), **outcome, **location})
 
 
@@ -242,19 +243,19 @@ def _settle_on_error(folder: Path, created: Sequence[Path], before: LastStart) -
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
-        if isinstance(error, ConfigError):  # its text begins with the number of problems
+        if isinstance(error, ConfigError):  # its text starts with the number of problems
             failure = replace(failure, text=str(error))
         if not before.is_refused(folder, failure):
             settle(folder, failure.exit_code, failure)
         elif created and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
             _remove(folder, created)
-        elif before.result is not None:  # restore the reason of the previous start
+        elif before.result is not None:  # restores the reason of the previous start
             _write(folder / RESULT, before.result.decode(errors="replace"))
         raise
 
 
 def _remove(folder: Path, created: Sequence[Path]) -> None:
-    """Remove the folders and files that a rejected start created. Any other files are kept."""
+    """Remove the folders and files that a rejected start created. All other files are kept."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
             log.unlink()
@@ -271,16 +272,16 @@ def _write(path: Path, text: str) -> None:
 
 
 def fresh_folder(name: str) -> Path:
-    """Return a folder runs/NAME-TIME that doesn't exist yet. If needed, a number is appended to the time."""
+    """Return a path runs/NAME-TIME that doesn't exist yet. If needed, a number is appended to the time."""
     dated = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (f"{dated}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     return next(path for path in (Path("runs") / each for each in names) if not path.exists())
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise UsageError if a path in the run folder isn't a file but should be, or is a link out of the run folder.
+def _check_paths(folder: Path) -> None:
+    """Raise UsageError if a path in the run folder should be a regular file but isn't, or is a link to the outside.
 
-    The folder itself can be a link, since the user named it.
+    The folder itself may be a link, because the user named it.
     """
     inside = Path(os.path.realpath(folder))  # Path.resolve raises RuntimeError for a link to itself
     folders = [folder / name for name in (LOGS, TENSORBOARD, store.FOLDER, "mlflow", "wandb")]

@@ -20,30 +20,31 @@ RESULT: Final = "result.json"
 JOB_SCRIPT: Final = "job.sh"  # written by `lockstep submit`
 JOB: Final = "job.json"
 _ENVIRONMENT: Final = "environment.json"
-_SIGNS: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
-_DEEPEST: Final = 4
-_LARGEST: Final = 1 << 20  # bytes of a JSON file
-_LONGEST: Final = 500  # characters of a reason
-_LONGEST_MACHINE: Final = 200
+_MARKER_FILES: Final = (EVENTS, JOB, LOCK)  # a folder with any of these files is a run folder
+_MAX_DEPTH: Final = 4
+_MAX_JSON_BYTES: Final = 1 << 20  # maximum size of a JSON file in bytes
+_MAX_REASON_CHARS: Final = 500  # maximum number of characters in a reason
+_MAX_MACHINE_CHARS: Final = 200
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """The last job of a run. `time` is the time of submission in seconds since 1970."""
+    """The last job of a run. `time` is the time of its submission in seconds since 1970."""
 
     job: int
     time: float
 
 
 def run_folders(*folders: Path) -> Iterator[Path]:
-    """Yield the run folders among `folders` and below them, at most four levels deep.
+    """Yield the run folders among `folders` and in their subfolders, up to four levels deep.
 
-    A run is yielded once, even if links lead to it. Raises UsageError if a folder doesn't exist or can't be read.
+    A run is only yielded once, even if several links point to it. Raises UsageError if a folder doesn't exist or can't
+    be read.
     """
     real_paths = set()
     for folder in folders:
         try:
-            for run in _below(folder, _DEEPEST):
+            for run in _find_runs(folder, _MAX_DEPTH):
                 if (real := os.path.realpath(run)) not in real_paths:
                     real_paths.add(real)
                     yield run
@@ -54,14 +55,14 @@ def run_folders(*folders: Path) -> Iterator[Path]:
 
 
 def record_job(folder: Path, submitted: Submitted) -> None:
-    """Write the job of a run folder atomically."""
+    """Write the job record of a run folder atomically."""
     durable.replace(folder / JOB, (json.dumps(asdict(submitted)) + "\n").encode())
 
 
 def job_of(folder: Path) -> Submitted | None:
-    """Return the last job of a run folder, or None if there is no job. Raises UsageError if it can't be read."""
+    """Return the last job of a run folder, or None if there is none. Raise UsageError if the record can't be read."""
     try:
-        match plainfile.parse_json(plainfile.content(folder / JOB, _LARGEST)):
+        match plainfile.parse_json(plainfile.content(folder / JOB, _MAX_JSON_BYTES)):
             case {"job": int(job), "time": float() | int() as submitted} if 0 <= submitted < 1e15:
                 return Submitted(job, float(submitted))
         raise ValueError("not a job record")
@@ -72,34 +73,38 @@ def job_of(folder: Path) -> Submitted | None:
 
 
 def failure(folder: Path, *, ignore_transient: bool = False) -> str:
-    """Return the reason why the last start of a run failed, from result.json. Returns "" if there is no failure.
+    """Return the reason why the last start of a run failed, from result.json, or an empty string if it didn't fail.
 
-    With `ignore_transient`, a failure after which a scheduler starts the run again doesn't count.
+    With `ignore_transient`, a failure after which a scheduler restarts the run doesn't count.
     """
-    result = json_in(folder / RESULT)
+    result = read_json_dict(folder / RESULT)
     is_failure = result.get("event") == "failed" and not (ignore_transient and result.get("cause") == "transient")
     reason = result.get("reason") if is_failure else None
-    return printable_line(reason)[:_LONGEST] if isinstance(reason, str) else ""
+    return printable_line(reason)[:_MAX_REASON_CHARS] if isinstance(reason, str) else ""
 
 
 def machine_of(folder: Path) -> str:
-    """Describe CPU cores, GPUs and torch version of a run, from environment.json. Returns "" if it can't be read."""
-    environment = json_in(folder / _ENVIRONMENT)
+    """Return a description of the CPU cores, GPUs and torch version of a run, or "" if it can't be read.
+
+    The description is read from environment.json.
+    """
+    environment = read_json_dict(folder / _ENVIRONMENT)
     cpu, packages, gpus = environment.get("cpu"), environment.get("packages"), environment.get("gpus")
     cards = [str(gpu.get("name")) for gpu in gpus if isinstance(gpu, dict)] if isinstance(gpus, list) else []
     parts = [f"{cpu.get('cores_usable')} cores of {cpu.get('model')}"] if isinstance(cpu, dict) else []
     parts += [f"{cards.count(card)} {card}" for card in dict.fromkeys(cards)]
     parts += [f"torch {packages['torch']}"] if isinstance(packages, dict) and packages.get("torch") else []
-    return printable_line(", ".join(parts))[:_LONGEST_MACHINE]
+    return printable_line(", ".join(parts))[:_MAX_MACHINE_CHARS]
 
 
 def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
-    The only way to find out is to request the lock. This function requests a shared lock for a moment, so that several
-    processes can check at the same time. A run that starts at this moment tries again (training/lock.py).
+    The only way to check this is to take the lock. This function briefly takes a shared lock, so that several processes
+    can check at the same time. A run that starts at that moment retries (training/lock.py).
     """
-    # OSError: there is no lock file, or the file system doesn't support locks, so that no run can start there either.
+    # OSError means that there is no lock file, or that the file system doesn't support locks. In both cases, no run can
+    # be active.
     with suppress(OSError), plainfile.reader(folder / LOCK) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -108,21 +113,21 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
-    # Links come last, so that a run is found by its own name.
+def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
+    # Links come last, so that a run is found under its own name.
     entries = sorted(os.scandir(folder), key=lambda entry: (entry.is_symlink(), entry.name))
-    if any(entry.name in _SIGNS for entry in entries):
+    if any(entry.name in _MARKER_FILES for entry in entries):
         yield folder
     elif depth:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _below(folder / entry.name, depth - 1)
+                yield from _find_runs(folder / entry.name, depth - 1)
 
 
-def json_in(file: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file, or an empty mapping if it can't be read."""
+def read_json_dict(file: Path) -> dict[str, Any]:
+    """Return the dict in a JSON file, or an empty dict if it can't be read."""
     try:
-        content = plainfile.parse_json(plainfile.content(file, _LARGEST))
+        content = plainfile.parse_json(plainfile.content(file, _MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

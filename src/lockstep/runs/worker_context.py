@@ -1,4 +1,4 @@
-"""The context of a worker process in which Lockstep calls a user's function: its ranks and settings to override."""
+"""The context of a worker process in which Lockstep calls a user's function: its ranks, and overriding settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,18 +16,18 @@ Observe = Callable[[int, float, Mapping[str, str]], None]
 
 
 class OpenRun(Protocol):
-    """A run in a custom loop. It must be closed when the function that joined it returns."""
+    """A run in a custom training loop. When the function that joined it returns, it must be closed."""
 
     @property
     def _computing(self) -> int:
-        """0 if no batch is in progress. Otherwise a number that changes when generators are seeded for a new batch."""
+        """A number that changes when random generators are seeded for a new batch, or 0 if no batch is in progress."""
 
     @property
     def _model(self) -> nn.Module | None:
-        """The placed model, or None before it is placed."""
+        """The placed model, or None before the model is placed."""
 
     def _is_in(self, folder: str | None) -> bool:
-        """Return whether this run uses `folder`, so that it blocks a new run there."""
+        """Return whether this run uses `folder`, so that a new run can't use it."""
 
     def _abandon(self) -> None: ...
 
@@ -36,12 +36,12 @@ class OpenRun(Protocol):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The ranks, which have already joined, and settings that override the arguments of the function.
+    """The ranks, which have already joined, and settings that override the arguments of the user's function.
 
-    - `strategy`: Replaces the strategy that the function asks for.
+    - `strategy`: Replaces the strategy that the function requests.
     - `folder`: Replaces its run folder. A run without a folder still has no folder, unless it is the first run and
       `keeps` is set.
-    - `guarded`: If False, code whose results depend on the placement is not rejected (loop/guard.py).
+    - `guarded`: If False, code that makes results depend on the placement isn't rejected (loop/guard.py).
     """
 
     rendezvous: Rendezvous
@@ -49,11 +49,11 @@ class WorkerContext:
     folder: Path | None = None
     keeps: bool = False
     observe: Observe | None = None
-    sinks: Sequence[Sink] = ()  # of a context that observes
+    sinks: Sequence[Sink] = ()  # sinks of a context with `observe`
     guarded: bool = True
     claimed: Callable[[Path], None] | None = None  # called with the run folder of each run
     runs: list[OpenRun] = field(default_factory=list)
 
 
-# The context of this process, or None if Lockstep did not start it to call a function.
+# The context of this process, or None if Lockstep didn't start it to call a user's function.
 WORKER_CONTEXT: Final[ContextVar[WorkerContext | None]] = ContextVar("lockstep", default=None)

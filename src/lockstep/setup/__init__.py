@@ -1,1 +1,1 @@
-"""Turns a configuration into the objects it names: runs its checks, and opens data, model and optimizer."""
+"""Turns a configuration into objects: checks it, and opens or builds the data, the model and the optimizer."""

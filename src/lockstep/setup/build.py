@@ -1,4 +1,4 @@
-"""Builds the objects that a configuration names, for every command that trains or evaluates."""
+"""Builds the objects of a configuration, for all commands that train or evaluate."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
 from lockstep.parallel.weights import computing_in
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
-from lockstep.setup.examples import examples, few_samples, fewest_samples, repeat_samples, transforms_of
+from lockstep.setup.examples import examples, norm_warnings, repeat_samples, smallest_microbatch, transforms_of
 from lockstep.setup.first_weights import FirstWeights
 from lockstep.setup.optimizing import optimizer, optimizer_factories, special_settings
 from lockstep.setup.schedule import check_rate, find_rate
@@ -52,26 +52,29 @@ from lockstep.training.plan import Interval, Plan
 
 @dataclass(frozen=True)
 class Setup:
-    """A recipe with its objects: data, task and steps, and functions that build its model and optimizer."""
+    """A recipe with its objects: the data, task and steps, and functions that build the model and the optimizer."""
 
     recipe: Recipe
     data: DataSet
     problem: Problem
     steps: Steps
-    summary: Summary  # of the model, as it is trained
-    parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters
-    blank: Build  # builds the model with arbitrary weights
-    uncut: Build  # builds the model with its first weights and without chunks
-    warnings: tuple[str, ...]  # about settings that are valid, but probably not intended
+    summary: Summary  # summary of the model as it is trained
+    parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters by name
+    blank: Build  # builds the model with uninitialized weights
+    uncut: Build  # builds the model with its initial weights, and without chunks
+    warnings: tuple[str, ...]  # about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
-    task_line: str = ""  # the task, and why it was chosen
+    task_line: str = ""  # describes the task and why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    first: FirstWeights | None = None  # the first weights, if they don't come from the seed
-    fit: Fit | None = None  # how the first weights fit the model
-    guarded: bool = True  # whether code that would make results depend on the placement is rejected
+    first: FirstWeights | None = None  # the initial weights, if they don't come from the seed
+    fit: Fit | None = None  # how the initial weights match the model
+    guarded: bool = True  # whether to reject code that makes results depend on the placement
 
     def optimizer(self, trained: Sequence[Named], norms: Norms) -> Optimizer:
-        """Build the optimizer for the trained tensors of this rank, whole or sharded. `norms` computes whole norms."""
+        """Build the optimizer for the trained tensors of this rank. `norms` computes the norms of full tensors.
+
+        The tensors may be sharded.
+        """
         make = optimizer(self.recipe, self.settings_of)
         return make(trained, norms=norms)
 
@@ -85,7 +88,7 @@ class Setup:
         return self.problem.task
 
     def plan(self, log: Interval, save: Interval, evaluate: Interval | None = None) -> Plan:
-        """Return the plan of a training loop: the steps of the recipe, and when to report, save and evaluate."""
+        """Return the plan of a training loop: the steps of the recipe, and the intervals of events."""
         recipe, task = self.recipe, self.task
         return Plan(
             steps=self.steps,
@@ -103,7 +106,7 @@ class Setup:
     def loader(
         self, world: World, data_rank: DataRank, workers: int, extra: Callable[[Step], int | None] | None = None
     ) -> Loader:
-        """Return the loader of this process, which is `data_rank`. For `extra`, see Loader."""
+        """Return the data loader of this process, whose data rank is `data_rank`. For `extra`, see Loader."""
         recipe, task, device = self.recipe, self.task, world.device
         transforms = transforms_of(recipe, self.data, device)
         weigh = None
@@ -126,14 +129,14 @@ class Setup:
 def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
     """Return a function that builds the recipe's model for data with these facts.
 
-    The model has no first weights, adapters or chunks.
+    The model has no initial weights, no adapters and no chunks.
     """
     model = recipe.model
     return partial(build_model, name=model.name, source=model.source, options=model.options, facts=facts)
 
 
 def tuning_of(recipe: Recipe) -> Tuning:
-    """Return the changes that the recipe makes to a model after it is built."""
+    """Return the changes that the recipe makes to the model after it is built."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
         lora = Lora(
@@ -148,10 +151,10 @@ def tuning_of(recipe: Recipe) -> Tuning:
 
 
 def setup(recipe: Recipe, first: FirstWeights | None = None) -> Setup:
-    """Open the data, check model, loss and optimizer with it, and return all of them.
+    """Open the data of a recipe, and check its model, loss and optimizer with it.
 
-    `first` are the first weights, if they don't come from the seed (setup/first_weights.py). Every mistake raises
-    UsageError here, before there is a process group.
+    `first` is the source of the initial weights, if they don't come from the seed (setup/first_weights.py). If the
+    recipe contains a mistake, this raises UsageError before there is a process group.
     """
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
@@ -194,12 +197,12 @@ def setup(recipe: Recipe, first: FirstWeights | None = None) -> Setup:
 
 
 class _Models(NamedTuple):
-    """Functions that build the recipe's model, with increasingly more of the recipe applied."""
+    """Functions that build the recipe's model. Each applies more of the recipe."""
 
-    plain: Build  # as in its library, with arbitrary weights
+    plain: Build  # as in its library, with uninitialized weights
     uncut: Build  # with adapters and frozen parameters
-    chunked: Build  # also in chunks
-    first: Build  # `uncut`, with its first weights
+    chunked: Build  # additionally split into chunks
+    first: Build  # `uncut` with its initial weights
 
 
 def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Models:
@@ -217,9 +220,9 @@ def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Model
 
 
 def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example: Batch, evaluation: Batch) -> Summary:
-    """Run a model and the task on as many samples as the smallest micro-batch has, and on two samples in evaluation."""
+    """Run the model and the task on a training batch of the smallest micro-batch size and on two evaluation samples."""
     evaluation_inputs = task.inputs(repeat_samples(evaluation, 2))
-    training_inputs = task.inputs(repeat_samples(example, fewest_samples(recipe, steps)))
+    training_inputs = task.inputs(repeat_samples(example, smallest_microbatch(recipe, steps)))
     check = partial(_check_task, task, example)
     return check_model(
         build, name=recipe.model.name, evaluation=evaluation_inputs, training=training_inputs, check=check
@@ -229,7 +232,7 @@ def _check_model(recipe: Recipe, steps: Steps, task: Task, build: Build, example
 def _check_computing(
     recipe: Recipe, task: Task, models: _Models, summary: Summary, example: Batch, evaluation: Batch
 ) -> Inputs:
-    """Check the model in sequence chunks and at low precision, and return its inputs."""
+    """Check the model with sequence chunks and at low precision. Return its inputs."""
     name, dtype = recipe.model.name, computing_dtype(recipe.precision)
     inputs = task.inputs(repeat_samples(example, 2))
     if recipe.model.sequence_chunks > 1:
@@ -248,7 +251,7 @@ def _check_computing(
 
 
 def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[str, dict[str, Any]]:
-    """Check the optimizer with each distinct setting, and return the settings of individual parameters."""
+    """Check the optimizer with each distinct setting. Return the settings of individual parameters."""
     parameter_settings, stored = (
         special_settings(recipe, [*summary.trained], models.chunked),
         stored_dtype(recipe.precision),
@@ -266,7 +269,7 @@ def _warnings(
     recipe: Recipe, steps: Steps, summary: Summary, first: FirstWeights | None, fit: Fit | None
 ) -> Iterator[str]:
     if summary.batchnorm:
-        yield from few_samples(recipe, steps)
+        yield from norm_warnings(recipe, steps)
     if first is not None and fit is not None and (fit.fresh or fit.left_over):
         yield f"first weights from {first.label}: {fit}"
 
@@ -277,9 +280,9 @@ def _check_batchnorm(recipe: Recipe, summary: Summary) -> None:
             f"recipe.batchnorm: sync: model {recipe.model.name} has no BatchNorm layer that computes batch statistics; "
             f"unset recipe.batchnorm"
         )
-    if recipe.batchnorm == "local" and summary.synchronised:
+    if recipe.batchnorm == "local" and summary.synchronized:
         raise UsageError(
-            f"model {recipe.model.name}: {summary.synchronised} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
+            f"model {recipe.model.name}: {summary.synchronized} is a torch.nn.SyncBatchNorm, but recipe.batchnorm is "
             f"local; set recipe.batchnorm=sync to normalize over all micro-batches of a step, or build the model with "
             f"torch.nn.BatchNorm layers"
         )
@@ -297,5 +300,5 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
-    """Open the data of a recipe. Raise UsageError if it is missing or doesn't fit the recipe."""
+    """Open the data of a recipe. Raise UsageError if the data is missing or doesn't match the recipe."""
     return open_data(request_of(values(recipe.data)))

@@ -1,4 +1,4 @@
-"""Checks what a placement can't do with a recipe, before any process starts."""
+"""Checks that the placement supports the recipe, before any process starts."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -30,8 +30,8 @@ from lockstep.strategies.base import CutsModel, ExternalEngine
 def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     """Raise UsageError if the strategy rejects the number of processes, or the device doesn't support the recipe.
 
-    An evaluation, with `training=False`, can use more processes than a step has micro-batches, because it doesn't share
-    steps.
+    With `training=False`, it checks an evaluation. An evaluation can use more processes than a step has micro-batches,
+    because it doesn't split steps.
     """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
@@ -65,7 +65,7 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
 
 
 def _check_compile(resolved: Resolved) -> None:
-    """Raise UsageError if a compiled model wouldn't give the same bits as in a single process."""
+    """Raise UsageError if a compiled model might not give the same bits as in a single process."""
     recipe = resolved.recipe
     if recipe.compile and recipe.model.chunks > 1:
         raise UsageError(
@@ -86,7 +86,7 @@ def _check_compile(resolved: Resolved) -> None:
 
 
 def _check_batchnorm(resolved: Resolved) -> None:
-    """Raise UsageError if the forwards of a step can't run their BatchNorm layers together."""
+    """Raise UsageError if the BatchNorm layers of all forwards of a step can't be synchronized."""
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
@@ -111,7 +111,7 @@ def _check_batchnorm(resolved: Resolved) -> None:
 
 
 def _check_waiting(resolved: Resolved, key: str) -> None:
-    """Raise UsageError for settings that don't work if forwards wait for each other, which `key` requires."""
+    """Raise UsageError for settings that don't work if forwards wait for each other, as the setting `key` requires."""
     placement = resolved.placement
     if resolved.recipe.compile:
         raise UsageError(
@@ -126,7 +126,7 @@ def _check_waiting(resolved: Resolved, key: str) -> None:
 
 
 def _check_sequences(resolved: Resolved) -> None:
-    """Raise UsageError if the processes can't share the sequence chunks, or the strategy doesn't support chunks."""
+    """Raise UsageError if the processes can't split the sequence chunks, or the strategy doesn't support chunks."""
     recipe, strategy = resolved.recipe, resolved.strategy
     key, chunks = "recipe.model.sequence_chunks", recipe.model.sequence_chunks
     mesh = strategy.mesh(resolved.processes)
@@ -156,7 +156,7 @@ def _check_sequences(resolved: Resolved) -> None:
 
 
 def check_cut(resolved: Resolved, ready: Setup) -> None:
-    """Raise UsageError if the strategy can't shard this model or optimizer for this number of processes."""
+    """Raise UsageError if the strategy can't shard this model or optimizer over this number of processes."""
     strategy = resolved.strategy
     needs_whole_updates(resolved, ready)
     if isinstance(strategy, ExternalEngine):
@@ -170,13 +170,13 @@ def check_cut(resolved: Resolved, ready: Setup) -> None:
 
 
 def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
-    """Return whether the optimizer needs whole tensors, which the strategy shards in rows.
+    """Return whether the optimizer needs full tensors although the strategy shards them by rows.
 
-    Raises UsageError if the strategy can't lend them.
+    If the strategy can't provide full tensors, raises UsageError.
     """
     stored = stored_dtype(ready.recipe.precision)
     dtypes = {stored}
-    if stored is None:  # the model itself may have weights in 16 bits
+    if stored is None:  # the model itself may have 16-bit weights
         dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
     return _check_updates(
         resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes
@@ -186,7 +186,7 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
 def _check_updates(
     resolved: Resolved,
     chunked: bool,
-    makes: Iterable[Callable[..., Optimizer]],
+    factories: Iterable[Callable[..., Optimizer]],
     dtypes: Collection[torch.dtype | None],
 ) -> bool:
     traits = resolved.strategy.traits
@@ -195,14 +195,14 @@ def _check_updates(
     lends_wholes = traits.lends_wholes and not chunked and resolved.placement.audit_every is None
     needed = [
         check_updates(make, resolved.strategy_name, dtype, lends_wholes=lends_wholes)
-        for make in makes
+        for make in factories
         for dtype in dtypes
     ]
     return any(needed)
 
 
 def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
-    """Return the operations of a training step or evaluation without a deterministic CUDA kernel. Needs no GPU."""
+    """Return the operations of a training step or evaluation that have no deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = examples(ready.recipe, ready.data)
     batch = example if training else evaluation
 
@@ -213,7 +213,10 @@ def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:
-    """Raise UsageError if training, or else evaluation, uses operations that aren't deterministic on CUDA."""
+    """Raise UsageError if training or, with `training=False`, evaluation has operations that CUDA can't run exactly.
+
+    Such operations have no deterministic CUDA kernel.
+    """
     if placement.device == "cpu" or not torch.cuda.device_count():
         return
     check_switches(ready.recipe.precision)

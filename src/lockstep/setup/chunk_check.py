@@ -1,4 +1,4 @@
-"""Compares a model in chunks with the whole model, because a valid plan can be wrong, and layers can mix positions."""
+"""Compares a chunked model with the original model, because a valid plan can be wrong and layers can mix positions."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,23 +27,23 @@ ADVICE: Final = (
     "layer whose outputs are split in two, such as the first layer of a GLU, use heads:NAMES for attributes that count "
     "heads, or keep the layer whole"
 )
-# Relative to the largest magnitude. Chunks add in a different order, which differs far less. A different function
-# differs far more.
+# Maximum difference relative to the largest magnitude. Chunks sum in a different order, which causes much smaller
+# differences. A different function causes much larger differences.
 _BOUNDS: Final = {torch.float64: 2.0**-30, torch.float32: 2.0**-10}
 QUICKLY: Final = {torch.float32: 2.0**-10}
 _SAMPLES: Final = 2
-_POSITIONS: Final = 64  # length to which a quick comparison shortens integer sequences
-LARGEST: Final = 250_000_000  # parameters; larger models aren't copied twice before a run
+_POSITIONS: Final = 64  # maximum length of integer sequences in a quick comparison
+LARGEST: Final = 250_000_000  # maximum number of parameters; larger models aren't copied twice before a run
 
 T = TypeVar("T")
 Bounds = Mapping[torch.dtype, float]
-Departure = tuple[str, float]  # the part that differs, and the relative difference
+Departure = tuple[str, float]  # name of the part that differs, and the relative difference
 
 
 def check_plan(ready: Setup) -> list[str]:
-    """Check with two samples in float32 that the model computes the same function in chunks as when it is whole.
+    """Check with two samples in float32 that the chunked model computes the same function as the original model.
 
-    Returns warnings. Raises UsageError with the first layer that computes a different function.
+    Returns warnings. If a layer computes a different function, raises UsageError with the name of the first such layer.
     """
     config, parameters = ready.recipe.model, ready.summary.parameters
     if config.chunks == 1 and config.sequence_chunks == 1:
@@ -62,7 +62,7 @@ def check_plan(ready: Setup) -> list[str]:
 
 
 def check_chunks(ready: Setup, quickly: bool = False) -> None:
-    """Raise VerificationError if the outputs of the recipe's model differ in chunks of its features."""
+    """Raise VerificationError if splitting the recipe's model into feature chunks changes its outputs."""
     config = ready.recipe.model
     if config.chunks == 1:
         return
@@ -77,7 +77,7 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
 
 
 def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Inputs) -> None:
-    """Raise UsageError if the whole model of a checkpoint computes a different function than the trained chunks.
+    """Raise UsageError if the unchunked model of a checkpoint computes a different function than the trained chunks.
 
     Earlier versions of `lockstep train` didn't check plans.
     """
@@ -94,7 +94,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
 
 
 def describe(departure: Departure, chunks: int) -> str:
-    """Return which part differs, and by how much."""
+    """Return a message about the part that differs and the size of the difference."""
     return (
         f"{departure[0] or 'the model'} computes different outputs in {chunks} chunks than as a whole: they differ by "
         f"{departure[1]:.2g} of the largest value"
@@ -102,7 +102,7 @@ def describe(departure: Departure, chunks: int) -> str:
 
 
 def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
-    """Raise VerificationError if the loss or a gradient of the recipe's model differs in chunks of its sequences."""
+    """Raise VerificationError if splitting sequences into chunks changes the loss or a gradient of the model."""
     config, name = ready.recipe.model, ready.problem.name
     if config.sequence_chunks == 1:
         return
@@ -131,7 +131,7 @@ def quick_departure(
 ) -> Departure | None:
     """Run `chunk_departure` in float32 on two samples of the inputs, with integer sequences cropped.
 
-    If the model rejects the cropped inputs, runs it on two full samples. If it rejects these too, runs it on all
+    If the model rejects the cropped inputs, it runs on two full samples. If the model rejects these too, it runs on all
     inputs.
     """
     first = next(iter(tensors_of(inputs)), None)
@@ -147,7 +147,7 @@ def quick_departure(
     for select in (cropped, first_samples):
         try:
             return chunk_departure(whole, cut_features, map_tensors(select, inputs), run, QUICKLY)
-        except Exception:  # a user's model may raise anything
+        except Exception:  # a user's model may raise any exception
             continue
     return chunk_departure(whole, cut_features, inputs, run, QUICKLY)
 
@@ -159,10 +159,10 @@ def chunk_departure(
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Split a copy of the model `whole` and compare the outputs, see `feature_departure`.
+    """Split a copy of the model `whole` into chunks, and compare the outputs. See `feature_departure`.
 
-    Parameters that are zero, such as those of a freshly initialized last layer, would hide a difference. Both models
-    get random values instead.
+    Parameters that are all zero, such as those of a newly initialized last layer, could hide a difference. Therefore,
+    they get the same random values in both models.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def feature_departure(
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first region whose outputs differ, or "" for the model. Return None if all outputs agree.
+    """Return the first region whose outputs differ, or "" for the model itself. Return None if all outputs agree.
 
     `run` calls a model with the inputs.
     """
@@ -198,7 +198,7 @@ def feature_departure(
 
 
 def _keep_whole(_: nn.Module) -> dict[str, Chunked]:
-    """Leave the features of a model whole."""
+    """Don't split the features of a model."""
     return {}
 
 
@@ -210,7 +210,7 @@ def sequence_departure(
     cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _keep_whole,
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first difference in sequence chunks, of the loss or a gradient, or None if there is none.
+    """Return the first difference of the loss or a gradient with sequence chunks, or None if there is none.
 
     `cut_features` splits a copy of the model into feature chunks in place, and returns how parameters are rearranged.
     """
@@ -224,8 +224,8 @@ def sequence_departure(
             in_chunks, torch.stack(losses_in(in_chunks, task, sample_batch, chunks)).sum()
         )
         yield "the loss", _distance(loss, chunk_loss)
-        # The same scale for all gradients, because a gradient that is zero except for rounding, such as that of a key
-        # bias, has no meaningful scale.
+        # Use the same scale for all gradients. A gradient that is zero except for rounding, such as that of a key bias,
+        # has no meaningful scale.
         scale = torch.stack([values.abs().max() for values in gradients.values()]).max()
         for name, gradient in gradients.items():
             expected = chunked[name].to_rows(gradient) if name in chunked else gradient
@@ -240,13 +240,13 @@ def sequence_departure(
 def _first_beyond_bound(
     models: Sequence[nn.Module], batch: T, compare: Callable[[T], Iterable[Departure]], bounds: Bounds
 ) -> Departure | None:
-    """Return the first difference that rounding doesn't explain, in float64, or in float32 if kernels require it."""
+    """Return the first difference larger than rounding errors, in float64, or in float32 if kernels require it."""
     for dtype, bound in bounds.items():
         for model in models:
             model.to(dtype)
         inputs = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)  # noqa: B023
         try:
-            # NaN exceeds every bound.
+            # This condition also holds for NaN.
             return next(((name, distance) for name, distance in compare(inputs) if not distance <= bound), None)
         except RuntimeError:
             if dtype is torch.float32:
@@ -255,7 +255,7 @@ def _first_beyond_bound(
 
 
 def _outputs(run: Callable[[], Any], model: nn.Module, names: list[str]) -> dict[str, list[Tensor]]:
-    """Return the tensors that each named module returned, in the order of its calls."""
+    """Return the outputs of each named module, in the order of its calls."""
     outputs: dict[str, list[Tensor]] = {}
     hooks = [model.get_submodule(name).register_forward_hook(partial(_record_outputs, outputs, name)) for name in names]
     with torch.no_grad():
@@ -279,7 +279,7 @@ def _loss_and_gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, dict[st
 
 
 def _distance(expected: Tensor, actual: Tensor, scale: Tensor | None = None) -> float:
-    """Return the largest difference relative to `scale`, or to the largest magnitude of `one`."""
+    """Return the largest difference relative to `scale`, or to the largest magnitude of `expected`."""
     if expected.shape != actual.shape:
         return float("inf")
     if not expected.numel() or not expected.is_floating_point():

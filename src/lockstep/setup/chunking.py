@@ -1,6 +1,6 @@
-"""The chunks of a recipe: of features, by the plan of its model, and of sequences.
+"""The chunks of a recipe: feature chunks from the plan of its model, and sequence chunks.
 
-Whether a model can be computed in chunks is checked before any process starts.
+Before any process starts, this checks whether the model can be computed in chunks.
 """
 
 import warnings
@@ -36,15 +36,15 @@ from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
-    """Return how each chunked parameter is rearranged, by name. Empty if there is a single chunk.
+    """Return by name how each chunked parameter is rearranged. Empty if there is a single chunk.
 
-    Raises UsageError if the model can't be split, or if the recipe's plan doesn't fit it.
+    Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
     return {} if config.chunks == 1 else cut(on_meta(build), config.chunks, config.plan, config.name)
 
 
 def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
-    """Build the model, and split it into chunks if the recipe requests several."""
+    """Build the model. If the recipe requests several chunks, split the model into chunks."""
     model = build()
     if config.chunks > 1:
         cut(model, config.chunks, config.plan, config.name)
@@ -52,9 +52,10 @@ def build_in_chunks(build: Build, config: ModelConfig) -> nn.Module:
 
 
 def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunked]:
-    """Split a model into chunks in place, by the plan and the built-in plan, and return how parameters are rearranged.
+    """Split a model into chunks in place. Return how parameters are rearranged.
 
-    Raises UsageError, in terms of a recipe, if the model can't be split. `name` is the name of the model.
+    The recipe's plan takes precedence over the built-in plan of the model. `name` is the name of the model. If the
+    model can't be split, raises UsageError that names the keys of the recipe.
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = cut_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
@@ -67,7 +68,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
 
 
 def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError if the task uses the outputs in a way that isn't possible while they are in chunks."""
+    """Raise UsageError if the task uses the outputs in a way that chunked outputs don't support."""
     logits = next((tensor for tensor in tensors_of(outputs) if isinstance(tensor, Logits)), None)
     if logits is None:
         return
@@ -77,15 +78,15 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
             compute(outputs, batch)
         except LockstepError:
             raise
-        except Exception:  # the task reads values, which the meta device doesn't have
+        except Exception:  # the task reads values, which tensors on the meta device don't have
             continue
 
 
 def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
-    """Return the model's inputs for a batch, after checking that model and task work in sequence chunks.
+    """Check that the model and the task work with sequence chunks. Return the model's inputs for a batch.
 
-    Raises UsageError if they don't. `batch` must hold real samples. The model is run on the meta device, and on the CPU
-    if that fails. `name` is its name in errors.
+    Raises UsageError if they don't work. `batch` must contain real samples. The model runs on the meta device, or on
+    the CPU if that fails. `name` is the name of the model in errors.
     """
     sequence_task(task)
 
@@ -98,7 +99,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
             arguments = trial("meta")
         except LockstepError:
             raise
-        except Exception:  # a model may read values while it is built or run
+        except Exception:  # a model may read values in its constructor or forward
             arguments = trial("cpu")
     return with_positions(task.inputs(batch), arguments)
 
@@ -106,7 +107,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
 def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, device: str) -> Sequence[str]:
     with torch.device(device):
         model = build()
-        model.train()  # a separate line, since train of a user's model may return None
+        model.train()  # a separate line, because `train` of a user's model may return None
     arguments = argument_names(model)
     if POSITIONS not in arguments:
         raise UsageError(
@@ -115,15 +116,14 @@ def _trial(build: Build, task: Task, batch: Batch, chunks: int, name: str, devic
         )
     device_batch = map_tensors(lambda tensor: tensor.to(device), batch)
     with torch.no_grad():
-        losses_in(
-            model, task, device_batch, 1
-        )  # checks for a mask over the whole sequence, such as that of a sliding window
+        # Rejects a mask over the full sequence, such as that of a sliding window.
+        losses_in(model, task, device_batch, 1)
         losses_in(model, task, device_batch, chunks)
     return arguments
 
 
 def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[Any]:
-    """Return the loss of each chunk of a batch, with its sequences split into `chunks` chunks."""
+    """Split the sequences of a batch into `chunks` chunks, and return the loss of each chunk."""
     cooperative = Cooperative([])
     sequences = SequenceChunks(sequence_task(task), argument_names(model), range(chunks), Exchange(chunks), cooperative)
     [*microbatches] = sequences.units_for(MicroBatch(0, batch, length(batch), 0), 1)
@@ -131,6 +131,5 @@ def losses_in(model: nn.Module, task: Task, batch: Batch, chunks: int) -> list[A
     def loss_of(microbatch: MicroBatch) -> Any:
         return task.loss(sequences.call(model, microbatch), microbatch.batch)
 
-    return cooperative.run(
-        [partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None
-    )  # nothing to isolate between chunks
+    # Chunks have no state to isolate.
+    return cooperative.run([partial(loss_of, microbatch) for microbatch in microbatches], lambda _: None)

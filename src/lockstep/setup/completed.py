@@ -1,4 +1,4 @@
-"""Whether the requested run is already complete, and its hash. Fast, because it doesn't import torch."""
+"""Detects that the requested run is already complete, and reports its hash. Fast, because it doesn't import torch."""
 
 import re
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from lockstep.errors import UsageError
 from lockstep.reporting import jsonl, wording
 from lockstep.training.events import Done
 
-_FIELDS: Final = {"time", *Done.__dataclass_fields__}  # fields of a line of the log; all others are figures
+_FIELDS: Final = {"time", *Done.__dataclass_fields__}  # known fields of a log line; all other fields are metrics
 _BEST: Final = "best_"
 
 
 def completion_notice(loaded: Loaded) -> str:
-    """Return a notice if the run folder holds this same run, trained to its end. Otherwise, return ""."""
+    """Return a notice if the run folder contains the completed run of this configuration, or else an empty string."""
     done = completed(loaded)
     if done is None:
         return ""
@@ -26,12 +26,12 @@ def completion_notice(loaded: Loaded) -> str:
 
 
 def completed(loaded: Loaded) -> Done | None:
-    """Return the last event of the run in the run folder, or None if that isn't this same run, trained to its end.
+    """Return the last event if the run folder contains the completed run of this configuration, or else None.
 
     Mistakes, such as a folder with a run of a different recipe, are reported later, when the run starts.
     """
     run = loaded.config.run
-    if run.dir is None or run.resume != "auto" or run.key_file is not None:  # the log isn't signed
+    if run.dir is None or run.resume != "auto" or run.key_file is not None:  # with a key, the log is untrusted
         return None
     folder = Path(run.dir)
     try:
@@ -45,7 +45,7 @@ def completed(loaded: Loaded) -> Done | None:
 
 
 def _parse_done(end: Mapping[str, Any]) -> Done | None:
-    """Return the event in a line of the log, without the fields by rank. Return None if the line is damaged."""
+    """Return the event in a log line, without the fields by rank. Return None if the line is damaged."""
     sha256 = end.get("weights_sha256")
     progress: dict[str, Any] = {name: end.get(name) for name in ("step", "epoch", "samples")}
     if (

@@ -1,4 +1,4 @@
-"""Facts about a dataset, which ranks compare before a run, and which checkpoints keep for resuming and inference."""
+"""Facts about a dataset. Ranks compare them before a run, and checkpoints store them for resuming and inference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,14 +9,15 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_if_any
 from lockstep.training.sample_digest import digest_ends
 
-_CHOSEN: Final = ("mean", "std")  # facts that a recipe can set, and that are compared with the recipe
+_RECIPE_FACTS: Final = ("mean", "std")  # facts that a recipe can set, and that are compared as part of the recipe
 
 
 def setup_facts(ready: Setup) -> dict[str, Any]:
     """Return facts that show whether ranks have the same user code and the same data.
 
-    The facts about the data are sizes, the facts of the dataset, and digests of the first and last sample of each
-    split. For a user's dataset, the digests cover only the targets. Its inputs may be random, which `verify` checks.
+    The facts about the data are the sizes, the facts of the dataset, and digests of the first and last sample of each
+    split. For a custom dataset, the digests only cover the targets, because its inputs may be random. `verify` checks
+    the inputs.
     """
     is_custom = ":" in ready.recipe.data.name
     data = ready.data
@@ -32,19 +33,19 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
-    """Return the facts about the data that the model needs for inference. A checkpoint keeps them with the weights."""
+    """Return the facts about the data that the model needs for inference. Checkpoints store them with the weights."""
     config, facts = ready.recipe.data, ready.data.facts
     mean, std = config.mean or facts.get("mean"), config.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}
 
 
 def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError if a checkpoint was trained on data with different facts, such as names in a different order.
+    """Raise UsageError if a checkpoint was trained on data with different facts, such as class names in another order.
 
-    `current` are the facts of the current data. Facts that only one of the two has are ignored.
+    `current` are the facts of the current data. Facts that are only in one of the two mappings are ignored.
     """
     for name, before in saved.items():
-        if name in current and current[name] != before and name not in _CHOSEN:
+        if name in current and current[name] != before and name not in _RECIPE_FACTS:
             difference = _difference(before, current[name])
             raise UsageError(
                 f"{path}: {name} of its training data does not match: {difference}; set recipe.data.root to the data "
@@ -53,7 +54,7 @@ def check_facts(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path
 
 
 def _difference(before: Any, current: Any) -> str:
-    """Return how two facts differ: the first list item that differs, or the lengths of the lists."""
+    """Return a message about how two facts differ: the first differing list item, or the lengths of the lists."""
     if not (isinstance(before, list) and isinstance(current, list)):
         return f"{before!r} in the checkpoint, {current!r} in this data"
     if len(before) != len(current):

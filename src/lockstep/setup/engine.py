@@ -1,4 +1,4 @@
-"""The engine and the data loader of a rank."""
+"""Starts the engine and the data loader of a rank."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,9 +21,9 @@ from lockstep.strategies.base import CutsModel
 
 
 def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
-    """Start the engine of a placement, and return it with the loader of this rank. All ranks call it.
+    """Start the engine of a placement. Return the engine and the loader of this rank. All ranks call it.
 
-    If `resumes` is set, the engine starts without first weights, because all weights are loaded later.
+    If `resumes` is set, the engine starts without the initial weights, because all weights are loaded later.
     """
     ready, placement, strategy = prepared.ready, prepared.placement, prepared.strategy
     problem = ready.problem
@@ -37,8 +37,8 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     if placement.audit_every is None:
         return _with_canonical_state(start(world, numerics), ready), ready.loader(world, data_rank, placement.workers)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
-    # If a rank can't repeat a micro-batch of another rank by itself, audits repeat whole steps with all ranks in
-    # different places.
+    # If a rank can't repeat a micro-batch of a different rank on its own, an audit repeats the full step with the ranks
+    # rotated.
     if isinstance(strategy, CutsModel) or numerics.sync_batchnorm or numerics.recipe.model.sequence_chunks > 1:
         loader = ready.loader(world, data_rank, placement.workers)
         start_rotated = cast(Callable[[World, Numerics], Rotates], start)

@@ -1,4 +1,4 @@
-"""Sample batches of the data, as the model sees them in training and in evaluation, for checks before a run."""
+"""Example batches of the data, as the model gets them in training and in evaluation, for checks before a run."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -14,20 +14,20 @@ from lockstep.data.base import DataSet, DeviceTransforms, NoTransforms, Request,
 from lockstep.data.images.device_transforms import device_transforms
 from lockstep.errors import TrainingError, UsageError
 
-_FEW_SAMPLES: Final = 4  # samples of a micro-batch: with fewer samples, BatchNorm has hardly a variance
-_EXAMPLES: Final = 4  # samples of each split that are used in checks before a run
-_TRIED: Final = 64  # samples that are tried if the first ones can't be read
+_MIN_NORM_SAMPLES: Final = 4  # number of samples in a micro-batch below which BatchNorm hardly has a variance
+_EXAMPLE_SAMPLES: Final = 4  # number of samples of each split that are used in checks before a run
+_MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples that are tried if the first samples can't be read
 
 
 def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
-    """Return the transforms of batches on the device: no-op transforms, unless the recipe or the data requests some."""
+    """Return the transforms of batches on the device. These are no-ops unless the recipe or the data requests any."""
     return device_transforms(values(recipe), data.facts, device) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
-    """Return a batch of a few samples as in training, and a batch as in evaluation.
+    """Return a training batch and an evaluation batch with a few samples each.
 
-    Raises UsageError if the recipe can't train on a user's data.
+    Raises UsageError if the recipe doesn't support the custom dataset.
     """
     transforms = transforms_of(recipe, data, torch.device("cpu"))
     request, fetched = _fetch_few(data.train)
@@ -41,8 +41,8 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:
-    """Return a batch of a few readable samples. If a file can't be read, training reports it when it gets there."""
-    request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLES).astype(np.int64)), None)
+    """Return a batch of a few readable samples. Unreadable files are reported later, when training reaches them."""
+    request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLE_SAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
     except TrainingError:
@@ -52,40 +52,40 @@ def _fetch_few(split: Split) -> tuple[Request, Batch]:
 
 def _first_readable(split: Split) -> int:
     """Return the index of the first readable sample."""
-    for index in range(min(len(split), _TRIED)):
+    for index in range(min(len(split), _MAX_TRIED_SAMPLES)):
         try:
             split.fetch(np.array([index]), None)
         except TrainingError:
-            if index + 1 == min(len(split), _TRIED):
+            if index + 1 == min(len(split), _MAX_TRIED_SAMPLES):
                 raise
         else:
             return index
-    raise AssertionError  # unreachable: no split is empty
+    raise AssertionError  # unreachable, because no split is empty
 
 
 def repeat_samples(batch: Batch, samples: int) -> Batch:
     return map_tensors(lambda tensor: tensor[torch.arange(samples) % len(tensor)], batch)
 
 
-def fewest_samples(recipe: Recipe, steps: Steps) -> int:
-    """Return the size of the smallest micro-batch. With sync BatchNorm, return at least 2 if the step has 2 samples."""
+def smallest_microbatch(recipe: Recipe, steps: Steps) -> int:
+    """Return the size of the smallest micro-batch. With sync BatchNorm, at least 2, unless a step has 1 sample."""
     first_and_last = _first_and_last(steps)
     smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
     return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest
 
 
-def few_samples(recipe: Recipe, steps: Steps) -> Iterator[str]:
-    """Yield a warning if BatchNorm normalizes over so few samples that its statistics mean little."""
+def norm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
+    """Yield a warning if BatchNorm normalizes over too few samples for meaningful statistics."""
     for step, step_name in zip(_first_and_last(steps), ("a step", "the last step of an epoch"), strict=True):
         is_sync = recipe.batchnorm == "sync"
         smallest = step.samples if is_sync else min(map(len, step.microbatches(recipe.microbatches)))
-        if smallest < _FEW_SAMPLES and is_sync:
+        if smallest < _MIN_NORM_SAMPLES and is_sync:
             yield (
                 f"recipe.batch: BatchNorm normalizes over {step_name}, which has only {smallest} samples; use a larger "
                 f"batch{_drop_advice(step)}"
             )
             return
-        if smallest < _FEW_SAMPLES:
+        if smallest < _MIN_NORM_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
                 f"{recipe.microbatches} micro-batches in {step_name} of {step.samples} samples, it sees only "
@@ -99,5 +99,5 @@ def _drop_advice(step: Step) -> str:
 
 
 def _first_and_last(steps: Steps) -> tuple[Step, Step]:
-    """Return the first and the last step of an epoch. The last step may have fewer samples."""
+    """Return the first and the last step of an epoch. The last step may be smaller."""
     return steps[0], steps[min(steps.per_epoch, steps.total) - 1]

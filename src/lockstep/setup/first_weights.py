@@ -1,7 +1,7 @@
-"""The first weights of a run that don't come from its seed, but from a file or from another run.
+"""Initial weights of a run that come from a file or a different run instead of the seed.
 
-The recipe records the SHA-256 of their tensors, but not where they are stored. A run that resumes no longer needs them.
-Nothing in a file or in another run folder is executed: only tensors and JSON are read.
+The recipe records the SHA-256 of their tensors, but not the location of the file or run. A run that resumes no longer
+needs them. Only tensors and JSON are read, so no code in a file or run folder is executed.
 """
 
 import hashlib
@@ -35,10 +35,10 @@ _START: Final = "run.start_from"
 
 @dataclass(frozen=True)
 class FirstWeights:
-    """First weights, by the names of the model. Parameters that match a pattern of `fresh` keep their initialization.
+    """Initial weights, by parameter name. Parameters that match a pattern in `fresh` keep their random initialization.
 
-    `checkpoint` is the checkpoint they come from, if they are those of a run. If `optimizer` is set, the state of the
-    checkpoint is taken over, too.
+    `checkpoint` is the checkpoint that the weights come from, if they come from a run. If `optimizer` is set, the
+    optimizer state of the checkpoint is also used.
     """
 
     label: str
@@ -48,12 +48,12 @@ class FirstWeights:
     optimizer: bool = False
 
     def load_into(self, model: nn.Module) -> Fit:
-        """Copy the weights into a model. Raise UsageError if they don't fit."""
+        """Copy the weights into a model. Raise UsageError if they don't match the model."""
         return fit(model, self.tensors, self.label, self.fresh)
 
     @property
     def adapted(self) -> bool:
-        """Whether the weights are those of a model with adapters (models/adapters.py)."""
+        """Whether the weights come from a model with adapters (models/adapters.py)."""
         return has_adapters(self.tensors)
 
     @property
@@ -67,16 +67,16 @@ class FirstWeights:
 
     @property
     def output_facts(self) -> Mapping[str, Any]:
-        """The known facts that the last layer was trained for, or none if `fresh` patterns exclude parameters."""
+        """The facts that decided the outputs of the last layer. Empty if unknown, or if `fresh` patterns are used."""
         facts = self.state.data if self.state is not None and not self.fresh else None
         return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
 
 
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, FirstWeights | None]:
-    """Return the configuration with the hashes of its first weights in the recipe, and the first weights.
+    """Return the configuration with the hashes of the initial weights in its recipe, and the initial weights.
 
-    The first weights are None if the configuration names none. They are also None if they are gone, and the run folder
-    holds a run that started from them. Raises UsageError if they can't be read, or don't match the recipe.
+    The initial weights are None if the configuration specifies none. They are also None if they no longer exist and the
+    run folder contains a run that started from them. Raises UsageError if they can't be read or don't match the recipe.
     """
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
@@ -97,7 +97,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, FirstWeights | None]:
 
 
 def weights_record(recipe: Recipe, first: FirstWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
-    """Return the record of the first weights for the run folder. It is empty if they came from the seed."""
+    """Return the record of the initial weights for the run folder. It is empty if they come from the seed."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
@@ -173,7 +173,7 @@ def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
-    except TrainingError as error:  # a user mistake here, since the checkpoint is of a different run
+    except TrainingError as error:  # here, damage is a user mistake, because the checkpoint belongs to a different run
         raise UsageError(str(error)) from error
 
 
@@ -191,14 +191,14 @@ def _previous_recipe(run: RunConfig) -> Recipe | None:
         return None
     try:
         return loading.read_run_recipe(Path(run.dir) / CONFIG)
-    except ConfigError:  # its errors are reported when the folder is claimed
+    except ConfigError:  # errors are reported when the folder is claimed
         return None
 
 
 def _with_first_weights(
     loaded: Loaded, weights: WeightsConfig | None = None, start: StartingPoint | None = None
 ) -> Loaded:
-    """Return the configuration with the first weights recorded in its recipe."""
+    """Return the configuration with the initial weights recorded in its recipe."""
     config = loaded.config
     model = config.recipe.model if weights is None else config.recipe.model.model_copy(update={"weights": weights})
     recipe = config.recipe.model_copy(update={"model": model} if start is None else {"start": start})

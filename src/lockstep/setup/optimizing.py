@@ -1,4 +1,4 @@
-"""The optimizer of a recipe, with the recipe's settings for individual parameters."""
+"""The optimizer of a recipe, including the recipe's settings for individual parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from lockstep.parallel.optimize import Settings, make_optimizer
 def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[..., Optimizer]:
     """Return a function that creates the optimizer from named parameters.
 
-    `settings_of` returns the settings of a parameter that differ from those of the recipe.
+    `settings_of` returns the settings of a parameter that differ from the recipe's general settings.
     """
     config = recipe.optimizer
     return partial(
@@ -37,10 +37,10 @@ def optimizer(recipe: Recipe, settings_of: Settings | None = None) -> Callable[.
 
 
 def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], nn.Module]) -> dict[str, dict[str, Any]]:
-    """Return the settings of individual parameters that differ from those of the recipe, by parameter name.
+    """Return the settings that differ from the recipe's general settings, by parameter name.
 
-    `names` are all trained parameters. `blank` builds the model. Its layers decide how learning rates decay from layer
-    to layer.
+    `names` are the names of all trained parameters. `blank` builds the model, whose layers determine how learning rates
+    decay from layer to layer.
     """
     decay = recipe.optimizer.layer_decay
     scales = {} if decay is None else layer_scales(on_meta(blank), decay)
@@ -50,17 +50,17 @@ def special_settings(recipe: Recipe, names: Sequence[str], blank: Callable[[], n
 def optimizer_factories(
     recipe: Recipe, parameter_settings: Mapping[str, dict[str, Any]]
 ) -> list[Callable[..., Optimizer]]:
-    """Return functions that create the optimizer, for the recipe's settings and for each distinct special setting.
+    """Return functions that create the optimizer, one with the general settings and one per distinct special setting.
 
     Each function applies its setting to all parameters, regardless of their names.
     """
     return [
         optimizer(recipe),
-        *(optimizer(recipe, partial(_always, setting)) for setting in distinct(parameter_settings)),
+        *(optimizer(recipe, partial(_constant_setting, setting)) for setting in distinct(parameter_settings)),
     ]
 
 
-def _always(setting: dict[str, Any], _: str) -> dict[str, Any]:
+def _constant_setting(setting: dict[str, Any], _: str) -> dict[str, Any]:
     return setting
 
 

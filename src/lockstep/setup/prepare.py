@@ -1,6 +1,6 @@
-"""Prepares a recipe: opens and checks the data, model and optimizer of a configuration.
+"""Prepares a recipe: opens and checks the data, the model and the optimizer of a configuration.
 
-Every command that computes with a recipe uses this module, so all of them reject the same mistakes.
+Every command that runs a recipe uses this module, so that all commands reject the same mistakes.
 """
 
 from dataclasses import dataclass
@@ -23,34 +23,34 @@ from lockstep.strategies.base import Strategy
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe on a placement, with data, model and optimizer opened and checked against the placement."""
+    """A recipe on a placement. The data, the model and the optimizer are open and have been checked."""
 
     resolved: Resolved
     ready: Setup
 
     @property
     def loaded(self) -> Loaded:
-        """The configuration, with the hash of its first weights."""
+        """The configuration, with the hash of its initial weights."""
         return self.resolved.loaded
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, which decides the weights."""
+        """The recipe section, which determines the weights."""
         return self.resolved.recipe
 
     @property
     def placement(self) -> Placement:
-        """The placement: where and how fast the recipe is trained."""
+        """The placement section, which determines where and how fast the recipe is trained."""
         return self.resolved.placement
 
     @property
     def run(self) -> RunConfig:
-        """The run section: what is saved."""
+        """The run section, which determines what is saved."""
         return self.resolved.run
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy: how the processes share the work."""
+        """The strategy, which determines how the processes share the work."""
         return self.resolved.strategy
 
     @property
@@ -60,9 +60,10 @@ class Prepared:
 
     @property
     def sources(self) -> dict[str, str]:
-        """The hashes of the user's source files that the recipe names, and of those of a user's strategy.
+        """The hashes of the user's source files that the recipe and the strategy import.
 
-        A checkpoint keeps only those of the recipe, because the strategy can change when a run resumes.
+        A checkpoint stores only the hashes of the recipe's source files, because the strategy can change when a run
+        resumes.
         """
         name = self.resolved.strategy_name
         return {**self.ready.source, **source_digests([name] if ":" in name else [])}
@@ -71,13 +72,13 @@ class Prepared:
 @final
 @dataclass(frozen=True)
 class Placed:
-    """A configuration that its placement can run, and its first weights. No data is opened yet."""
+    """A configuration that has been checked against its placement, and its initial weights. Data isn't open yet."""
 
     resolved: Resolved
     first: FirstWeights | None = None
 
     def open(self, *, training: bool = True) -> Prepared:
-        """Open data, model and optimizer, and check them against the placement. Raise UsageError if they don't fit."""
+        """Open the data, the model and the optimizer. Raise UsageError if they don't match the placement."""
         with with_places(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
@@ -85,10 +86,10 @@ class Placed:
 
 
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
-    """Resolve a configuration for `processes` processes, by default for the number that it requests on this machine.
+    """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
 
-    Raises UsageError for everything that the configuration alone shows to be impossible. An evaluation, with
-    `training=False`, can use more processes than a step has micro-batches, because it doesn't share steps.
+    Raises UsageError for mistakes that can be found from the configuration only. With `training=False`, it checks an
+    evaluation, which can use more processes than a step has micro-batches, because it doesn't split steps.
     """
     with with_places(loaded):
         resolved = resolve(loaded, processes)
@@ -97,19 +98,19 @@ def check(loaded: Loaded, processes: int | None = None, *, training: bool = True
 
 
 def place(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Placed:
-    """Check a configuration like `check`, and read its first weights."""
+    """Check a configuration like `check`, and load its initial weights."""
     with with_places(loaded):
         loaded, first = load_first_weights(loaded)
     return Placed(check(loaded, processes, training=training), first)
 
 
 def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Prepared:
-    """Open and check everything that a configuration names. It neither needs nor opens a process group."""
+    """Open and check everything that a configuration specifies. This doesn't need a process group."""
     return place(loaded, processes, training=training).open(training=training)
 
 
 def open_recipe(loaded: Loaded, first: FirstWeights | None, *, training: bool = True) -> Setup:
-    """Open and check everything that all placements of a recipe have in common."""
+    """Open and check the parts of a recipe that don't depend on the placement."""
     ready = setup(loaded.config.recipe, first)
     check_first(ready)
     check_kernels(loaded.config.placement, ready, training=training)
@@ -117,6 +118,6 @@ def open_recipe(loaded: Loaded, first: FirstWeights | None, *, training: bool = 
 
 
 def open_unplaced(loaded: Loaded) -> Setup:
-    """Open and check a recipe with the first weights of its configuration, regardless of the placement."""
+    """Open and check a recipe with its initial weights, regardless of the placement."""
     with with_places(loaded):
         return open_recipe(*load_first_weights(loaded))

@@ -1,4 +1,4 @@
-"""The run folder of a recipe: its name, and whether the run in it is resumed."""
+"""The run folder of a recipe: chooses its name, and decides whether to resume the run in it."""
 
 import os
 import re
@@ -15,37 +15,37 @@ from lockstep.setup.resume import check_recipe, checkpoint_recipe, recipe_differ
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.signing import signing_key
 
-_LONGEST_NAME: Final = 200  # bytes, without the time; file systems allow 255
+_MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timestamp; file systems allow 255
 
 
 def claim(loaded: Loaded) -> Claim:
-    """Lock the run folder of `loaded`, and decide where the run starts.
+    """Lock the run folder of `loaded`, and decide from which checkpoint the run starts.
 
-    With `resume: auto`, a run in the folder is resumed if it has the same recipe. Any other run in the folder raises
+    With `resume: auto`, a run in the folder is resumed if it has the same recipe. If it has a different recipe, raises
     UsageError.
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
-    # Before the run folder is created.
+    # This must come before the run folder is created.
     checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
-    folder = Path(run.dir) if run.dir else fresh(loaded)
-    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _beginning(loaded, folder, checkpoint, key))
+    folder = Path(run.dir) if run.dir else new_run_folder(loaded)
+    return claim_folder(folder, lambda: completion_notice(loaded), lambda: _find_start(loaded, folder, checkpoint, key))
 
 
-def fresh(loaded: Loaded) -> Path:
-    """Return a folder that doesn't exist yet, for a run that starts now. It is named after the recipe and the model.
+def new_run_folder(loaded: Loaded) -> Path:
+    """Return a new folder for a run that starts now. It is named after the recipe and the model.
 
-    If the name of the model starts with that of the recipe, the name isn't repeated: digits and digits_convnet give
-    digits-convnet.
+    If the name of the model starts with the name of the recipe, this part isn't repeated. For example, digits and
+    digits_convnet become digits-convnet.
     """
     model = re.sub(r"[^\w.-]+", "-", loaded.config.recipe.model.name.rpartition(":")[2]).strip("-.")
     suffix = "" if model in loaded.name else model.removeprefix(loaded.name).lstrip("-_.")
     name = f"{loaded.name}-{suffix}" if suffix else loaded.name
-    name = name.encode(errors="surrogateescape")[:_LONGEST_NAME].decode(errors="ignore")
+    name = name.encode(errors="surrogateescape")[:_MAX_NAME_BYTES].decode(errors="ignore")
     return fresh_folder(name)
 
 
-def _beginning(
+def _find_start(
     loaded: Loaded, folder: Path, checkpoint: store.FoundCheckpoint | None, key: bytes | None
 ) -> tuple[Path | None, list[str]]:
     resume = loaded.config.run.resume
@@ -66,12 +66,12 @@ def _beginning(
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:  # nothing is lost by starting again with a different recipe, such as a fixed one
+    if newest is None:  # without a checkpoint, starting again with a different (such as fixed) recipe loses nothing
         changed = recipe_differences(recipe, loaded.config.recipe)
         note = f"{folder}: the run in it saved no checkpoint; starting again"
         return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
-    # The checkpoint may have been copied here from another run, which its hashes don't show.
+    # A checkpoint of a different run may have been copied here, which its hashes don't show.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, checkpoint_warnings(newest)
 

@@ -1,4 +1,4 @@
-"""Imports a recipe from a configuration of another framework, for the number of GPUs to train on."""
+"""Imports a recipe from a configuration of a different framework, for a given number of GPUs."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,17 +11,17 @@ _PROCESSES: Final = "placement.processes="
 def import_recipe(
     file: str, words: Sequence[str], gpus: int | None = None, world_size: int | None = None
 ) -> ImportedConfig:
-    """Translate a file, see import_file.
+    """Translate a configuration file into a recipe. See import_file.
 
     `gpus` defaults to the world size, then to `placement.processes` in `words`, then to the number of GPUs in this
     machine, at least 1.
     """
     counts = [word.removeprefix(_PROCESSES) for word in words if word.startswith(_PROCESSES)]
     processes = int(counts[-1]) if counts and counts[-1].isdecimal() else 0
-    return import_file(file, words, gpus or world_size or processes or _cards())
+    return import_file(file, words, gpus or world_size or processes or _gpu_count())
 
 
-def _cards() -> int:
-    import torch  # a lazy import, since it takes seconds
+def _gpu_count() -> int:
+    import torch  # imported lazily, since it takes seconds
 
     return max(1, torch.cuda.device_count())

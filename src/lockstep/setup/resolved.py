@@ -1,4 +1,4 @@
-"""A configuration resolved for a number of processes, so that its meaning is computed once and passed on whole."""
+"""A configuration that is resolved for a number of processes, so that its derived values are computed only once."""
 
 import json
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from lockstep.strategies.base import ExternalEngine, Strategy
 
 @dataclass(frozen=True)
 class Resolved:
-    """A valid configuration, the number of processes, and the strategy that they use."""
+    """A valid configuration, the number of processes, and the strategy."""
 
     loaded: Loaded
     processes: int
@@ -29,22 +29,22 @@ class Resolved:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe, which decides the weights."""
+        """The recipe section, which determines the weights."""
         return self.loaded.config.recipe
 
     @property
     def placement(self) -> Placement:
-        """The placement: where and how fast the recipe is trained."""
+        """The placement section, which determines where and how fast the recipe is trained."""
         return self.loaded.config.placement
 
     @property
     def run(self) -> RunConfig:
-        """The run section: what is saved."""
+        """The run section, which determines what is saved."""
         return self.loaded.config.run
 
     @property
     def numerics(self) -> Numerics:
-        """The settings of an engine."""
+        """The numerical settings of the engine."""
         interval = recompute_interval(self.placement, self.strategy)
         return Numerics(self.recipe, self.placement.offload_activations, interval)
 
@@ -56,7 +56,7 @@ class Resolved:
 
 
 def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
-    """Resolve a configuration for `processes` processes, by default for the number that it requests on this machine.
+    """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
 
     Raises UsageError if there are more processes than devices, or if the strategy can't be created.
     """
@@ -68,8 +68,8 @@ def resolve(loaded: Loaded, processes: int | None = None) -> Resolved:
 def local_processes(config: Config) -> int:
     """Return the number of local processes of a placement.
 
-    With `auto`, never more than there are micro-batches. More processes than GPUs raise UsageError, unless the backend
-    is gloo.
+    With `auto`, this is at most the number of micro-batches. If there are more processes than GPUs, raises UsageError
+    unless the backend is gloo.
     """
     placement = config.placement
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()

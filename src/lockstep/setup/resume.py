@@ -1,9 +1,9 @@
-"""Checks that a checkpoint belongs to a run: its recipe, its progress, and everything that follows from these.
+"""Checks that a checkpoint belongs to a run: its recipe, its progress, and everything that depends on these.
 
-Hashes detect damage, but not a checkpoint of a different run, or a forged checkpoint. Therefore Lockstep recomputes
-everything that the recipe decides, and compares it: the name, shape and dtype of each tensor, the slots and numbers of
-the optimizer, and the loss scale. The values of trained tensors can't be recomputed. To protect them against changes,
-use run.key_file (docs/security.md).
+Hashes detect damage, but not a checkpoint of a different run or a forged checkpoint. Therefore, Lockstep recomputes
+everything that the recipe determines and compares it: the name, shape and dtype of each tensor, the slots and numbers
+of the optimizer, and the loss scale. The values of trained tensors can't be recomputed. To protect them against
+changes, use run.key_file (docs/security.md).
 """
 
 import math
@@ -37,16 +37,16 @@ from lockstep.training.checkpoint import saved_state
 from lockstep.training.checkpoint.saved_state import SavedOptimizer, SavedState
 from lockstep.training.checkpoint.store import Snapshot
 
-_SHOWN: Final = 8  # maximum number of problems listed for a checkpoint
+_MAX_PROBLEMS: Final = 8  # maximum number of problems listed for a checkpoint
 
 
 def recipe_differences(before: Recipe, current: Recipe) -> list[str]:
-    """Return a line for each key in which two recipes differ. The location of the data is ignored."""
+    """Return a line for each key that differs between two recipes. The location of the data is ignored."""
     return loading.differences(comparable(values(before)), comparable(values(current)))
 
 
 def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
-    """Raise UsageError with the keys that differ if the run at `path` has a different recipe."""
+    """Raise UsageError if the run at `path` has a different recipe. The error lists the keys that differ."""
     lines = recipe_differences(before, current)
     if not lines:
         return
@@ -63,7 +63,7 @@ def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
 
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
-    """Return the recipe of the checkpoint `path`. Raise UsageError if it has none."""
+    """Return the recipe of the checkpoint `path`. Raise UsageError if it has no valid recipe."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
@@ -73,12 +73,14 @@ def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
     try:
         return Recipe.model_validate(recipe)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_SHOWN]]
+        lines = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:_MAX_PROBLEMS]
+        ]
         raise UsageError("\n".join([f"{path}: its recipe is not valid in this version:", *lines])) from None
 
 
 def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state from which the run `ready` resumes. Raise UsageError if the checkpoint isn't of that run."""
+    """Return the state from which the run `ready` resumes. Raise UsageError if the checkpoint isn't from this run."""
     check_recipe(path, checkpoint_recipe(path, snapshot), ready.recipe)
     state = evaluation_state(path, snapshot, ready)
     start = ready.recipe.start
@@ -89,12 +91,12 @@ def resume_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
         *_loss_scale_problems(state, ready),
         *_feedback_problems(snapshot.feedback or {}, ready),
     ]
-    _refuse(path, problems)
+    _raise_problems(path, problems)
     return state
 
 
 def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState:
-    """Return the state like `resume_state`, but without checking the optimizer, which an evaluation doesn't need."""
+    """Return the state like `resume_state`, but without checking the optimizer, which an evaluation doesn't use."""
     state, recipe = saved_state.parse_state(path, snapshot.state), ready.recipe
     check_facts(ready.data.facts, state.data, path)
     may_skip = recipe.nonfinite == "skip" or recipe.precision in SCALED or not ready.task.counts_samples
@@ -103,21 +105,21 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
         *_forms_problems("model", _forms(snapshot.model), ready.summary.tensors),
         *_average_problems(snapshot, ready),
     ]
-    _refuse(path, problems)
+    _raise_problems(path, problems)
     return state
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise UsageError if the names or shapes of a checkpoint's tensors differ from those of a model."""
+    """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
     dtypes = {
         name: tensors.get(name, tensor).dtype for name, tensor in expected.items()
-    }  # an average may have a wider dtype
+    }  # averaged weights may have a wider dtype
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
-    _refuse(path, list(_forms_problems("model", _forms(tensors), forms)))
+    _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
 
 
 def feedback_lost(before: Snapshot, current: State) -> list[str]:
-    """Return a warning if this placement drops the gradients that the ranks of a checkpoint held back."""
+    """Return a warning if this placement discards the error feedback of the checkpoint's ranks."""
     if before.feedback is None or current.feedback is not None:
         return []
     return [
@@ -127,7 +129,7 @@ def feedback_lost(before: Snapshot, current: State) -> list[str]:
 
 
 def check_first(ready: Setup) -> None:
-    """Raise UsageError if the run can't start from the checkpoint with its first weights."""
+    """Raise UsageError if the run can't start from the checkpoint of its initial weights."""
     first = ready.first
     if first is None or first.checkpoint is None or first.state is None:
         return
@@ -138,11 +140,11 @@ def check_first(ready: Setup) -> None:
         if problems:
             remedy = "set run.start_from.optimizer=false to load only its weights"
             text = f"run.start_from: {first.checkpoint.path}: its optimizer does not match this recipe; {remedy}:"
-            raise UsageError("\n".join([text, *problems[:_SHOWN]]))
+            raise UsageError("\n".join([text, *problems[:_MAX_PROBLEMS]]))
 
 
 def check_beginning(ready: Setup) -> None:
-    """Raise UsageError if a run can't start because its first weights are gone or its data is ambiguous."""
+    """Raise UsageError if a run can't start because its initial weights are missing or its data is ambiguous."""
     recipe = ready.recipe
     if ready.data.question:
         raise UsageError(ready.data.question)
@@ -154,10 +156,10 @@ def check_beginning(ready: Setup) -> None:
 
 
 def continuation_state(ready: Setup, current: State) -> State:
-    """Return the state of a run that continues a different run. `current` is the state that this run starts with.
+    """Return the state of a new run that continues a different run. `current` is the initial state of the new run.
 
-    Counters in the optimizer's groups are taken from the other run. Learning rates, weight decay and similar settings
-    are taken from the recipe.
+    Counters in the optimizer's groups are copied from the other run. Learning rates, weight decay and similar settings
+    come from the recipe.
     """
     first = ready.first
     assert first is not None
@@ -185,12 +187,14 @@ def continuation_state(ready: Setup, current: State) -> State:
     )
 
 
-def _refuse(path: Path, problems: Sequence[str]) -> None:
+def _raise_problems(path: Path, problems: Sequence[str]) -> None:
     if not problems:
         return
-    remainder = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    remainder = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
     raise UsageError(
-        "\n".join([f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_SHOWN], *remainder])
+        "\n".join(
+            [f"{path}: not a checkpoint of this run, although its hashes match:", *problems[:_MAX_PROBLEMS], *remainder]
+        )
     )
 
 
@@ -216,7 +220,7 @@ def _average_problems(snapshot: Snapshot, ready: Setup) -> Iterator[str]:
 
 
 def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str]:
-    """Compare the number of elements held back for a parameter, by each previous rank, with that of the parameter."""
+    """Compare the shape of the saved error feedback of each parameter, from each previous rank, with the parameter."""
     for name, tensor in tensors.items():
         owner, _, slot = name.rpartition("/")
         shape = tuple(local_tensor(tensor).shape)
@@ -228,15 +232,15 @@ def _feedback_problems(tensors: Mapping[str, Any], ready: Setup) -> Iterator[str
 
 
 def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Setup, updates: int) -> Iterator[str]:
-    """Compare with an optimizer for parameters of the same shapes after one update, or after none if there was none."""
+    """Compare the saved state with a new optimizer for parameters of the same shapes after at most one update."""
     _, before = _trial(ready, steps=0)
     expected, after = _trial(ready, steps=min(updates, 1))
     optimizer = state.engine.optimizer
     yield from _optimizer_forms_problems(tensors, optimizer, expected, after)
     if len(optimizer.groups) != len(after["groups"]):
         return
-    # Some numbers of a group count updates, and the others follow from the recipe. If a number is missing, the version
-    # of torch that wrote the checkpoint didn't have it.
+    # Some numbers of a group count updates, and all other numbers follow from the recipe. If a number is missing, the
+    # version of torch that wrote the checkpoint didn't have it.
     for index, (group, first, last) in enumerate(zip(optimizer.groups, before["groups"], after["groups"], strict=True)):
         label = f"optimizer: group {index}"
         yield from _differing(label, {*group}, {*group} & {*last})
@@ -250,7 +254,7 @@ def _optimizer_problems(tensors: Mapping[str, Any], state: SavedState, ready: Se
 def _optimizer_forms_problems(
     tensors: Mapping[str, Any], optimizer: SavedOptimizer, expected: Mapping[str, Tensor], after: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Compare tensors, slots and groups with those of an optimizer `after` its updates."""
+    """Compare tensors, slots and groups with the state `after` of a new optimizer."""
     yield from _forms_problems("optimizer", _forms(tensors), _forms(expected))
     yield from _differing("optimizer", {*optimizer.slots}, {*after["slots"]})
     if len(optimizer.groups) != len(after["groups"]):
@@ -260,9 +264,9 @@ def _optimizer_forms_problems(
 def _count_problems(
     counts: Mapping[str, Any], expected: Mapping[str, Tensor], after: Mapping[str, Any], updates: int
 ) -> Iterator[str]:
-    """Compare the optimizer's own update counters with the updates of the run.
+    """Compare the update counters in the optimizer state with the number of updates of the run.
 
-    A number is a counter if it is named `step` and is 1 after the first update. Non-finite numbers are problems, too.
+    A number is a counter if it is named `step` and is 1 after the first update. Non-finite numbers are also problems.
     """
     after_one_update = {**_scalars(expected), **_flat(after["slots"], after["groups"])}
     for name, value in sorted(counts.items()):
@@ -288,7 +292,7 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
             yield f"loss scale: {saved_scale['scale']}, but {scale.static} at each step of this run"
         return
     ratio = saved_scale["scale"] / scale.initial
-    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # only doubling and halving are possible
+    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # the scale only ever doubles or halves
         yield f"loss scale: {saved_scale['scale']} is not {scale.initial} times a power of two"
     if saved_scale["_growth_tracker"] not in range(scale.growth_interval):
         most_steps = scale.growth_interval - 1
@@ -314,7 +318,7 @@ def _scalars(tensors: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return all numbers of an optimizer by name. Names in groups are those that optimizer_state gives to tensors."""
+    """Return all numbers in an optimizer state by name. Numbers in groups are named as in optimizer_state."""
     group_numbers = {
         f"group {index}/{name}": value for index, group in enumerate(groups) for name, value in group.items()
     }
@@ -322,10 +326,10 @@ def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a new optimizer after `steps` steps, on the meta device, or on the CPU if that fails."""
+    """Return the state of a new optimizer after `steps` steps. Uses the meta device, or the CPU if that fails."""
     try:
         return _after_steps(ready, steps, "meta")
-    except Exception:  # some optimizers read values in a step
+    except Exception:  # some optimizers read values in their step
         return _after_steps(ready, steps, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of a run: a built-in schedule, or a user's function given as `package.module:function`."""
+"""The learning rate of a run: a built-in schedule, or a custom function specified as `package.module:function`."""
 
 import math
 from collections.abc import Callable
@@ -13,21 +13,22 @@ from lockstep.core.order import Steps
 from lockstep.core.rate import Rate, Shape
 from lockstep.errors import UsageError
 
-_LOOKED_AT: Final = 1_000  # steps at which a user's schedule is checked
+_CHECKED_STEPS: Final = 1_000  # number of steps at which a custom schedule is checked
 _CONTRACT: Final = "see docs/extend.md"
 
 
 def find_rate(recipe: Recipe, steps: Steps) -> Rate:
-    """Return the learning rate as a function of samples seen. A user's schedule raises UsageError whenever it fails.
+    """Return the learning rate as a function of the number of samples seen.
 
-    A user's schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base rate.
+    A custom schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base learning
+    rate. If it fails, it raises UsageError.
     """
     name = recipe.schedule.name
     return planning.rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)
 
 
 def check_rate(recipe: Recipe, steps: Steps) -> None:
-    """Raise UsageError if a user's schedule fails at any of many steps, or returns a different value if called again.
+    """Raise UsageError if a custom schedule fails at any of many steps, or doesn't always return the same value.
 
     The steps are checked forwards and then backwards, because a resumed run doesn't call the schedule for earlier
     steps.
@@ -35,7 +36,9 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
     if ":" not in recipe.schedule.name:
         return
     rate = find_rate(recipe, steps)
-    step_numbers = sorted({round(fraction * (steps.total - 1) / _LOOKED_AT) for fraction in range(_LOOKED_AT + 1)})
+    step_numbers = sorted(
+        {round(fraction * (steps.total - 1) / _CHECKED_STEPS) for fraction in range(_CHECKED_STEPS + 1)}
+    )
     samples_seen = [steps[step].samples_seen for step in step_numbers]
     values = [rate.at(samples) for samples in samples_seen]
     for step, samples, value in zip(reversed(step_numbers), reversed(samples_seen), reversed(values), strict=True):

@@ -1,4 +1,4 @@
-"""The strategy of a placement: a built-in strategy, or a user's class given as `package.module:Class`."""
+"""The strategy of a placement: a built-in strategy, or a custom class specified as `package.module:Class`."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -21,7 +21,7 @@ _CONTRACT: Final = "see docs/extend.md"
 def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
     """Return the name and the strategy of a placement.
 
-    Raises UsageError for invalid options, and for a user's strategy that lacks a member of strategies/base.py.
+    Raises UsageError for invalid options, and for a custom strategy without a required member of strategies/base.py.
     """
     name = placement.strategy.name
     if name == "auto":
@@ -54,9 +54,9 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 
 
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
-    """Return k if every k-th block recomputes its activations, which is set up before the strategy gets the model.
+    """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
-    Returns 0 if no block does, or if the strategy handles recomputation itself.
+    This applies before the strategy gets the model. If the strategy handles recomputation itself, also returns 0.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:
@@ -65,7 +65,7 @@ def recompute_interval(placement: Placement, strategy: Strategy) -> int:
 
 
 def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: int) -> None:
-    """Raise UsageError if the strategy rejects this number of processes, or if its mesh doesn't match it."""
+    """Raise UsageError if the strategy rejects this number of processes, or returns a mesh of a different size."""
     with _strategy_code(name):
         strategy.check(processes, microbatches)
         mesh = strategy.mesh(processes)
@@ -80,7 +80,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _import_strategy(path: str) -> type[Any]:
-    """Return the user's class. Raise UsageError if it lacks a member that a strategy must have."""
+    """Return a custom strategy class. Raise UsageError if it lacks a required member."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"

@@ -1,7 +1,7 @@
-"""Finds the user's code, and the line of a function, attribute or variable in it, such as `net.py:12`.
+"""Identifies the user's code, and finds the line of a function, attribute or variable in it, such as `net.py:12`.
 
-The user's code is all code outside the Python library, installed packages and Lockstep. It also includes everything
-that a recipe names by an import path.
+The user's code is all code outside the Python standard library, installed packages and Lockstep. It also includes
+everything that a recipe specifies by an import path.
 """
 
 import ast
@@ -23,17 +23,17 @@ from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
-_BUILDING: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state that a forward changes
-# Calls of these names, as statements, show a value to a person.
-_SHOWING: Final = (
+_CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state of a forward
+# Calls of these names, as statements, only display a value.
+_DISPLAY_FUNCTIONS: Final = (
     *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
     *("set_postfix", "set_postfix_str", "set_description"),
 )
-_IN_PLACE: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
+_IN_PLACE_METHODS: Final = ("append", "extend", "insert", "pop", "add", "update", "setdefault", "clear")
 
 
 def import_paths(recipe: Recipe) -> dict[str, str]:
-    """Return the import paths in a recipe, by section, such as `model` or `data`."""
+    """Return the import paths in a recipe by section, such as `model` or `data`."""
     all_names = {
         "model": recipe.model.name,
         **dict(_dataset_names("data", recipe.data.name, recipe.data.options)),
@@ -45,24 +45,24 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     }
     all_names |= {f"metrics.{index}": name for index, name in enumerate(recipe.metrics)}
     names = {part: name for part, name in all_names.items() if ":" in name}
-    if recipe.model.source != "auto":  # if the source is set, a colon is part of a timm name
+    if recipe.model.source != "auto":  # if the source is set, the colon is part of a timm name
         names.pop("model", None)
     return names
 
 
 def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the section and name of a dataset, and of the datasets that it mixes."""
+    """Yield the section and name of a dataset, and of all datasets that it mixes."""
     yield section, name
     for label, source in mixed(name, options).items():
         yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
 
 
 def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
-    """Return the imported modules of the user's code. `paths` are the import paths of a recipe."""
+    """Return the imported modules that belong to the user's code. `paths` are the import paths of a recipe."""
     packages = {path.partition(":")[0].partition(".")[0] for path in paths}
     modules = {}
     for name, module in list(sys.modules.items()):
-        # Some libraries put objects into sys.modules that make up attributes.
+        # Some libraries put objects into sys.modules that accept any attribute name.
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and (name.partition(".")[0] in packages or is_own(file)):
             modules[name] = module
@@ -70,22 +70,22 @@ def own_modules(paths: Iterable[str]) -> dict[str, ModuleType]:
 
 
 def place_of(target: object) -> str:
-    """Return the first line of a function or class, or of the class of an object.
+    """Return the file and first line of a function or class, or of the class of an object.
 
-    Returns "" if the line isn't known, or if it is in a library.
+    Returns an empty string if the line is unknown or in a library.
     """
     unwrapped = inspect.unwrap(target) if callable(target) else target
     if not (inspect.isclass(unwrapped) or inspect.isroutine(unwrapped)):
         unwrapped = type(unwrapped)
     try:
         file, (_, line) = inspect.getsourcefile(unwrapped), inspect.getsourcelines(unwrapped)
-    except (TypeError, OSError):  # written in C, or typed into an interpreter
+    except (TypeError, OSError):  # written in C, or entered in an interpreter
         return ""
-    return location(file, line) if file and not is_librarys(file) else ""
+    return location(file, line) if file and not is_library_file(file) else ""
 
 
 def place_of_attribute(kind: type, name: str) -> str:
-    """Return the line where methods of a class or its bases change `self.<name>`, or "" if it can't be found."""
+    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if it can't be found."""
     for base in kind.__mro__:
         file = _file(base)
         if file is None or not is_own(file):
@@ -99,9 +99,9 @@ def place_of_attribute(kind: type, name: str) -> str:
 
 
 def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
-    """Return the line where functions change a global of a module, or where a function changes its local variable.
+    """Return the line where a function changes a module's global variable, or its own local variable.
 
-    If no such line is found, returns the first line that mentions it.
+    If no such line is found, returns the first line that mentions the variable.
     """
     file = _file(scope)
     if file is None:
@@ -115,9 +115,9 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
 
 
 def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
-    """Return whether a loop reads a variable before assigning it, so that a value is carried between iterations.
+    """Return whether a loop reads a variable before assigning it, so that its value carries over between iterations.
 
-    Returns None if no loop of this module or function assigns the variable. A tensor may still be written in place.
+    Returns None if no loop in this module or function assigns the variable. A tensor may still be modified in place.
     """
     file = _file(scope)
     if file is None:
@@ -129,7 +129,7 @@ def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
     assigned_in = [access_order for access_order in accesses if any(not is_read for is_read, _ in access_order)]
     if not assigned_in:
         return None
-    # A conditional assignment may be skipped. A read after it may then see the value of an earlier iteration.
+    # A conditional assignment may be skipped. A later read may then see the value of an earlier iteration.
     return any(
         next((is_read for is_read, conditional in access_order if is_read or not conditional), False)
         for access_order in assigned_in
@@ -137,9 +137,9 @@ def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
 
 
 def is_used(scope: ModuleType | CodeType, name: str) -> bool:
-    """Return whether a loop or an inner function reads a variable other than to add to it, or to print or log it.
+    """Return whether a loop or an inner function uses a variable, not counting updating, printing or logging it.
 
-    True if that cannot be told.
+    Returns True if this can't be determined.
     """
     file = _file(scope)
     if file is None:
@@ -155,10 +155,12 @@ def _uses(node: ast.AST, name: str) -> bool:
     match node:
         case ast.Name(ctx=ast.Load()):
             return node.id == name
-        case ast.Expr(value=ast.Call(func=ast.Name(id=method) | ast.Attribute(attr=method))) if method in _SHOWING:
+        case ast.Expr(value=ast.Call(func=ast.Name(id=method) | ast.Attribute(attr=method))) if (
+            method in _DISPLAY_FUNCTIONS
+        ):
             return False
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name() as owner, attr=method)) as call) if (
-            owner.id == name and method in _IN_PLACE
+            owner.id == name and method in _IN_PLACE_METHODS
         ):
             return any(_uses(child, name) for child in (*call.args, *call.keywords))
         case ast.Subscript(value=ast.Name() as owner, ctx=ast.Store()) if owner.id == name:
@@ -167,9 +169,9 @@ def _uses(node: ast.AST, name: str) -> bool:
 
 
 def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
-    """Yield each access to a variable in evaluation order: whether it is a read, and whether it may be skipped."""
+    """Yield each access to a variable in evaluation order: whether it is a read, and whether it is conditional."""
     nodes: list[ast.AST] = []
-    conditional_nodes: list[ast.AST] = []  # runs only if a condition holds
+    conditional_nodes: list[ast.AST] = []  # nodes that may not run
     match node:
         case ast.Name():
             if node.id == name:
@@ -197,7 +199,7 @@ def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[t
 
 
 def own_frames() -> Iterator[FrameType]:
-    """Yield the frames of the user's functions on the call stack."""
+    """Yield the call stack's frames of functions in the user's code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_locals is not frame.f_globals and is_own(frame.f_code.co_filename):
@@ -206,50 +208,50 @@ def own_frames() -> Iterator[FrameType]:
 
 
 def place_of_frame(frame: FrameType | None) -> str:
-    """Return the line of a frame, or of the nearest caller outside the Python library.
+    """Return the line of a frame, or of its nearest caller outside the Python standard library.
 
-    Returns "" if that line is in torch, NumPy or Lockstep, since these have their own reasons.
+    Returns an empty string if that line is in torch, NumPy or Lockstep, because these have their own reasons.
     """
     while frame is not None and _is_python_file(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or is_librarys(frame.f_code.co_filename):
+    if frame is None or is_library_file(frame.f_code.co_filename):
         return ""
     return location(frame.f_code.co_filename, frame.f_lineno)
 
 
-def is_librarys(file: str) -> bool:
-    """Return whether a source file belongs to Python, torch, NumPy or Lockstep."""
+def is_library_file(file: str) -> bool:
+    """Return whether a source file belongs to the Python standard library, torch, NumPy or Lockstep."""
     return _is_python_file(file) or file.startswith(_library_folders())
 
 
-def _first_line(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> int | None:
-    """Return the first line in a function that changes a name, or else the first line that uses it."""
+def _first_line(tree: ast.AST, is_use: Callable[[ast.AST], bool]) -> int | None:
+    """Return the first line in a function that changes a name. If there is none, return the first line that uses it."""
     functions = [
         function_node
         for function_node in ast.walk(tree)
-        if isinstance(function_node, ast.FunctionDef) and function_node.name not in _BUILDING
+        if isinstance(function_node, ast.FunctionDef) and function_node.name not in _CONSTRUCTORS
     ]
     nodes = [node for function in functions for node in ast.walk(function)]
-    lines = [(not _changes(node, is_it), node.lineno) for node in nodes if is_it(node) or _changes(node, is_it)]  # type: ignore[attr-defined]
+    lines = [(not _changes(node, is_use), node.lineno) for node in nodes if is_use(node) or _changes(node, is_use)]  # type: ignore[attr-defined]
     return min(lines)[1] if lines else None
 
 
-def _changes(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
-    """Return whether a node assigns a name or an item of it, or calls a method that changes it in place."""
+def _changes(node: ast.AST, is_use: Callable[[ast.AST], bool]) -> bool:
+    """Return whether a node assigns a name or one of its items, or calls a method that changes it in place."""
     match node:
         case ast.Attribute(ctx=ast.Store()) | ast.Name(ctx=ast.Store()):
-            return is_it(node)
+            return is_use(node)
         case ast.Subscript(value=value, ctx=ast.Store()):
-            return is_it(value)
+            return is_use(value)
         case ast.Attribute(value=value, attr=name):
-            return is_it(value) and (name.endswith("_") or name in _IN_PLACE)
+            return is_use(value) and (name.endswith("_") or name in _IN_PLACE_METHODS)
     return False
 
 
 def _file(scope: type | ModuleType | CodeType) -> str | None:
     try:
         return inspect.getsourcefile(scope)
-    except TypeError:  # built in
+    except TypeError:  # a built-in object
         return None
 
 

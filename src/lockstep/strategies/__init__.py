@@ -1,7 +1,7 @@
-"""The strategies. Each file is a strategy with the name of the file, and defines a class `Strategy`.
+"""The strategies. Each file defines a class `Strategy`, and the name of the file is the name of the strategy.
 
-The exception is base.py, which defines the interface of a strategy. This file has no heavy imports, so that names can
-be checked without torch.
+The exception is base.py, which defines the interface of a strategy. This file has no heavy imports, so that strategy
+names can be checked without importing torch.
 """
 
 import pkgutil

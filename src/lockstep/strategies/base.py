@@ -1,4 +1,4 @@
-"""The interface of a strategy, for each file of this folder and for your own strategies."""
+"""The interface of a strategy. The files in this folder and your own strategies implement it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import Build, Problem
 
-# The names that strategies import from here, so that they need few imports.
+# Names that strategies import from here, so that each strategy file needs only a few imports.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
 __all__ += ["Problem", "Strategy", "Traits", "World"]
 
@@ -28,29 +28,31 @@ Mib = Annotated[float, Field(gt=0)]
 class Traits:
     """The properties of a strategy that are known before it starts.
 
-    The first three are texts for `lockstep strategies`:
+    `lockstep strategies` prints the first three as text:
 
-    - `cuts`: what the ranks shard.
+    - `cuts`: what is sharded or split across ranks.
     - `needs`: the requirements on the model, the optimizer and the number of processes.
-    - `communication`: what ranks send each other, and how often.
+    - `communication`: what ranks send to each other, and how often.
 
-    The other properties:
+    The remaining properties are:
 
-    - `exactness`: `bits` promises the same bits as one process, and `close` promises a result that is close to it.
-      `none` promises neither, so there is nothing to verify.
-    - `cuts_rows`: the optimizer sees rows of tensors. An optimizer whose result on rows differs needs `lends_wholes`.
-    - `lends_wholes`: if an optimizer needs whole tensors, each tensor has an owner that updates it
+    - `exactness`: `bits` means the same bits as with one process. `close` means within a tolerance of the result of one
+      process. `none` means neither, so there is nothing to verify.
+    - `cuts_rows`: the optimizer updates rows of tensors. An optimizer that can't update rows independently requires
+      `lends_wholes`.
+    - `lends_wholes`: if the optimizer needs full tensors, each tensor is updated by one owner rank
       (parallel/layouts/owned.py).
-    - `compiles`: if False, `recipe.compile` is rejected, because no block is called as a whole, forward and backward.
+    - `compiles`: if False, `recipe.compile` is rejected, because the engine never runs the forward or the backward of a
+      full block in one call.
     - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
     - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
     - `cuts_sequences`: if False, `recipe.model.sequence_chunks` is rejected, because the engine doesn't support it.
-    - `spreads_sequences`: ranks along tensor share the chunks of sequences, too.
+    - `spreads_sequences`: ranks along the tensor axis also split the sequence chunks.
     - `sent`: the precision to which gradients are rounded before they are sent, or None if they aren't rounded.
-    - `by_peers`: the work of a rank depends on data from other ranks, so a single rank can't be measured alone
-      (`lockstep plan`).
-    - `unpickles`: a rank unpickles data that it receives, so its peers can run code on it. The strategy is only used if
-      you name it.
+    - `by_peers`: the work of a rank depends on data from other ranks, so `lockstep plan` can't measure a single rank in
+      isolation.
+    - `unpickles`: a rank unpickles data that it receives, so its peers can run arbitrary code on it. Lockstep only uses
+      such a strategy if you request it by name.
     """
 
     cuts: str
@@ -70,19 +72,20 @@ class Traits:
 
 
 class Strategy(Protocol):
-    """A way to distribute a model over ranks. It is a frozen dataclass, and its fields are its options.
+    """A way to distribute a model over ranks. A strategy is a frozen dataclass, and its fields are its options.
 
-    Options change time and memory, but not the numbers, which are set by the recipe. The exception is an option that
-    gives up the bits of one process for speed, such as `compress` of ddp. With such an option, the traits promise less.
-    An option named `recompute` replaces `placement.recompute`, which is otherwise applied to the model before `start`.
+    Options affect time and memory, but not the numbers, which only depend on the recipe. The exceptions are options
+    that trade exactness for speed, such as `compress` of ddp. If you set such an option, the traits report a weaker
+    `exactness`. An option named `recompute` replaces `placement.recompute`, which is otherwise applied to the model
+    before `start`.
     """
 
     @property
     def traits(self) -> Traits:
-        """The properties of the strategy with these options."""
+        """The properties of the strategy with its current options."""
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError for options or a number of processes that can't work. Called before any process starts."""
+        """Raise UsageError for invalid options or an invalid number of processes. Called before any process starts."""
 
     def mesh(self, processes: int) -> Mesh:
         """Return the mesh of `processes` ranks. It determines the micro-batches of each rank."""
@@ -96,16 +99,16 @@ class ExternalEngine(Protocol):
     """The additional interface of a strategy that trains in the engine of a different framework."""
 
     def check_recipe(self, numerics: Numerics, make: Callable[[Iterable[Named]], Optimizer]) -> None:
-        """Raise UsageError for parts of the recipe that the framework doesn't support. `make` makes its optimizer."""
+        """Raise UsageError for parts of the recipe that the framework doesn't support. `make` builds the optimizer."""
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError if the framework would train a parameter in a different dtype. `dtypes` are by name."""
+        """Raise UsageError if the framework would train a parameter in a different dtype. `dtypes` is keyed by name."""
 
     def preload(self) -> None:
-        """Import the modules that each rank needs in the process that forks the CPU ranks, so that ranks share them."""
+        """Import the modules that each rank needs. Called in the process that forks the CPU ranks, to share memory."""
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
-        """Return the configuration of the framework, ready for JSON, by the name of the file that shows it."""
+        """Return the configuration of the framework as JSON-serializable values, by the name of the file to write."""
 
 
 @runtime_checkable
@@ -113,8 +116,8 @@ class CutsModel(Protocol):
     """The additional interface of a strategy in which each rank computes a part of the model."""
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError if the model that `build` builds can't be split for this number of processes.
+        """Raise UsageError if the model that `build` returns can't be split for this number of processes.
 
-        `example` are the inputs of two samples on the meta device, or None if they aren't known. With `whole_blocks`,
-        the model is never split within a block.
+        `example` contains the inputs of two samples on the meta device, or None if the inputs aren't known. If
+        `whole_blocks` is set, the model is never split within a block.
         """

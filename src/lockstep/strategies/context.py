@@ -1,7 +1,7 @@
-"""Context parallelism: sequences are split into chunks, which the processes share.
+"""Context parallelism: sequences are split into chunks, which are distributed over the processes.
 
 Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
-Models". The recipe sets the number of chunks (`recipe.model.sequence_chunks`), so the bits are the same as in one
+Models". The recipe sets the number of chunks (`recipe.model.sequence_chunks`), so the bits are the same as with one
 process that computes all chunks (parallel/context/sequence_chunks.py).
 """
 
@@ -16,8 +16,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Nu
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas that share the micro-batches. `bucket_mib`: the approximate bucket size of
-    the gradient communication, which overlaps with the last backward.
+    """`replicate`: the number of replicas. Each replica computes a part of the micro-batches. `bucket_mib`: the
+    approximate bucket size of the gradient communication, which overlaps with the last backward.
     """
 
     replicate: Count = 1
@@ -33,7 +33,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
+        """Raise UsageError if the replicas don't divide the processes, or if a replica would have no micro-batches."""
         check_divides(f"strategy context: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 

@@ -1,7 +1,7 @@
-"""Data parallelism: each process has the whole model, and the processes share the micro-batches of a step.
+"""Data parallelism: each process has the full model, and computes a part of the micro-batches of a step.
 
 The name and the buckets are from Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
-Training" (VLDB). Unlike there, gradients are added in the same order as in one process.
+Training" (VLDB). Unlike DDP, Lockstep adds gradients in the same order as a single process.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ _RANK: Final = 2  # as in Vogels et al. 2019 for ResNets
 class Strategy:
     """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward.
     `compress`: the precision to which gradients are rounded before they are sent and added. The result is then only
-    close to the result of one process. With `powersgd`, ranks send two matrices of `powersgd_rank` columns (by default
-    2) for each gradient with rows, and the result is a low-rank approximation.
+    close to the result of one process. With `powersgd`, ranks send each gradient matrix as two matrices with
+    `powersgd_rank` columns (2 by default), and the result is a low-rank approximation.
     """
 
     bucket_mib: Mib = 8.0
@@ -53,7 +53,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if a process would never have a micro-batch, or if options contradict each other."""
+        """Raise UsageError if there are fewer micro-batches than processes, or if options contradict each other."""
         if self.powersgd_rank is not None and self.compress != "powersgd":
             raise UsageError(
                 f"strategy ddp: powersgd_rank requires compress=powersgd, got compress={self.compress}; set "

@@ -1,4 +1,4 @@
-"""The three stages of ZeRO in the engine of DeepSpeed, with its offload.
+"""The three stages of ZeRO in the engine of DeepSpeed, with DeepSpeed's offload.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models"; Rasley et al. 2020,
 "DeepSpeed" (KDD); Rajbhandari et al. 2021, "ZeRO-Infinity", for the offload to NVMe.
@@ -29,8 +29,8 @@ _PRECISIONS: Final = ("fp32", "tf32", "bf16", "fp16")
 @dataclass(frozen=True)
 class Strategy:
     """`stage`: what the ranks shard: the optimizer state (1), also gradients (2), also parameters (3). `offload`: where
-    the shards are: `none` for the device, `cpu` for CPU memory, with the update on the CPU, and `nvme`, only with
-    stage 3, for files below `nvme_path`. `bucket_mib`: the approximate bucket size of the communication.
+    the shards are kept: on the device (`none`), in CPU memory with the update on the CPU (`cpu`), or in files below
+    `nvme_path` (`nvme`, which requires stage 3). `bucket_mib`: the approximate bucket size of the communication.
     """
 
     stage: Literal[1, 2, 3] = 2
@@ -50,7 +50,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if DeepSpeed isn't installed or can't offload so, or if a process would have no work."""
+        """Raise UsageError if DeepSpeed isn't installed, for unsupported options, or for too many processes."""
         if find_spec("deepspeed") is None:
             raise UsageError(
                 "strategy deepspeed: the library deepspeed is not installed; run: pip install "
@@ -92,7 +92,7 @@ class Strategy:
         check_flat(make, "deepspeed")
 
     def check_trained(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """See ExternalEngine. The master weights are in float32, regardless of the dtype of the model."""
+        """See ExternalEngine. DeepSpeed keeps float32 master weights, regardless of the dtype of the model."""
         mismatch = next((name for name, dtype in dtypes.items() if dtype != torch.float32), None)
         if mismatch is not None:
             raise UsageError(
@@ -109,26 +109,26 @@ class Strategy:
         return {"deepspeed.json": self.configuration(numerics)}
 
     def configuration(self, numerics: Numerics) -> dict[str, Any]:
-        """Return the configuration of DeepSpeed. All other keys have their defaults."""
+        """Return the DeepSpeed configuration. Keys that it doesn't contain have their defaults."""
         bucket = 2 * max(1, int(self.bucket_mib * 2**19 / _FP32_BYTES))  # elements; a multiple of 2 for alignment
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
         if self.stage == 3:
-            # memory_efficient_linear would stay patched into torch for the rest of the process.
+            # memory_efficient_linear patches torch, and the patch would stay for the rest of the process.
             zero |= {"memory_efficient_linear": False, "stage3_prefetch_bucket_size": bucket}
         if self.offload != "none":
             device = {"device": self.offload} | ({"nvme_path": self.nvme_path} if self.nvme_path else {})
             zero |= {"offload_optimizer": device} | ({"offload_param": device} if self.stage == 3 else {})
         return {
             "train_micro_batch_size_per_gpu": numerics.largest_microbatch,
-            "gradient_accumulation_steps": 1,  # the engine is told when a step ends
+            "gradient_accumulation_steps": 1,  # the engine tells DeepSpeed when a step ends
             "gradient_clipping": numerics.recipe.clip_norm or 0.0,
-            "zero_allow_untested_optimizer": True,  # the optimizer of the recipe, from torch
+            "zero_allow_untested_optimizer": True,  # the optimizer of the recipe is one of torch
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. Ranks compute in rounds, because each backward can communicate."""
+        """See Strategy. Ranks compute in rounds, because each backward can run collectives."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
@@ -138,7 +138,7 @@ class Strategy:
 
 
 def _check_nvme() -> None:
-    """Raise UsageError if DeepSpeed can't build its operation for asynchronous file access."""
+    """Raise UsageError if DeepSpeed can't build its operation for asynchronous file I/O."""
     builders: Any = import_module("deepspeed.ops.op_builder")
     if not builders.AsyncIOBuilder().is_compatible(verbose=False):
         raise UsageError(

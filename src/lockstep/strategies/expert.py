@@ -1,8 +1,8 @@
-"""Expert parallelism: data parallelism in which the processes shard the experts of mixtures.
+"""Expert parallelism: data parallelism in which the processes shard the experts of mixture-of-experts layers.
 
 Lepikhin et al. 2021, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). Each
-row is sent to the process that has its expert, which sends the output back (parallel/tensor/experts.py). The recipe
-sets the number of groups into which the experts are split (`recipe.model.chunks`).
+row is sent to the process that holds its expert, and this process sends the output back (parallel/tensor/experts.py).
+The recipe sets the number of groups into which the experts are split (`recipe.model.chunks`).
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,9 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas of the experts, each sharded over the same number of processes. `bucket_mib`:
-    the approximate bucket size of the communication of all gradients except for experts, which overlaps with backward.
+    """`replicate`: the number of replicas of the experts. Each replica is sharded over the same number of processes.
+    `bucket_mib`: the approximate bucket size of the gradient communication except for experts, which overlaps with
+    backward.
     """
 
     replicate: Count = 1
@@ -37,12 +38,12 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
+        """Raise UsageError if the replicas don't divide the processes, or if a process would have no micro-batches."""
         check_divides(f"strategy expert: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError if the model that `build` builds has no groups of experts for this number of processes."""
+        """Raise UsageError if the experts of the model that `build` returns can't be split over these processes."""
         check_experts(build, self.mesh(processes).expert, "expert")
 
     def mesh(self, processes: int) -> Mesh:

@@ -1,10 +1,10 @@
 """Data parallelism in which Horovod adds the gradients, in its own order.
 
-Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799). Its
-DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all of them before the step. The
-engine of `ddp` (parallel/gradients.py) does the same with buckets. With this strategy, the engine uses the sum of
-Horovod, whose order depends on the number of processes. BatchNorm statistics, losses and metrics are added as in all
-strategies.
+Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799).
+Horovod's DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all of them before the
+step. The engine of `ddp` (parallel/gradients.py) does the same with buckets. In this strategy, the engine uses
+Horovod's sum, whose order depends on the number of processes. BatchNorm statistics, losses and metrics are added as in
+all other strategies.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`compress`: the precision in which gradients are sent and added. `none` keeps their precision.
+    """`compress`: the precision in which gradients are sent and added. `none` keeps the dtype of the gradients.
     `bucket_mib`: the approximate size of the buckets that are passed to Horovod during backward.
     """
 
@@ -50,7 +50,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if a process would never have a micro-batch, or if Horovod isn't installed."""
+        """Raise UsageError if there are fewer micro-batches than processes, or if Horovod isn't installed."""
         check_work(processes, microbatches)
         if processes > 1 and find_spec("horovod") is None:
             raise UsageError(
@@ -70,7 +70,7 @@ class Strategy:
         horovod = Horovod(world)
 
         def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-            horovod.broadcast(model.state_dict())  # already identical, which the ranks also compare
+            horovod.broadcast(model.state_dict())  # already identical; the ranks also compare them
             weights, added = Weights(model, dtype), horovod.sum_by(self.compress)
             gradients = Gradients(trainable_parameters(model), added, stream, alone=False, bucket_bytes=bucket_bytes)
             return weights, gradients

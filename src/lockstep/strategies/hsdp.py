@@ -1,8 +1,8 @@
-"""Hybrid sharding: replicas of the model, each sharded over its members as in stage 3 of ZeRO.
+"""Hybrid sharding: replicas of the model, each of which is sharded over its members as in ZeRO stage 3.
 
-Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. Members are
-consecutive ranks. If a replica is on one host, parameters are only sent within the host, and only the sum of the
-gradients is sent between hosts.
+Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel" (VLDB), section 3.2.2. The members
+of a replica are consecutive ranks. If each replica is on one host, parameters are only sent within hosts, and only the
+sum of the gradients is sent between hosts.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numeric
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas. `offload`: shards are kept in CPU memory, except while a block or its update
-    computes with them.
+    """`replicate`: the number of replicas. `offload`: keep shards in CPU memory, except while a block or its update
+    uses them.
     """
 
     replicate: Count = 2
@@ -34,7 +34,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if replicas don't divide the processes or have only one, or a process would have no work."""
+        """Raise UsageError if the replicas don't divide the processes, have one process, or lack micro-batches."""
         check_divides(f"strategy hsdp: replicate={self.replicate}", self.replicate, processes)
         check_work(processes, microbatches)
         if processes == self.replicate:

@@ -1,8 +1,9 @@
 """Combined parallelism: replicas, pipelines, shards, and slices of sequences and tensors, or replicas and experts.
 
 Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using Megatron-LM", combine three
-of these. Ranks that communicate most are nearest to each other: first the ranks that share the chunks of a layer, then
-the ranks that share the chunks of a sequence, then the members that shard parameters, then the stages of a pipeline.
+of these axes. Ranks that communicate more are closer to each other: first the ranks that share the chunks of a layer,
+then the ranks that share the chunks of a sequence, then the members that shard parameters, then the stages of a
+pipeline.
 """
 
 from dataclasses import dataclass
@@ -29,25 +30,26 @@ _AXES: Final = ("replicate", "pipe", "shard", "expert", "tensor", "context")
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """The lengths of the mesh:
+    """The lengths of the mesh axes:
 
-    - `replicate`: the number of replicas that share the micro-batches. By default, all processes that remain.
+    - `replicate`: the number of replicas, each with a part of the micro-batches. By default, all remaining processes.
     - `pipe`: the number of processes of a pipeline.
     - `shard`: the number of members that shard parameters, gradients and optimizer state by rows. In pipelines, they
       only shard the optimizer state.
-    - `expert`: the number of processes that shard the experts of mixtures. It can only be combined with `replicate`.
+    - `expert`: the number of processes that shard the experts of mixture-of-experts layers. It can only be combined
+      with `replicate`.
     - `tensor`: the number of processes that share the chunks of each layer.
     - `context`: the number of processes that share the chunks of each sequence.
 
-    `sequence_parallel`: processes that share layers also share sequences outside of these layers. It can only be
+    `sequence_parallel`: processes that share layers also split the sequences outside of these layers. It can only be
     combined with `tensor`, `replicate` and `context`. `bucket_mib`: the approximate bucket size of the gradient
-    communication without `shard` and `pipe`. It overlaps with backward.
+    communication, which overlaps with backward. Not used with `shard` or `pipe`.
 
     Options of pipelines:
 
-    - `schedule`: the order of the work.
+    - `schedule`: the order of forwards and backwards.
     - `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise.
-    - `cut`: the modules that begin the stages, except for the first stage. By default, stages are split by cost.
+    - `cut`: the first module of each stage except the first stage. By default, stages are balanced by cost.
     """
 
     replicate: Count | None = None
@@ -82,7 +84,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the lengths don't multiply to the processes, or if a process would never have work."""
+        """Raise UsageError if the lengths don't multiply to the number of processes, or for too few micro-batches."""
         lengths = {name: getattr(self, name) for name in _AXES}
         axis_lengths = {
             name: length for name, length in lengths.items() if length and (length > 1 or name == "replicate")
@@ -120,7 +122,7 @@ class Strategy:
         check_work(self._replicas(processes) * self.shard * self.expert, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError if the model that `build` builds can't be split into these stages or chunks."""
+        """Raise UsageError if the model that `build` returns can't be split into these stages or chunks."""
         if self.expert > 1:
             check_experts(build, self.expert, "mesh")
             return
@@ -132,7 +134,7 @@ class Strategy:
             find_cut(blank, self.pipe * self._per_rank(), example, self.cut, whole_blocks=whole_blocks)
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. Like replicas, pipelines that shard the optimizer state have different micro-batches."""
+        """See Strategy. Pipelines that shard the optimizer state have different micro-batches, just like replicas."""
         if self.pipe > 1:
             pipelines = self._replicas(processes) * self.shard
             return Mesh(replicate=pipelines, pipe=self.pipe, context=self.context, tensor=self.tensor)

@@ -1,10 +1,11 @@
-"""A parameter server: one process has the optimizer. The other processes push gradients to it and pull weights.
+"""A parameter server: one process runs the optimizer. The other processes push gradients to it and pull weights.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI). With `asynchronous`, this is
 the Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Rank 0 is the server and also
-computes, so all W processes compute. All communication goes through rank 0: W - 1 times the gradients and W - 1 times
-the weights. An all-reduce moves about twice the gradients at each process, for any number of processes. Therefore rings
-and trees have replaced parameter servers. For measurements, see benchmarks/parameter_server.py.
+computes, so all W processes compute. All communication goes through rank 0, which receives W - 1 times the gradients
+and sends W - 1 times the weights. In an all-reduce, each process sends about twice the size of the gradients, for any
+number of processes. Therefore rings and trees have replaced parameter servers. For measurements, see
+benchmarks/parameter_server.py.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`asynchronous`: each gradient is applied when it arrives, and no rank waits for another rank. `bucket_mib`: if
-    not asynchronous, the approximate size of the buckets in which gradients are pushed during backward.
+    """`asynchronous`: apply each gradient when it arrives, so that no rank waits for another rank. `bucket_mib`: the
+    approximate size of the buckets in which gradients are pushed during backward. Not used with `asynchronous`.
     """
 
     asynchronous: bool = False
@@ -46,7 +47,7 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if a process would never have a micro-batch."""
+        """Raise UsageError if there are fewer micro-batches than processes."""
         check_work(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the model is split into stages, one or more per process. Micro-batches pass through them.
+"""Pipeline parallelism: the model is split into stages, one or more per process. Micro-batches pass through the stages.
 
 The idea and the first schedule are from Huang et al. 2019, "GPipe". For the sources of the other schedules, see
 parallel/pipeline/schedule.py.
@@ -21,11 +21,11 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`schedule`: the order of the work. `replicate`: the number of replicas that share the micro-batches. `shard`: the
-    number of pipelines in a replica, which share its micro-batches and shard the optimizer state by rows.
-    `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise. `cut`:
-    the modules that begin the stages, except for the first stage. By default, stages are split by cost. `recompute`:
-    keep the inputs of a stage instead of its activations, and compute its forward again in its backward.
+    """`schedule`: the order of forwards and backwards. `replicate`: the number of replicas, each with a part of the
+    micro-batches. `shard`: the number of pipelines in a replica, which share its micro-batches and shard the optimizer
+    state by rows. `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1
+    otherwise. `cut`: the first module of each stage except the first stage. By default, stages are balanced by cost.
+    `recompute`: keep the inputs of a stage instead of its activations, and recompute the forward in the backward.
     """
 
     schedule: Schedule = "1f1b"
@@ -45,13 +45,13 @@ class Strategy:
             communication="activations between stages and their gradients, for each micro-batch; with replicate or "
             "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
-            compiles=self.schedule != "zero_bubble",  # which splits the backward of a block in two
-            cuts_sequences=self.schedule != "zero_bubble",  # and the backward of forwards that ran together
+            compiles=self.schedule != "zero_bubble",  # zero_bubble splits the backward of a block in two
+            cuts_sequences=self.schedule != "zero_bubble",  # and the backward of chunks whose forward ran together
             by_peers=True,
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the options contradict each other or the number of processes."""
+        """Raise UsageError if the options are incompatible with each other or with the number of processes."""
         per_rank = self._per_rank()
         pipelines = self._pipelines
         options = " x ".join(
@@ -66,10 +66,10 @@ class Strategy:
         check_stages("pipeline", self.schedule, per_rank, processes // pipelines * per_rank, self.cut)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError if the model that `build` builds can't be split into the stages for these processes.
+        """Raise UsageError if the model that `build` returns can't be split into the stages for these processes.
 
-        The model is built on the meta device, or on the CPU if that fails. `example` are its inputs. With
-        `whole_blocks`, the model is never split within a block.
+        The model is built on the meta device, or on the CPU if that fails. `example` contains the inputs of the model.
+        If `whole_blocks` is set, the model is never split within a block.
         """
         stages = processes // self._pipelines * self._per_rank()
         find_cut(on_meta(build), stages, example, self.cut, whole_blocks=whole_blocks)

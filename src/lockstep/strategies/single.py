@@ -1,4 +1,4 @@
-"""One process with the whole model."""
+"""Training in a single process with the full model."""
 
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -11,7 +11,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """No options. Several micro-batches are gradient accumulation."""
+    """This strategy has no options. A step with several micro-batches accumulates gradients."""
 
     traits: ClassVar[Traits] = Traits(
         cuts="nothing",

@@ -1,8 +1,8 @@
-"""Tensor parallelism: layers are split into chunks of heads and features, which the processes share.
+"""Tensor parallelism: layers are split into chunks of heads and features, which are distributed over the processes.
 
 Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", section 3.
 The recipe sets the layers that are split and the number of chunks (`recipe.model.chunks`), so the bits are the same as
-in one process that computes all chunks (parallel/tensor/chunks.py).
+with one process that computes all chunks (parallel/tensor/chunks.py).
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas that share the micro-batches. `sequence_parallel`: the processes of a replica
-    share the chunks of sequences outside of split layers. `bucket_mib`: the approximate bucket size of the gradient
+    """`replicate`: the number of replicas, each with a part of the micro-batches. `sequence_parallel`: the processes of
+    a replica split the sequences outside of the split layers. `bucket_mib`: the approximate bucket size of the gradient
     communication between replicas, which overlaps with backward.
     """
 
@@ -46,12 +46,12 @@ class Strategy:
         )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if the replicas don't divide the processes, or a process would never have a micro-batch."""
+        """Raise UsageError if the replicas don't divide the processes, or if a replica would have no micro-batches."""
         check_divides(f"strategy tensor: replicate={self.replicate}", self.replicate, processes)
         check_work(self.replicate, microbatches)
 
     def check_model(self, build: Build, example: Inputs | None, processes: int, *, whole_blocks: bool = False) -> None:
-        """Raise UsageError if these processes can't share the chunks of the model that `build` builds."""
+        """Raise UsageError if these processes can't share the chunks of the model that `build` returns."""
         blank = on_meta(build)
         check_shared(cut_layers(blank), self.mesh(processes).tensor)
         if self.sequence_parallel:

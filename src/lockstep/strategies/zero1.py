@@ -16,7 +16,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward. `offload`:
-    the optimizer state is kept in CPU memory, except during its update.
+    keep the optimizer state in CPU memory, except during its update.
     """
 
     bucket_mib: Mib = 8.0
@@ -33,7 +33,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError if a process would never have a micro-batch."""
+        """Raise UsageError if there are fewer micro-batches than processes."""
         check_work(processes, microbatches)
 
     def mesh(self, processes: int) -> Mesh:

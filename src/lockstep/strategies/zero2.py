@@ -1,8 +1,8 @@
-"""ZeRO stage 2: processes shard the optimizer state and the gradients, and between steps the parameters.
+"""ZeRO stage 2: processes shard the optimizer state and the gradients. Between steps, they also shard the parameters.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.2. Uses
-fully_shard of torch like SHARD_GRAD_OP of FSDP: parameters are gathered once per step, and stay gathered from forward
-to backward.
+torch's fully_shard like FSDP's SHARD_GRAD_OP: parameters are gathered once per step, and stay gathered between forward
+and backward.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: shards are kept in CPU memory, except while a block or its update computes with them."""
+    """`offload`: keep shards in CPU memory, except while a block or its update uses them."""
 
     offload: bool = False
 
@@ -30,7 +30,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError for one process, or if a process would never have a micro-batch."""
+        """Raise UsageError for a single process, or if there are fewer micro-batches than processes."""
         check_work(processes, microbatches)
         check_several(processes, "zero2")
 

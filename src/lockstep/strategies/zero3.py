@@ -1,7 +1,7 @@
 """ZeRO stage 3: processes shard parameters, gradients and optimizer state.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.3.
-Uses fully_shard of torch (FSDP2), block by block.
+Uses torch's fully_shard (FSDP2), block by block.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: shards are kept in CPU memory, except while a block or its update computes with them."""
+    """`offload`: keep shards in CPU memory, except while a block or its update uses them."""
 
     offload: bool = False
 
@@ -29,7 +29,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError for one process, or if a process would never have a micro-batch."""
+        """Raise UsageError for a single process, or if there are fewer micro-batches than processes."""
         check_work(processes, microbatches)
         check_several(processes, "zero3")
 

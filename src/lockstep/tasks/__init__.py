@@ -1,1 +1,1 @@
-"""Tasks: the loss of a model as a sum, and its metrics as sums of counts."""
+"""Tasks, which define the loss and the metrics of a model. Both are sums, so they can be added over micro-batches."""

@@ -1,4 +1,4 @@
-"""Classification, with cross entropy or a custom loss as a sum, and top-k accuracy."""
+"""Classification with cross entropy or a custom loss, and with top-k accuracy as the metric."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
 from lockstep.tasks.own_loss import PATH_MARK, Loss, check_sum, find_own_loss, sum_loss
 
-SKIPPED: Final = -100  # the target of an unreadable sample, and ignore_index of F.cross_entropy
-_TOLERANCE: Final = 1e-2  # for the sum of class weights, which may be rounded to bfloat16
-_SHOWN: Final = 6  # values of a target in an error
-_MOST_COPIES: Final = 256  # of a confusion matrix
+SKIPPED: Final = -100  # the target of an unreadable sample. It is the default ignore_index of F.cross_entropy
+_TOLERANCE: Final = 1e-2  # for the sum of the weights in a mixture, which may be rounded to bfloat16
+_MAX_SHOWN: Final = 6  # the maximum number of values of a target in an error
+_MAX_COPIES: Final = 256  # the maximum number of confusion matrices to count into
 
 
 @final
@@ -27,10 +27,12 @@ _MOST_COPIES: Final = 256  # of a confusion matrix
 class Classification:
     """A task whose outputs have shape [n, classes]. A batch is (inputs, targets), or a mapping with `labels`.
 
-    Targets are int64 class indices of shape [n], where SKIPPED ignores a sample. Alternatively, targets are the weights
-    of a mixture of classes: floats of shape [n, classes], where a row of zeros ignores a sample. If `own_loss` is None,
-    the loss is cross entropy, and the loss of a sample is multiplied by the weight of its class in `class_weights`.
-    `classes` are the names of the classes.
+    Targets are one of:
+    - Class indices, int64 of shape [n]. Samples with the target SKIPPED are ignored.
+    - Weights of a mixture of classes, floats of shape [n, classes]. Samples with a row of zeros are ignored.
+
+    If `own_loss` is None, the loss is cross entropy. In this case, the loss of a sample is multiplied by the weight of
+    its class in `class_weights`. `classes` are the names of the classes.
     """
 
     own_loss: Loss | None = None
@@ -87,9 +89,9 @@ class Classification:
         return self.loss_sum(predictions(outputs, self.model_name), targets_of(batch))
 
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss summed over the samples: a 0-dim tensor.
+        """Return the loss summed over the samples, as a 0-dim tensor.
 
-        If a custom loss returns one value per sample, the values are summed. A scalar is used as the sum.
+        If a custom loss returns one value per sample, the values are summed. A 0-dim value is used as the sum.
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
@@ -97,9 +99,9 @@ class Classification:
             return cross_entropy_sum(outputs, targets, self.label_smoothing, self._device_weights(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return `counted`, the number of samples with a target, and `correct<k>` for each k: 0-dim int64 tensors.
+        """Return the number of samples that aren't ignored, `counted`, and the number of top-k hits, `correct<k>`.
 
-        In a mixture of classes, the class with the largest weight is the correct class.
+        All values are 0-dim int64 tensors. In a mixture of classes, the class with the largest weight is correct.
         """
         truth, counted = truth_of(targets_of(batch))
         scores = predictions(outputs, self.model_name)
@@ -121,7 +123,7 @@ class Classification:
         return {"confusion": confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return the accuracy of each class, or None if it has no samples, and the confusion matrix."""
+        """Return the confusion matrix, and the accuracy of each class, which is None for a class without samples."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         pairs = zip(matrix.diag().tolist(), matrix.sum(1).tolist(), strict=True)
@@ -137,7 +139,7 @@ class Classification:
             check_loss(self.own_loss, len(self.classes), targets)
 
     def _device_weights(self, outputs: Tensor) -> Tensor | None:
-        """Return the class weights on the device of the outputs. They are copied only once."""
+        """Return the class weights on the device of the outputs. The copy is cached."""
         if not self.class_weights:
             return None
         dtype = torch.promote_types(outputs.dtype, torch.float32)
@@ -149,16 +151,17 @@ class Classification:
 
 
 def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Tensor:
-    """Return the confusion matrix: int64 of shape [classes, classes], a row per target and a column per prediction.
+    """Return the confusion matrix: int64 of shape [classes, classes], with rows for targets, columns for predictions.
 
-    Items that aren't `counted` are added to an extra cell, which is dropped. Boolean indexing, or the maximum that
-    bincount computes, would synchronize with the device.
+    Items that aren't `counted` go to an extra cell, which is dropped at the end. This avoids boolean indexing and
+    torch.bincount, which would synchronize with the device.
     """
     size = classes**2 + 1
     cells = torch.where(counted, truth * classes + guess, size - 1).flatten()
-    # Count into several matrices and sum them at the end. The deterministic kernel of CUDA uses one warp per cell, and
-    # most pixels fall into few cells. The matrices together have hardly more cells than there are predictions.
-    copies = min(_MOST_COPIES, 1 + len(cells) // size)
+    # Count into several matrices and sum them at the end. CUDA's deterministic scatter_add_ uses one warp per cell, and
+    # most pixels are in few cells, so a single matrix would be slow. The number of matrices is limited so that all of
+    # them together have about as many cells as there are predictions.
+    copies = min(_MAX_COPIES, 1 + len(cells) // size)
     positions = cells + size * (torch.arange(len(cells), device=cells.device) % copies)
     sums = torch.zeros(copies * size, dtype=torch.int64, device=cells.device)
     sums.scatter_add_(0, positions, torch.ones_like(positions))
@@ -166,9 +169,9 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
 
 
 def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the class of each sample, and whether the sample counts: int64 and bool of shape [n].
+    """Return the class of each sample, int64 of shape [n], and whether the sample counts, bool of shape [n].
 
-    In a mixture, this is the class with the largest weight.
+    In a mixture of classes, the class is the one with the largest weight.
     """
     if targets.is_floating_point():
         return targets.argmax(dim=1), targets.sum(dim=1) > 0
@@ -176,14 +179,14 @@ def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def skip_mask(batch: Batch) -> Tensor:
-    """Return which samples of a batch are ignored: bool of shape [n]. All False if targets aren't class indices."""
+    """Return a mask of the ignored samples, bool of shape [n]. If targets aren't class indices, it is all False."""
     targets = targets_of(batch)
     is_class_index = targets.ndim == 1 and not targets.is_floating_point()
     return targets == SKIPPED if is_class_index else torch.zeros(len(targets), dtype=torch.bool)
 
 
 def find_loss(name: str) -> Loss | None:
-    """Return the loss that a recipe names: None for cross entropy, or the function at `package.module:function`."""
+    """Return the loss function with this name: None for `cross_entropy`, or the function at an import path."""
     if name == "cross_entropy":
         return None
     if PATH_MARK not in name:
@@ -192,9 +195,9 @@ def find_loss(name: str) -> Loss | None:
 
 
 def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
-    """Raise UsageError unless `loss` returns a sum or one value per sample, tested with two equal samples.
+    """Raise UsageError if `loss` returns neither a sum nor one value per sample, tested with two equal samples.
 
-    The first target that isn't ignored is the target of both.
+    Both samples have the first target in `targets` that isn't ignored.
     """
     counted = truth_of(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
@@ -202,7 +205,7 @@ def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
 
 
 def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: int) -> None:
-    """Raise UsageError unless targets are valid for Classification. `samples` are their indices in dataset `label`."""
+    """Raise UsageError if a target is invalid for Classification. `samples` are the indices in the dataset `label`."""
     floating = targets.is_floating_point()
     if targets.shape[1:] != ((classes,) if floating else ()):
         problem = f"target has shape {list(targets.shape[1:])} and {targets.dtype}"
@@ -219,7 +222,7 @@ def check_targets(label: str, targets: Tensor, samples: Sequence[int], classes: 
 
 
 def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> None:
-    """Raise UsageError unless the outputs of model `name` are floats of shape [samples, classes]."""
+    """Raise UsageError if the outputs of the model `name` aren't floats of shape [samples, classes]."""
     if outputs.shape != (samples, classes):
         raise UsageError(
             f"model {name}: expected outputs of shape {(samples, classes)} for {samples} samples and {classes} "
@@ -233,11 +236,11 @@ def check_outputs(name: str, classes: int, outputs: Tensor, samples: int) -> Non
 def cross_entropy_sum(
     outputs: Tensor, targets: Tensor, label_smoothing: float = 0.0, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the cross entropy summed over samples, in at least float32. `weights` are the class weights."""
+    """Return the cross entropy summed over samples, computed in at least float32. `weights` are the class weights."""
     if outputs.dtype in (torch.float16, torch.bfloat16):
         outputs = outputs.float()
     if targets.is_floating_point():
-        # F.cross_entropy would also smooth a row of zeros, so that an ignored sample would count.
+        # Don't pass label_smoothing to F.cross_entropy, because it would also smooth the zeros of an ignored sample.
         targets = targets.to(outputs.dtype)
         smooth = targets * (1 - label_smoothing) + targets.sum(dim=1, keepdim=True) * (
             label_smoothing / targets.shape[1]
@@ -256,6 +259,6 @@ def _target_rule(classes: int) -> str:
 
 
 def _format_target(target: Tensor) -> str:
-    values = [f"{value:.6g}" for value in target.flatten()[:_SHOWN].tolist()]
-    ellipsis = ", ..." if target.numel() > _SHOWN else ""
+    values = [f"{value:.6g}" for value in target.flatten()[:_MAX_SHOWN].tolist()]
+    ellipsis = ", ..." if target.numel() > _MAX_SHOWN else ""
     return f"[{', '.join(values)}{ellipsis}]" if target.ndim else values[0]

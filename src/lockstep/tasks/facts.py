@@ -1,6 +1,6 @@
-"""Facts about a dataset for the task: the names of its classes, and the kind of its targets.
+"""Infers the facts about a dataset that tasks need: the names of its classes, and the kind of its targets.
 
-They are part of the `facts` of a dataset. Tasks and models read them, and checkpoints save them.
+These are entries of `DataSet.facts`. Tasks and models read them, and checkpoints save them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,10 @@ from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skip_mask
 
-NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets it
-DECIDE_OUTPUTS: Final = (NAMES,)  # facts that determine the last layer of a model
-_MOST: Final = 1 << 24  # each class has a name, so a misplaced number would use up all memory
+NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets this fact
+DECIDE_OUTPUTS: Final = (NAMES,)  # the facts that determine the last layer of a model
+# The maximum number of classes. Each class has a name, so a wrong number could use up all memory.
+_MAX_CLASSES: Final = 1 << 24
 
 
 def facts(
@@ -26,9 +27,9 @@ def facts(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of a dataset: class names by index, and the shape of a sample as the model sees it.
+    """Return the facts of a dataset from its class names and the shape of a sample as the model sees it.
 
-    For images, pass the mean and std of each channel too, of values in [0, 1].
+    For images, also pass the mean and std of each channel, for values in [0, 1].
     """
     return {NAMES: list(classes), "shape": list(shape), "mean": mean and list(mean), "std": std and list(std)}
 
@@ -36,11 +37,15 @@ def facts(
 def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     """Return the class names of a custom training set, or an empty list if it has no classes.
 
-    They are taken from `option` (a number or a list of names), or else from the attribute `classes` of `train`, or else
-    counted in its `targets`. Raises UsageError if `option` is neither a number nor a list.
+    The names come from the first of these that exists:
+    - `option`, which is a number or a list of names
+    - the attribute `classes` of `train`, which is a number or a list of names
+    - the attribute `targets` of `train`, in which the classes are counted
+
+    Raises UsageError if `option` is neither a number nor a list.
     """
     classes = getattr(train, NAMES, None) if option is None else option
-    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and 0 < classes <= _MOST:
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool) and 0 < classes <= _MAX_CLASSES:
         return [str(number) for number in range(int(classes))]
     if isinstance(classes, list | tuple) and classes:
         return [str(name) for name in classes]
@@ -54,7 +59,7 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
 
 
 def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
-    """Return the facts about the targets that follow from a batch and the class names.
+    """Infer the facts about the targets from a batch and the class names.
 
     - `classes`: The class names, if there are any.
     - `pixels`: True if each pixel has a class.
@@ -71,9 +76,10 @@ def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
 
 
 def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence[str]) -> None:
-    """Raise UsageError if the targets of a pair are not valid classes. The task checks the classes of pixels itself.
+    """Raise UsageError if the targets in a batch (inputs, targets) aren't valid classes.
 
-    `numbers` are the sample indices in dataset `label`.
+    `numbers` are the sample indices in the dataset `label`. Targets with a class per pixel aren't checked here, because
+    the task checks them.
     """
     targets = batch[1] if names and isinstance(batch, tuple) and len(batch) == 2 else None
     if isinstance(targets, Tensor) and (targets.ndim < 3 or targets.is_floating_point()):
@@ -81,12 +87,12 @@ def check_pair(label: str, batch: Batch, numbers: Sequence[int], names: Sequence
 
 
 def find_skip_mask(batch: Batch, names: Sequence[str]) -> Callable[[Batch], Tensor] | None:
-    """Return a function that returns a mask of ignored samples, or None if such batches can't have ignored samples."""
+    """Return a function that computes the mask of ignored samples, or None if batches like this can't have any."""
     return skip_mask if names and is_pair(batch) else None
 
 
-def whole_samples(data_facts: Mapping[str, Any]) -> int | None:
-    """Return the number of classes, or None if a class isn't assigned to a sample as a whole."""
+def count_sample_classes(data_facts: Mapping[str, Any]) -> int | None:
+    """Return the number of classes if each sample has a single class, and None otherwise."""
     return None if NAMES not in data_facts or data_facts.get("pixels") else len(data_facts[NAMES])
 
 
@@ -102,4 +108,4 @@ def _count_classes(targets: Any) -> int:
         counted = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
     except (TypeError, ValueError, RuntimeError):  # not numbers
         return 0
-    return counted if 0 < counted <= _MOST else 0
+    return counted if 0 < counted <= _MAX_CLASSES else 0

@@ -1,4 +1,4 @@
-"""Finds the task of a recipe: a shipped task by name, a custom task by import path, or by `auto` from the data."""
+"""Finds the task of a recipe: a shipped task, a custom task at an import path, or a task inferred from the data."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -28,17 +28,21 @@ Facts = Mapping[str, Any]
 
 
 class TaskChoice(NamedTuple):
-    """A task, and a line with its name and the reason for the choice."""
+    """A task, and a line for the user with its name and the reason for the choice."""
 
     task: Task
     line: str
 
 
 def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
-    """Return the task of a recipe, which is passed as plain values, for data with these facts.
+    """Return the task of a recipe for data with these facts.
 
-    `model` is the name of the model in errors. `example` contains a few samples as training sees them. Raises
-    UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is wrong.
+    - `recipe`: The recipe as plain values.
+    - `model`: The name of the model in errors.
+    - `example`: A batch of a few training samples.
+
+    Raises UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is
+    invalid.
     """
     options = dict(recipe["task"])
     name, reason = options.pop("name"), ""
@@ -59,7 +63,7 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
     task: Task
     match name:
         case "classification":
-            classes = _names(name, facts, "classes")
+            classes = _required_names(name, facts, "classes")
             topk = tuple(k for k in recipe["topk"] if k < len(classes)) or (1,)
             own_loss = find_loss(loss["name"])
 
@@ -72,19 +76,21 @@ def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batc
         case "language":
             task = _build_task(language, options, {"model": model, "vocabulary": facts.get("vocabulary")})
         case _:
-            task = _build_task(segmentation, options, {"model": model, "classes": _names(name, facts, "classes")})
+            task = _build_task(
+                segmentation, options, {"model": model, "classes": _required_names(name, facts, "classes")}
+            )
     return TaskChoice(task, f"task {name}{reason}")
 
 
 def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
-    """Infer the task from the data. Returns its name and the reason."""
+    """Infer the task from the data. Returns the name of the task and the reason."""
     if "classes" in facts and facts.get("pixels"):
         return "segmentation", f": the data has {len(facts['classes'])} classes, and each pixel has one"
     if "classes" in facts:
         return "classification", f": the data has {len(facts['classes'])} classes"
     if "vocabulary" in facts:
         return "language", f": the data has a vocabulary of {facts['vocabulary']} tokens"
-    if "outputs" in facts or _floats(example):
+    if "outputs" in facts or _has_float_targets(example):
         return "regression", ": the targets are floats, and the data has no classes"
     raise UsageError(
         f"recipe.task: auto requires data with classes, a vocabulary or float targets; set the number of classes with "
@@ -92,7 +98,7 @@ def _infer_task(facts: Facts, example: Batch) -> tuple[str, str]:
     )
 
 
-def _floats(example: Batch) -> bool:
+def _has_float_targets(example: Batch) -> bool:
     try:
         targets = parts(example).targets
     except UsageError:
@@ -100,7 +106,7 @@ def _floats(example: Batch) -> bool:
     return isinstance(targets, Tensor) and targets.is_floating_point()
 
 
-def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
+def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
     if fact not in facts:
         raise UsageError(
             f"recipe.task: {task} requires data with {fact}, but the dataset only has {', '.join(facts) or 'none'}; "
@@ -110,7 +116,7 @@ def _names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Return a custom task: call the class or function at `path` with the options, and `facts` if it accepts them."""
+    """Create a custom task with the class or function at `path`, from the options and, if accepted, the `facts`."""
     factory = import_callable(path, "task", "a class")
     with OwnCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
@@ -121,7 +127,7 @@ def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Call `function` with facts and the options of a recipe, whose names and types are checked."""
+    """Check the names and types of the options, and call `function` with the options and the facts."""
     valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:

@@ -1,4 +1,4 @@
-"""Language modeling: next-token prediction, weighted by tokens, not sequences."""
+"""Language modeling by next-token prediction. The weight of a batch is its number of tokens, not of sequences."""
 
 import math
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from lockstep.tasks.batches import predictions
 
 LABELS: Final = "labels"
 _IDS: Final = "input_ids"
-_MASK: Final = "attention_mask"  # 0: padding
-_POSITIONS: Final = "position_ids"  # 0: the first token of a packed sequence
+_MASK: Final = "attention_mask"  # the value 0 marks padding
+_POSITIONS: Final = "position_ids"  # the value 0 marks the first token of a packed sequence
 
 
 class NextTokenBatch(NamedTuple):
-    """The inputs of the model, and the next token at each position of its outputs, except for the last `tail`."""
+    """The inputs of the model, and the target at each position of its outputs. The last `tail` positions have none."""
 
     inputs: Inputs
     targets: Tensor
@@ -33,17 +33,17 @@ class NextTokenBatch(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Language:
-    """A task whose outputs have shape [n, t, vocabulary]: the logits of the next token at each position.
+    """A task whose outputs are the logits of the next token at each position, with shape [n, t, vocabulary].
 
     A batch is one of:
-    - An integer tensor of shape [n, t + 1]: The model sees the first t tokens of each sequence and predicts the last t.
+    - An integer tensor of shape [n, t + 1]: The inputs are the first t tokens, and the targets are the last t tokens.
     - (inputs, targets), both of shape [n, t]: Target i is the token after input i.
     - A mapping as in transformers, with `input_ids` of shape [n, t] and optionally `attention_mask`, `position_ids` and
-      `labels`. Labels are aligned with the tokens and are shifted here. Without labels, the model predicts every token
-      except padding and the first token of each packed sequence, whose position is 0.
+      `labels`. Labels have the same positions as the tokens, and the task shifts them. Without labels, all tokens are
+      targets except for padding and the first token of each packed sequence, which has position 0.
     - A NextTokenBatch, as returned by `chunk`.
 
-    Targets equal to `ignore` don't count. The weight of a batch is the number of all other targets.
+    Targets equal to `ignore` don't count. The weight of a batch is the number of targets that count.
     """
 
     ignore: int = -100
@@ -67,17 +67,20 @@ class Language:
         return self._cross_entropy(outputs, self._next_token_batch(batch), "sum")
 
     def losses(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each target and whether it counts: floats and bool of shape [n, t]. Others have loss 0."""
+        """Return the loss of each target and whether the target counts, both of shape [n, t].
+
+        The loss is 0 for targets that don't count.
+        """
         parts = self._next_token_batch(batch)
         losses = self._cross_entropy(outputs, parts, "none")
         return losses.reshape(parts.targets.shape), parts.targets != self.ignore
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """See Task. The figures only need the loss and the weight."""
+        """Return no sums, because the perplexity only needs the loss and the weight."""
         return {}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the perplexity, or infinity if it is too large for a float."""
+        """Return the perplexity. It is infinity if it would overflow a float."""
         loss = float(sums["loss"]) / max(int(sums["weight"]), 1)
         return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
@@ -175,12 +178,16 @@ class Language:
 
 
 def language(model: str, vocabulary: int | None = None, ignore: int = -100) -> Language:
-    """Return the task for the options of a recipe. `vocabulary` is the vocabulary size of the data."""
+    """Create the task from the options of a recipe. `vocabulary` is the vocabulary size of the data."""
     return Language(ignore, vocabulary, model)
 
 
 def _chunk_slice(length: int, number: int, chunks: int) -> slice:
-    """Return the positions of chunk `number`. A single token per chunk is an error: causality can't be checked then."""
+    """Return the positions of chunk `number` in a sequence.
+
+    Raises UsageError if the chunks aren't equal. Also raises it for chunks of a single token, because Lockstep couldn't
+    check that the model is causal.
+    """
     if length % chunks or (chunks > 1 and length == chunks):
         valid_counts = ", ".join(str(count) for count in divisors(length) if count < length or length == 1)
         raise UsageError(

@@ -1,8 +1,8 @@
 """Custom tasks and metrics.
 
-A custom task is wrapped in a Task that supplies defaults for missing methods, and reports errors with their line.
-Custom metrics, by import path, extend any task. They are functions of outputs and batch that return sums, which are
-divided by the weight.
+A custom task is wrapped in a Task, which adds defaults for missing methods and reports errors with the line of the
+user's code. Custom metrics, which a recipe lists by import path, extend any task. A custom metric is a function of
+outputs and batch that returns sums. The reported value is the total sum divided by the total weight.
 """
 
 import json
@@ -45,15 +45,15 @@ _MEMBERS: Final = (
 
 @final
 class OwnTask:
-    """A complete Task around a custom `task`, which only needs a method `loss`. `name` is its name in errors.
+    """Wraps a custom `task`, which only needs a method `loss`, as a complete Task. `name` is its name in errors.
 
-    These are the defaults for missing members:
+    Missing members have these defaults:
     - `inputs`: The batch without its targets (tasks/batches.py).
     - `weight`: The number of samples.
     - `sums`, `figures`: Empty, so that only the loss is reported.
     - `monitor`: The loss.
 
-    The sums and figures of `metrics` are added to those of the task.
+    The values of `metrics` are reported in addition to the metrics of the task.
     """
 
     def __init__(self, name: str, task: Any, metrics: Metrics | None = None) -> None:
@@ -159,9 +159,9 @@ class OwnTask:
         return loss
 
     def check(self, outputs: Any, batch: Batch) -> None:
-        """Raise UsageError if the task doesn't work with a batch, or if its loss is a mean. See Task.
+        """Raise UsageError if the task fails for a batch, or if its loss is a mean. See Task.
 
-        Outputs on the meta device are replaced by arbitrary values, which are sufficient to test the task.
+        If the outputs are on the meta device, the task is tested with arbitrary values instead.
         """
         if self._members["check"] is not None:
             self._call("check", outputs, batch)
@@ -174,7 +174,7 @@ class OwnTask:
         weight = self.weight(batch)
         check_alike(loss, weight, self._name)
         if not sum_of_losses(loss).isfinite():
-            return  # the arbitrary outputs may be invalid, e.g. for a logarithm; the first step will show errors
+            return  # the arbitrary outputs may be invalid, such as for a logarithm. The first step checks real outputs
         losses = {name: value.detach().double() for name, value in loss_sums(loss, weight).items()}
         counts = {**with_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
@@ -193,7 +193,7 @@ class OwnTask:
             )
 
     def _check_sum(self, outputs: Any, batch: Batch, samples: int) -> None:
-        """Raise UsageError if the loss is a mean: the loss of two equal samples is then the loss of one sample."""
+        """Raise UsageError if two equal samples have the same loss as one sample, so that the loss is a mean."""
 
         def select(rows: list[int], values: Any) -> Any:
             return map_tensors(
@@ -258,17 +258,17 @@ class OwnTask:
 
 
 def with_metrics(task: Task, paths: Sequence[str]) -> Task:
-    """Return the task extended by metrics. Raises UsageError if an import path isn't a function."""
+    """Return the task with additional metrics. Raises UsageError if an import path isn't a function."""
     return OwnTask("task", task, find_metrics(paths)) if paths else task
 
 
 def find_metrics(paths: Sequence[str]) -> dict[str, Metric]:
-    """Return metrics by import path. Raises UsageError if an import path isn't a function."""
+    """Import metrics, and return them by import path. Raises UsageError if an import path isn't a function."""
     return {path: import_callable(path, "metric", f"a function ({_CONTRACT})") for path in paths}
 
 
 def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    """Return the sums of all metrics, prefixed by the path of the metric: `my.metrics:absolute/error`."""
+    """Return the sums of all metrics. Names have the path of the metric as prefix: `my.metrics:absolute/error`."""
     return {
         f"{path}/{name}": value
         for path, metric in metrics.items()
@@ -277,9 +277,9 @@ def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tenso
 
 
 def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figures) -> Figures:
-    """Return each sum of a metric, divided by the weight. Raises UsageError if a name is already in `figures`.
+    """Return each sum of a metric, divided by the weight. For several losses, divide by the number of samples instead.
 
-    If there are several losses, the weight is the number of samples.
+    `figures` are the metrics of the task. Raises UsageError if two metrics have the same name.
     """
     weight = max(int(sums.get("weight", sums.get("samples", 1))), 1)
     metric_values: Figures = {}
@@ -294,10 +294,10 @@ def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figure
 
 
 def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
-    """Raise UsageError unless each metric returns sums: for two samples, the sum of their separate values.
+    """Raise UsageError if a metric doesn't return sums. For two samples, it must return the sum of their values.
 
-    With a mean, the weight of a sample would depend on the size of its batch. Outputs on the meta device are replaced
-    by arbitrary values. A batch with fewer than two samples isn't checked.
+    If a metric were a mean, the weight of a sample would depend on the batch size. If the outputs are on the meta
+    device, metrics are tested with arbitrary values instead. A batch with fewer than two samples isn't checked.
     """
     if length(batch) < 2:
         return
@@ -322,7 +322,7 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
         result = metric(outputs, batch)
         if not isinstance(result, Mapping):
             raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
-        # Metrics are only reported, so they don't need gradients.
+        # Detach the sums, because metrics are only reported and need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
     if (reserved_name := first_taken(sums, OF_TRAINING)) is not None:
         raise UsageError(
@@ -339,7 +339,11 @@ def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Te
 
 
 def _with_values(tensor: Tensor) -> Tensor:
-    """Return a detached copy of a tensor. A tensor on the meta device becomes small, distinct floats, or zeros."""
+    """Return a detached copy of a tensor.
+
+    For a tensor on the meta device, the copy has arbitrary values: distinct floats from 0.1 to 0.9, or zeros if the
+    dtype isn't a float.
+    """
     if tensor.device.type != "meta":
         return tensor.detach().clone()
     count = max(tensor.numel(), 1)

@@ -1,4 +1,4 @@
-"""Custom losses: functions of outputs and targets that return a sum or one value per sample."""
+"""Custom losses, which are functions of outputs and targets that return a sum or one value per sample."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -12,11 +12,11 @@ from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-PATH_MARK: Final = ":"  # marks the name of a loss as an import path
+PATH_MARK: Final = ":"  # a loss name with this character is an import path
 
 
 def find_own_loss(path: str) -> Loss:
-    """Return the function at `package.module:function`. Its errors are reported with file and line."""
+    """Import the loss function at `path`. Errors in the function are reported with its file and line."""
     loss = import_callable(path, "loss", "a function of outputs and targets")
     code = OwnCode(f"loss {path}")
 
@@ -29,10 +29,10 @@ def find_own_loss(path: str) -> Loss:
 
 
 def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
-    """Return the sum of the value that a loss returned for `outputs`.
+    """Sum the value that a loss function returned for `outputs`.
 
-    Raises UsageError unless the value is a float tensor with a sum or one value per sample, and carries a gradient if
-    the outputs do.
+    The value must be a float tensor that contains a sum or one value per sample. If the outputs require a gradient, so
+    must the value. Otherwise, raises UsageError.
     """
     samples = len(outputs)
     if not isinstance(loss, Tensor):
@@ -53,10 +53,10 @@ def sum_loss(loss: Any, outputs: Tensor) -> Tensor:
 
 
 def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Raise UsageError unless `loss` returns a sum or one value per sample, tested with two equal samples.
+    """Raise UsageError if `loss` returns neither a sum nor one value per sample, or if it modifies its arguments.
 
-    With a mean, the weight of a sample would depend on the size of its micro-batch. A loss that modifies its arguments
-    is an error too. `output` and `target` contain one sample.
+    The loss is tested with two copies of the single sample in `output` and `target`. If it were a mean, the weight of a
+    sample would depend on the size of its micro-batch.
     """
     outputs, targets = torch.cat([output, output]), torch.cat([target, target])
     copies = outputs.clone(), targets.clone()
@@ -72,5 +72,5 @@ def check_sum(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 def is_mean(single: Tensor, pair: Tensor) -> bool:
-    """Return whether a loss is a mean: two equal samples have the loss of one sample."""
+    """Return whether a loss is a mean, so that two equal samples have the same loss as one sample."""
     return bool(single != 0 and torch.isclose(pair, single))

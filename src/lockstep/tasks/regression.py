@@ -1,4 +1,4 @@
-"""Regression of one or several numbers per sample, with squared, absolute or Huber error, or a custom loss."""
+"""Regression of one or several numbers per sample, with squared error, absolute error, Huber loss or a custom loss."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ LOSSES: Final = ("mse", "mae", "huber")
 class Regression:
     """A task whose targets are floats of shape [n] or [n, ...].
 
-    Outputs have the shape of the targets. A last dim of size 1 can be missing on either side. The loss of a sample is
-    the mean over its numbers, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch is its
-    number of samples.
+    Outputs have the same shape as the targets, except that one of the two may lack a last dim of size 1. The loss of a
+    sample is the mean over its numbers, as in torch. `delta` is the parameter of the Huber loss. The weight of a batch
+    is its number of samples.
     """
 
     loss_name: str = "mse"
@@ -58,7 +58,7 @@ class Regression:
         return losses[self.loss_name](prediction, targets, reduction="sum") / numbers
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return float64 sums of absolute errors, targets and their squares per number of a sample, and `counted`."""
+        """Return float64 sums of errors, targets and their squares for each output, and the number of samples."""
         prediction, targets = (
             tensor.detach().double().flatten(1)
             for tensor in match_shapes(self.model_name, outputs, batch, columns=True)
@@ -73,7 +73,7 @@ class Regression:
         }
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the root mean squared error, the mean absolute error, and the mean R2 over the outputs."""
+        """Return the root mean squared error, the mean absolute error, and R2 averaged over the outputs."""
         counted = max(int(sums["counted"]), 1)
         r2 = [_r2(*column) for column in zip(*_columns(sums), strict=True)]
         return {
@@ -87,7 +87,7 @@ class Regression:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return R2 and the errors of each output, if there are several outputs."""
+        """Return R2 and the errors of each output. Empty if there is only one output."""
         counted = max(int(sums["counted"]), 1)
         if len(sums["squared"]) < 2:
             return {}
@@ -110,7 +110,7 @@ class Regression:
 
 
 def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
-    """Return the task for the options of a recipe. `loss` is mse, mae, huber or package.module:function."""
+    """Create the task from the options of a recipe. `loss` is mse, mae, huber or package.module:function."""
     if PATH_MARK in loss:
         return Regression(own_loss=find_own_loss(loss), model_name=model)
     if loss not in LOSSES:
@@ -122,9 +122,9 @@ def regression(model: str, loss: str = "mse", delta: float = 1.0) -> Regression:
 
 
 def match_shapes(model: str, outputs: Any, batch: Batch, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """Return outputs and targets in the same shape and dtype, at least float32.
+    """Convert outputs and targets to the same shape and dtype, which is at least float32.
 
-    With `columns`, both have at least two dims. Raises UsageError if the shapes don't match.
+    With `columns`, both results have at least two dims. Raises UsageError if the shapes don't match.
     """
     prediction, targets = predictions(outputs, model), targets_of(batch)
     if prediction.ndim == targets.ndim + 1 and prediction.shape[-1] == 1:
@@ -149,7 +149,7 @@ def _columns(sums: Mapping[str, Tensor]) -> list[list[float]]:
 
 
 def _r2(squared: float, total: float, total_squared: float, counted: float) -> float:
-    """Return 1 - errors / variance. If all targets are equal, returns 1 without errors, else 0, like scikit-learn."""
+    """Return 1 - errors / variance. If all targets are equal, return 1 without errors and 0 otherwise."""
     spread = total_squared - total * total / max(counted, 1.0)
     if spread <= 0:
         return float(squared == 0)

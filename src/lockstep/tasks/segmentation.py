@@ -1,4 +1,4 @@
-"""Semantic segmentation, with cross entropy per pixel and intersection over union."""
+"""Semantic segmentation with cross entropy per pixel, and with intersection over union as the metric."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from lockstep.tasks.base import Figures, Monitor, Report
 from lockstep.tasks.batches import parts, predictions, targets_of
 from lockstep.tasks.classification import SKIPPED, confusion, cross_entropy_sum
 
-_AUXILIARY: Final = "aux"  # the outputs of the second head of torchvision's models
+_AUXILIARY: Final = "aux"  # the key with the outputs of the auxiliary head in torchvision's models
 
 
 @final
@@ -22,7 +22,7 @@ class Segmentation:
     """A task whose outputs have shape [n, classes, height, width]. Targets are integers of shape [n, height, width].
 
     The weight of a batch is its number of pixels, without pixels of the class `ignore`. If the model also returns
-    `aux`, like the models of torchvision, its loss is multiplied by `auxiliary` and added.
+    outputs named `aux`, as torchvision's models do, their loss is multiplied by `auxiliary` and added.
     """
 
     classes: tuple[str, ...]
@@ -56,7 +56,7 @@ class Segmentation:
         return {"confusion": confusion(targets, scores.argmax(1), scores.shape[1], targets != SKIPPED)}
 
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
-        """Return the mean intersection over union of all classes that occur, and the pixel accuracy."""
+        """Return the mean intersection over union of all classes that occur in the data, and the pixel accuracy."""
         matrix = sums["confusion"]
         overlaps = [overlap for overlap in _overlaps(matrix) if overlap is not None]
         return {
@@ -69,7 +69,7 @@ class Segmentation:
         return {}
 
     def report(self, sums: Mapping[str, Tensor]) -> Report:
-        """Return the intersection over union of each class, None if it doesn't occur, and the confusion matrix."""
+        """Return the confusion matrix, and the intersection over union of each class, or None if it is undefined."""
         matrix = sums["confusion"]
         names = self.classes or tuple(map(str, range(len(matrix))))
         return {"iou": dict(zip(names, _overlaps(matrix), strict=True)), "confusion": matrix.tolist()}
@@ -102,7 +102,7 @@ class Segmentation:
 
 
 def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxiliary: float = 0.5) -> Segmentation:
-    """Return the task for the options of a recipe."""
+    """Create the task from the options of a recipe."""
     if auxiliary < 0:
         raise UsageError(
             f"recipe.task.auxiliary: must not be negative, got {auxiliary}; use 0 to ignore the second head"
@@ -111,7 +111,7 @@ def segmentation(model: str, classes: tuple[str, ...], ignore: int = 255, auxili
 
 
 def _overlaps(matrix: Tensor) -> list[float | None]:
-    """Return the intersection over union of each class, or None if it occurs in neither targets nor predictions."""
+    """Return the intersection over union of each class. It is None if the class is in no target and no prediction."""
     intersections = matrix.diag()
     unions = matrix.sum(0) + matrix.sum(1) - intersections
     return [

@@ -1,8 +1,7 @@
-"""Checks that the ranks hold the same weights and buffers, and names the rank that differs.
+"""Compares weights and buffers across ranks, and identifies the rank that differs.
 
-Tensors that are whole on all ranks must be equal on all ranks. Sharded tensors must be equal on the ranks that hold the
-same rows. In the common case, the ranks only compare two digests each. If the digests differ, the ranks compare tensor
-by tensor.
+Unsharded tensors must be equal on all ranks. Sharded tensors must be equal on all ranks that hold the same rows. In the
+common case, the ranks only compare two digests each. If the digests differ, the ranks compare each tensor separately.
 """
 
 import hashlib
@@ -21,30 +20,31 @@ from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor,
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
 
-_NAMED: Final = 5  # tensors listed in a message
+_MAX_NAMED: Final = 5  # maximum number of tensors listed in a message
 _HOST_BYTES: Final = 64
 _DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The tensors in which ranks differ that should hold the same values.
+    """The tensors that differ between ranks, although they should be equal.
 
-    `odd` holds the ranks that differ from the majority. It is None if there is no majority.
+    `odd` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the host name
+    of each rank.
     """
 
     names: tuple[str, ...]
     odd: tuple[int, ...] | None
-    hosts: tuple[str, ...]  # by rank
+    hosts: tuple[str, ...]  # indexed by rank
 
     @property
     def name_list(self) -> str:
-        """The names, or the first names if there are many."""
-        return list_some(self.names, _NAMED)
+        """The names of the differing tensors as text. A long list is truncated."""
+        return list_some(self.names, _MAX_NAMED)
 
     @property
     def verdict(self) -> str:
-        """The ranks that differ from the majority, or the reason why they aren't known."""
+        """A text that names the ranks that differ from the majority, or says that there is no majority."""
         if self.odd is None:
             ranks = "the two ranks" if len(self.hosts) == 2 else "the ranks"
             return f"{ranks} disagree without a majority, so the wrong rank is unknown"
@@ -53,9 +53,9 @@ class Disagreement:
 
 
 def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
-    """Return a model that every rank built. Raise UsageError, with `advice`, if ranks built different weights.
+    """Return `model`, which every rank has built. Raise UsageError, with `advice`, if its weights differ between ranks.
 
-    Only for models that aren't sharded yet, since ranks may have nothing in common after that.
+    Call it before the model is sharded. After that, two ranks may not hold any tensor in common.
     """
     tensors = {name: tensor.detach() for name, tensor in chain(model.named_parameters(), model.named_buffers())}
     if (difference := disagreement(world, tensors)) is not None:
@@ -64,10 +64,10 @@ def agreed(world: World, model: nn.Module, advice: str) -> nn.Module:
 
 
 def disagreement(world: World, model: NamedTensors, weights: str = "") -> Disagreement | None:
-    """Compare the tensors of a model across ranks, and return the differences, or None if there are none.
+    """Compare the tensors of a model across ranks. Return the differences, or None if there are none.
 
-    All ranks call it and get the same result. `weights` is the SHA-256 of the tensors that are whole, if it is already
-    known.
+    All ranks must call it, and all ranks get the same result. `weights` is the SHA-256 of the unsharded tensors, if it
+    is already known.
     """
     if world.size == 1:
         return None
@@ -105,7 +105,7 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
 
 
 def _digest(value: MaybeSharded) -> bytes:
-    """Return two digests: of the row range that is held, and of the values of these rows."""
+    """Return the digest of the row range that this rank holds, followed by the digest of its values."""
     rows = hashlib.sha256(json.dumps(_rows(value)).encode()).digest()[:_DIGEST_BYTES]
     return rows + hashlib.sha256(tensorfile.raw(local_tensor(value))).digest()[:_DIGEST_BYTES]
 

@@ -1,9 +1,10 @@
-"""Digests of the summed gradient of each step, and of the weights at each save. They don't depend on the placement.
+"""Digests of the reduced gradient of each step, and of the weights at each save. They don't depend on the placement.
 
-1. Each rank computes its part of the digest on its device and keeps it there.
-2. With a report or a save, the parts of many steps are summed over the ranks at once. This takes one message and one
-   write.
-3. If computing the digests takes more than `PRICE` of the time of a step, only every k-th step gets a digest.
+1. Each rank computes its part of a digest on its device, and keeps the part there.
+
+2. At a report or a save, the parts of many steps are summed over all ranks with a single message and a single write.
+
+3. If the digests would take more than the fraction `PRICE` of the step time, only every k-th step gets a digest.
 """
 
 import time
@@ -20,10 +21,10 @@ from lockstep.comm.world import World
 from lockstep.core.digest import Digests
 from lockstep.core.shard import NamedTensors, Shard
 
-PRICE: Final = 0.005  # maximum fraction of the time of a step
-_TOGETHER: Final = 64  # number of digests that are collected together
-_MEASURED: Final = 8  # number of digests that are timed before the interval is chosen
-_LONGEST_INTERVAL: Final = 1 << 12
+PRICE: Final = 0.005  # maximum fraction of the step time
+_DIGESTS_PER_MESSAGE: Final = 64  # number of digests that are summed with a single message
+_TIMED_DIGESTS: Final = 8  # number of digests that are timed before the interval is chosen
+_MAX_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
@@ -37,11 +38,11 @@ class Digest(NamedTuple):
 @final
 @dataclass(eq=False)
 class StepDigests:
-    """The digests of a run, computed from the `gradients` of an engine.
+    """Computes the digests of a run from the `gradients` of an engine.
 
-    `write` is called on rank 0 with the complete digests, in order. `every` is the interval in steps. It is None until
-    an interval is known that keeps the price, and then `note` is called with a message. All ranks must call each method
-    in the same way.
+    Rank 0 calls `write` with the complete digests, in order. `every` is the interval between digests in steps. If it is
+    None, the interval is chosen from measurements so that digests take at most the fraction `PRICE` of the step time,
+    and `note` is called with a message. All ranks must call each method in the same way.
     """
 
     world: World
@@ -54,12 +55,12 @@ class StepDigests:
         self._digests = Digests()
         self._owned: dict[tuple[str, ...], frozenset[str]] = {}
         self._parts: list[tuple[int, bool, Tensor]] = []
-        self._last_added = 0.0  # when `add` was last called
-        self._steps: deque[float] = deque(maxlen=_MEASURED)  # seconds between two steps
-        self._spent: deque[float] = deque(maxlen=_MEASURED)  # seconds per digest
+        self._last_added = 0.0  # time of the last call of `add`
+        self._steps: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds between consecutive steps
+        self._digest_seconds: deque[float] = deque(maxlen=_TIMED_DIGESTS)  # seconds per digest
 
     def add(self, step: int) -> None:
-        """Record the digest of the gradient of the update that leads to `step`, if a digest is due."""
+        """Record the digest of the gradient that leads to `step`, if a digest is due at this step."""
         if self.every is None:
             now = time.perf_counter()
             self._steps.append(now - self._last_added)
@@ -68,17 +69,17 @@ class StepDigests:
             return
         self._note(step, self.gradients(), weights=False)
         if self.every is None:
-            if self.world.device.type == "cuda":  # the time is known only after the kernels have run
+            if self.world.device.type == "cuda":  # the elapsed time is known only after the kernels have run
                 torch.cuda.synchronize(self.world.device)
-            self._spent.append(time.perf_counter() - now)
+            self._digest_seconds.append(time.perf_counter() - now)
 
     def add_weights(self, step: int, weights: NamedTensors) -> None:
         """Record the digest of the weights after `step` updates."""
         self._note(step, weights, weights=True)
 
     def collect(self, *, waits: bool = False) -> None:
-        """Sum the parts over all ranks, and write the digests. If `waits` is set, do so only if there are many."""
-        threshold = 1 if not waits else _MEASURED if self.every is None else _TOGETHER
+        """Sum the parts over all ranks, and write the digests. With `waits`, only do so if enough are pending."""
+        threshold = 1 if not waits else _TIMED_DIGESTS if self.every is None else _DIGESTS_PER_MESSAGE
         if len(self._parts) < threshold:
             return
         notes, self._parts = self._parts, []
@@ -95,13 +96,13 @@ class StepDigests:
         self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_names(tensors))))
 
     def _owned_names(self, tensors: NamedTensors) -> frozenset[str]:
-        """Return the names of the tensors that this rank digests: its share of those that are whole on every rank."""
+        """Return the names of the tensors that this rank digests. The unsharded tensors are divided among the ranks."""
         names = tuple(tensors)
         if names not in self._owned:
             whole_sizes = {name: value.numel() for name, value in tensors.items() if not isinstance(value, Shard)}
             total, offset, owned = max(1, sum(whole_sizes.values())), 0, set()
             for name, length in whole_sizes.items():
-                middle = offset + length / 2  # rank 0 digests all tensors of a model without elements
+                middle = offset + length / 2  # if all tensors of a model are empty, rank 0 digests them
                 offset += length
                 if int(middle * self.world.size / total) == self.world.rank:
                     owned.add(name)
@@ -109,11 +110,11 @@ class StepDigests:
         return self._owned[names]
 
     def _wanted_interval(self) -> Tensor:
-        """Return the interval at which digests keep the price, on rank 0 and once it is known. Otherwise, return 0."""
+        """Return the interval that keeps digests within `PRICE`, or 0 if it is unknown or on other ranks than 0."""
         every = 0
-        if self.world.rank == 0 and self.every is None and len(self._spent) == _MEASURED:
-            target_interval = median(self._spent) / (PRICE * median(self._steps))
+        if self.world.rank == 0 and self.every is None and len(self._digest_seconds) == _TIMED_DIGESTS:
+            target_interval = median(self._digest_seconds) / (PRICE * median(self._steps))
             every = 1
-            while every < min(target_interval, _LONGEST_INTERVAL):
+            while every < min(target_interval, _MAX_INTERVAL):
                 every *= 2
         return torch.tensor(every, device=self.world.device)

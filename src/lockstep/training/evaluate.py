@@ -1,4 +1,4 @@
-"""Evaluation: visits every sample once, for any number of processes, and sums the results."""
+"""Evaluation: runs the model on every sample exactly once, with any number of processes, and sums the results."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ SAMPLES: Final = "samples"
 
 
 class Totals(NamedTuple):
-    """The sums over all batches, on the CPU, and the time of the evaluation in seconds.
+    """The sums over all batches, on the CPU, and the duration of the evaluation in seconds.
 
     `sums` holds `loss`, `weight`, `samples` and the sums of the task. For several losses, see Task.figures.
     """
@@ -35,10 +35,10 @@ def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[s
     return {**losses, SAMPLES: torch.tensor(length(batch)), **task.sums(outputs, batch)}
 
 
-def figures_of(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the figures of the task, by the names that an evaluation reports.
+def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the loss and the metrics of the task by name, as an evaluation reports them.
 
-    The loss comes first, and the mean of each of several losses next.
+    The loss comes first, followed by the mean of each of several losses.
     """
     sums = with_total(sums)
     figures = task.figures(sums)
@@ -55,13 +55,13 @@ def evaluate(
     number_of_batches: int,
     details: bool = False,
 ) -> Totals:
-    """Return the sums over all batches. All ranks call it.
+    """Evaluate the model, and return the sums over all batches. All ranks call it.
 
-    `batches` are those of this rank, as (number, batch, weight). Each number in range(number_of_batches) is on exactly
-    one rank. A batch with the number None is computed but not counted. With `details`, the details of the task are
-    summed too (see Task).
+    `batches` yields the batches of this rank as (number, batch, weight). Each number in range(number_of_batches) occurs
+    on exactly one rank. A batch with the number None is computed, but doesn't count. With `details`, the details of the
+    task are summed too (see Task).
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     added = NamedSums()
     with engine.evaluation() as predict:
         for number, batch, weight in batches:
@@ -70,4 +70,4 @@ def evaluate(
                 continue
             detail_sums = task.details(outputs, batch) if details else {}
             added.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
-    return Totals(with_total(added.total(world, number_of_batches)), time.perf_counter() - began)
+    return Totals(with_total(added.total(world, number_of_batches)), time.perf_counter() - start_time)

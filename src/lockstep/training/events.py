@@ -1,8 +1,8 @@
-"""The events of a run. The loop yields them, and the sinks write them.
+"""The events of a run. The training loop yields events, and sinks write them.
 
-Units: `time` is in seconds since 1970, `seconds` in seconds of wall-clock time, and `peak_bytes` in bytes. `lr` is the
+Units: `time` is in seconds since 1970, `seconds` is a duration in seconds, and `peak_bytes` is in bytes. `lr` is the
 learning rate. `loss` is the sum of the losses divided by the weight of the step or evaluation. `samples_per_s` is the
-number of training samples per second over all processes. The meaning of other figures depends on the task.
+number of training samples per second over all processes. The meaning of other metrics depends on the task.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Event:
-    """An event after `step` completed steps, in `epoch`, after `samples` training samples."""
+    """The common fields of all events: the number of steps done, the epoch, and the number of training samples seen."""
 
     step: int
     epoch: int
@@ -40,7 +40,7 @@ class _Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_Event):
-    """The run starts, or resumes at `step` of `steps`. `again` steps are repeated: they were done, but not saved."""
+    """The run starts, or resumes after `step` of `steps` steps. `again` steps that weren't saved are repeated."""
 
     steps: int
     epochs: float
@@ -54,16 +54,16 @@ class Started(_Event):
     device: str
     parameters: int
     base_lr: float
-    task: str = ""  # the task in words, and why it was chosen
-    monitor: str = "loss"  # the figure that decides which evaluation is the best
-    higher: bool = False  # whether a higher value is better
-    unit: str = "samples"  # the unit of weights
-    fractions: list[str] = field(default_factory=list)  # figures that are shares of one
+    task: str = ""  # a description of the task, and why it was chosen
+    monitor: str = "loss"  # name of the metric that selects the best evaluation
+    higher: bool = False  # whether a higher value of the monitored metric is better
+    unit: str = "samples"  # unit of the weights
+    fractions: list[str] = field(default_factory=list)  # names of the metrics that are fractions between 0 and 1
     resumed_from: str | None = None
     again: int = 0
     flops_per_sample: int | None = None
-    peak_flops_per_s: float | None = None  # of all devices of the run, if it is known
-    backend: str = ""  # the communication backend, if there are several ranks
+    peak_flops_per_s: float | None = None  # sum over all devices of the run, if known
+    backend: str = ""  # communication backend, if there are several ranks
     sharing: list[list[int]] = field(default_factory=list)  # groups of ranks that share a device
     hash_seed: str = ""  # Python's hash seed: PYTHONHASHSEED, or "random"
     name: Literal["started"] = "started"
@@ -71,7 +71,7 @@ class Started(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned(_Event):
-    """The results of this run may depend on its placement. `culprit` is the cause, and `text` says where and how."""
+    """A warning that results may depend on the placement. `culprit` is the cause, and `text` gives the details."""
 
     culprit: str
     text: str
@@ -80,15 +80,15 @@ class Warned(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(_Event):
-    """Step number `step` (from 1) is done. Figures are of this step, and speeds are means since the last report."""
+    """The report of step number `step`, counted from 1. Speeds are averaged since the last report."""
 
     loss: float
     lr: float
     norm: float | None
     samples_per_s: float
     peak_bytes: int
-    weight_per_s: float | None = None  # if the weight isn't the number of samples
-    figures: dict[str, float] = field(default_factory=dict)  # of the task
+    weight_per_s: float | None = None  # None if the weight is the number of samples
+    figures: dict[str, float] = field(default_factory=dict)  # metrics of the task
     loss_scale: float | None = None
     skipped_steps: int = 0
     flops_per_s: float | None = None
@@ -98,21 +98,21 @@ class Stepped(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated(_Event):
-    """The model was evaluated on the validation split, with each of its samples once."""
+    """The model was evaluated on every sample of the validation split."""
 
     loss: float
-    figures: dict[str, float]  # by name, such as {"r2": 0.98}
+    figures: dict[str, float]  # metrics by name, such as {"r2": 0.98}
     evaluated: int
     of: int
     seconds: float
-    fractions: list[str] = field(default_factory=list)  # figures that are shares of one
+    fractions: list[str] = field(default_factory=list)  # names of the metrics that are fractions between 0 and 1
     weights: Literal["model", "ema"] = "model"
     name: Literal["evaluated"] = "evaluated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged(_Event):
-    """Figures that a custom training loop logged, by name."""
+    """Metrics that a custom training loop logged, by name."""
 
     figures: dict[str, float]
     name: Literal["logged"] = "logged"
@@ -120,7 +120,7 @@ class Logged(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(_Event):
-    """Files that can't be read. Each is reported once per start, and its samples count as nothing."""
+    """Files that couldn't be read. Each file is reported once per start, and its samples get weight 0."""
 
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
@@ -128,10 +128,10 @@ class Skipped(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted(_Event):
-    """An audit of the step after `step` found wrong bits. The step isn't applied, and this start ends.
+    """An audit of the step after `step` found wrong results. The step isn't applied, and this start of the run ends.
 
-    `ranks` are the ranks that computed wrongly, if a majority shows which. With `placement.on_corruption: go_on`, the
-    run continues without these ranks.
+    `ranks` are the ranks that computed wrong results, if a majority identifies them. With `placement.on_corruption:
+    go_on`, the run continues without these ranks.
     """
 
     ranks: tuple[int, ...]
@@ -141,7 +141,7 @@ class Corrupted(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved(_Event):
-    """A checkpoint was written to disk, synced and hashed."""
+    """A checkpoint was hashed, written and synced to disk."""
 
     path: str
     weights_sha256: str
@@ -152,7 +152,7 @@ class Saved(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped(_Event):
-    """Training stopped early because of `reason`, and its progress is saved."""
+    """Training stopped early, because of the signal `reason`. The progress is saved."""
 
     reason: Literal["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"]
     name: Literal["stopped"] = "stopped"
@@ -167,12 +167,12 @@ class Done(_Event):
     best: dict[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_samples: int = 0
-    audited: int = 0  # number of steps that this start audited
+    audited: int = 0  # number of steps that were audited in this start of the run
     seconds: float = 0.0
     seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by activity (device/clock.py)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
-    predicted: dict[str, float] = field(default_factory=dict)  # of a step, by a plan: step_s and peak_bytes
-    measured: dict[str, float] = field(default_factory=dict)  # the same figures, as measured in this start
+    predicted: dict[str, float] = field(default_factory=dict)  # values predicted by a plan: step_s and peak_bytes
+    measured: dict[str, float] = field(default_factory=dict)  # the same values as measured in this start of the run
     name: Literal["done"] = "done"
 
 

@@ -1,4 +1,4 @@
-"""A lock that allows a single run per folder. The kernel releases it when the process that holds it ends."""
+"""A lock that allows a single process per run folder. The kernel releases it when the process ends."""
 
 import fcntl
 import os
@@ -18,13 +18,13 @@ _PAUSE_S: Final = 0.05
 
 @final
 class Lock(AbstractContextManager["Lock"]):
-    """A held lock. It is released by `release()`, at the end of a `with` block, or when the process ends.
+    """A held lock. Call `release()` or leave the `with` block to release it. It is also released when the process ends.
 
-    Only the process that called `lock` holds it. flock belongs to the open file, which a forked child shares. A loader
-    worker that outlives a killed parent would therefore keep the run folder locked. To prevent this, each forked child
-    closes its copy of the descriptor immediately. Closing a copy doesn't release the lock as long as the descriptor of
-    the holder is open. LOCK_UN in the child would release it. Programs started by exec never get the descriptor,
-    because Python opens files close-on-exec.
+    Only the process that called `lock` holds it. A flock belongs to the open file description, which a forked child
+    shares. A loader worker that outlives a killed parent would therefore keep the run folder locked. To prevent this,
+    each forked child closes its copy of the descriptor immediately. Closing the copy doesn't release the lock while the
+    holder's descriptor is open, unlike LOCK_UN. Programs started by exec don't inherit the descriptor, because Python
+    opens files close-on-exec.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -42,10 +42,10 @@ class Lock(AbstractContextManager["Lock"]):
 
 
 def lock(run_dir: Path) -> Lock:
-    """Lock a run folder for this process, and create the folder if needed. A folder in use raises UsageError.
+    """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
 
-    One process of a run must call it: the process that outlives or ends all other processes. The lock file stays after
-    release. If it were removed, two processes could hold locks on two files with the same name.
+    Exactly one process of a run must call it, and it must be the last process of the run to end. Releasing the lock
+    doesn't remove the lock file. Otherwise, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -68,14 +68,14 @@ def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run in this folder would "
             "not be detected; choose a run.dir on a different file system"
         ) from error
-    if not os.fstat(descriptor).st_nlink:  # a rejected start had made the folder, and removed it
+    if not os.fstat(descriptor).st_nlink:  # another start created the folder, failed, and removed it
         raise UsageError(f"{run_dir}: another run that failed to start removed the folder; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
 
 
 def _acquire(descriptor: int) -> None:
-    """Take the lock or raise BlockingIOError. Retries, since a process that checks for active runs briefly holds it."""
+    """Take the lock or raise BlockingIOError. Retries, because checking for active runs also takes the lock briefly."""
     for _ in range(_TRIES - 1):
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The training loop: a generator of events that knows no strategy, no launcher and no file."""
+"""The training loop: a generator of events that is independent of strategies, launchers and files."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -25,14 +25,14 @@ Batches = Callable[[int], Iterable[tuple[Step, MicroBatches]]]
 
 
 def take_step(engine: Stepping, recipe: EngineRecipe, turn: Turn, lr: float, *, observe: bool = False) -> None:
-    """Take a step of an engine at learning rate `lr`. All ranks call it."""
+    """Run one step of an engine at learning rate `lr`. All ranks call it."""
     sums = engine.forward_backward(turn.microbatches, turn.step, observe)
     turn.digest()
     turn.done(lr, sums, engine.update(lr, recipe.clip_norm))
 
 
 def train(engine: Stepping, reports: StepReports, items: Iterable[Turn | Event]) -> Iterator[Event]:
-    """Let an engine take the steps of `turns`, at the learning rates of their plan, and yield the events."""
+    """Run each step in `items` on an engine, at the learning rate of the plan, and yield the events in `items`."""
     plan = reports.plan
     assert plan.rate is not None
     assert plan.recipe is not None
@@ -53,17 +53,22 @@ def turns(
     stop: Stop | None = None,
     preempted: Callable[[], bool] | None = None,
 ) -> Iterator[Turn | Event]:
-    """Yield the remaining steps of the plan, and the events, until the plan ends or the ranks agree to stop.
+    """Yield the remaining steps of the plan and the events in between, until the plan ends or the ranks agree to stop.
 
-    All ranks must iterate, and all get the same steps. `batches(first)` returns the steps from number `first` on, with
-    the micro-batches of this rank. For each step:
-    1. The step is yielded. The caller takes it before it asks for the next item.
-    2. The ranks agree on the stop level. Without `stop`, this rank never asks to stop.
-    3. The report of the step is yielded, if one is due.
+    All ranks must iterate over it, and all ranks get the same steps. `batches(first)` returns the steps starting at
+    number `first`, with the micro-batches of this rank. For each step:
+
+    1. The step is yielded. The caller must run the step before it requests the next item.
+
+    2. The ranks agree on the stop level. Without `stop`, this rank never requests a stop.
+
+    3. The report of the step is yielded, if it is due.
+
     4. If an evaluation is due, `evaluate` runs, and its event is yielded. Without `evaluate`, there are no evaluations.
+
     5. If a save is due, `save` starts it, collects the digests, and returns the saves that have completed. A save is
-       also due if the run ends or stops, or if `preempted` returns True at a step that is reported. All ranks call
-       `preempted`.
+    also due if the run ends or stops, or if `preempted` returns True at a reported step. All ranks call `preempted`.
+
     6. If the ranks agreed to stop before the plan ends, Stopped is yielded, and the generator returns.
 
     A non-finite loss raises TrainingError, at the latest with the next report.
@@ -72,8 +77,8 @@ def turns(
     for step, microbatches in batches(progress.step):
         turn = Turn(step, microbatches, progress, reports.digests)
         yield turn
-        # Before anything else: in a custom training loop, one rank may do something different now, and its collective
-        # would meet this one.
+        # This must be the first collective after the step. In a custom training loop, a rank may otherwise call a
+        # different collective here, and the two would be matched.
         level = world.agree_to_stop(stop.level if stop else 0)
         yield from reports.report(turn)
         is_last = progress.step == plan.steps.total

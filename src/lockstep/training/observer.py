@@ -1,6 +1,6 @@
-"""Observes the operations of a micro-batch, in forward and backward, and finds where a value stops being finite.
+"""Observes every operation of a micro-batch, in forward and backward, to find the first non-finite value.
 
-An observer reads the results of the operations of a process, and never changes them.
+An observer reads the results of operations. It never changes them.
 """
 
 import math
@@ -21,21 +21,22 @@ from lockstep.tasks.base import MicroBatch
 LOSS: Final = "the loss"
 BATCH: Final = "the batch"
 _MODULE: Final = "lockstep module"
-# The results of these operations may hold any value, or are infinite on purpose, such as the mask of an attention.
-_UNSET: Final = ("empty", "new_empty")
-_FILLS: Final = (*_UNSET, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
-_EXCHANGES: Final = ("c10d::", "_c10d_functional::", "fsdp::")  # collectives may fill their outputs after they return
+# The results of these operations can be uninitialized, or infinite on purpose, such as an attention mask.
+_UNINITIALIZED_OPS: Final = ("empty", "new_empty")
+_FILL_OPS: Final = (*_UNINITIALIZED_OPS, "full", "fill", "masked_fill", "scalar_tensor", "where", "zeros", "new_full")
+# Collectives may fill their outputs after they return.
+_COLLECTIVE_PREFIXES: Final = ("c10d::", "_c10d_functional::", "fsdp::")
 
 
 class Tensors(Protocol):
-    """Receives the tensors of a step, in the order in which they are computed."""
+    """Receives the tensors of a step, in the order in which they were computed."""
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
-        """Record a tensor as it is now."""
+        """Record the current values of a tensor."""
 
 
 class SampleLoss(NamedTuple):
-    """The loss of a sample in a step: its micro-batch, its place there, and the loss. NaN if it can't be computed."""
+    """The loss of a sample, its micro-batch, and its index in that micro-batch. NaN if the loss can't be computed."""
 
     microbatch: int
     place: int
@@ -43,10 +44,10 @@ class SampleLoss(NamedTuple):
 
 
 class NonFinite(NamedTuple):
-    """The first non-finite value that was computed from finite values, and its sample. `place` is -1 for all samples.
+    """The first non-finite value whose inputs were finite. `place` is the index of its sample, or -1 for all samples.
 
-    `operation` computed the value in `module`. If the value was part of the samples, `module` is BATCH and `operation`
-    is empty.
+    `module` and `operation` are the module and the operation that computed the value. If the value was in the input
+    samples, `module` is BATCH and `operation` is empty.
     """
 
     what: Literal["NaN", "inf"]
@@ -59,7 +60,7 @@ class NonFinite(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """L2 norms of a parameter before the step, of its gradient (as a mean by weight), and of its update."""
+    """L2 norms of a parameter before the step, of its gradient averaged by weight, and of its update."""
 
     name: str
     weight: float
@@ -69,10 +70,10 @@ class LayerNorms:
 
 @dataclass
 class Examined:
-    """The findings of a step: losses, the largest activation by module, and the first non-finite value.
+    """The observations of a step: losses, the largest activation of each module, and the first non-finite value.
 
-    For a recipe, the losses are per sample (`losses`). A custom training loop has one loss for each micro-batch, so its
-    losses are per micro-batch (`microbatches`, by number).
+    For a recipe, `losses` holds the loss of each sample. A custom training loop only has one loss per micro-batch. In
+    this case, `microbatches` holds the losses by micro-batch number.
     """
 
     losses: list[SampleLoss] = field(default_factory=list)
@@ -81,7 +82,7 @@ class Examined:
     nonfinite: NonFinite | None = None
 
     def note_activation(self, name: str, largest: float) -> None:
-        """Record the largest absolute value of a module's output. NaN counts as the largest value."""
+        """Record the largest absolute value in the output of a module. NaN counts as the largest value."""
         previous = self.activations.get(name, 0.0)
         self.activations[name] = (
             largest if math.isnan(largest) else previous if math.isnan(previous) else max(previous, largest)
@@ -90,9 +91,9 @@ class Examined:
 
 @final
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes each operation in the forward and backward of a micro-batch, and the module it belongs to.
+    """Observes each operation in the forward and backward of a micro-batch, and the module that runs it.
 
-    `tensors` receives the tensors of the micro-batch, and the results of all modules and operations.
+    `tensors` receives the inputs of the micro-batch and the results of all modules and operations.
     """
 
     def __init__(self, microbatch: MicroBatch, examined: Examined, tensors: Tensors | None = None) -> None:
@@ -107,15 +108,15 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._check_batch()
 
     def note_losses(self, loss: Callable[[Any, Batch], Loss], outputs: Any, batch: Batch) -> None:
-        """Record the loss of each sample, if outputs and batch can be split into samples.
+        """Record the loss of each sample, if the outputs and the batch can be split into samples.
 
-        If there are several losses, records their sum.
+        If there are several losses, record their sum.
         """
         samples = self._microbatch.samples
         with torch.no_grad(), self.paused():
             for sample in range(samples):
                 select = partial(map_tensors, partial(_sample, sample, samples))
-                try:  # fails for a loss over the whole batch, or for custom output types
+                try:  # fails if the loss needs the full batch, or for custom output types
                     value = float(sum_of_losses(loss(select(outputs), select(batch))))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
@@ -123,13 +124,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def observing(self, model: nn.Module) -> Iterator[None]:
-        """Observe operations while the block runs."""
+        """Return a context manager that observes operations."""
         with self._hooks(model), self:
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore operations while the block runs."""
+        """Return a context manager in which operations are ignored."""
         self._paused = True
         try:
             yield
@@ -138,7 +139,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _hooks(self, model: nn.Module) -> Iterator[None]:
-        """Track the module that is computing while the block runs."""
+        """Return a context manager that keeps track of the module that is running."""
         with ExitStack() as hooks:
             for path, module in model.named_modules():
                 name = path or type(module).__name__
@@ -157,18 +158,18 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if tensor.is_floating_point() and tensor.numel():
                     self._examined.note_activation(name, float(tensor.detach().abs().amax()))
                 if tensor.grad_fn is not None:
-                    _notes_of(tensor.grad_fn).setdefault(_MODULE, name)  # keeps the innermost module
+                    _node_metadata(tensor.grad_fn).setdefault(_MODULE, name)  # setdefault keeps the innermost module
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         node = torch._C._current_autograd_node()
         if node is not None:
-            self._backward_module = _notes_of(node).get(_MODULE, self._backward_module)
+            self._backward_module = _node_metadata(node).get(_MODULE, self._backward_module)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
-        if self._paused or name.startswith(_EXCHANGES):
+        if self._paused or name.startswith(_COLLECTIVE_PREFIXES):
             return func(*args, **kwargs)
         # Inspect the inputs first, because an operation may write its result into them.
-        is_checked = self._examined.nonfinite is None and not name.startswith(_FILLS)
+        is_checked = self._examined.nonfinite is None and not name.startswith(_FILL_OPS)
         input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
         with self.paused():
@@ -183,7 +184,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: Literal["forward", "backward"] = "forward" if node is None else "backward"
         module = (self._modules[-1] if self._modules else LOSS) if node is None else self._backward_module
         operation = name if node is None else f"{name} of {node}"
-        if not name.startswith(_UNSET):
+        if not name.startswith(_UNINITIALIZED_OPS):
             self._note(phase, module, operation, outputs)
         if input_kinds is None:
             return
@@ -209,7 +210,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._tensors.add(f"micro-batch {self._microbatch.index}, {phase}", module, name, tensor)
 
     def _find_sample(self, outputs: Sequence[Tensor]) -> int:
-        """Return the sample of the first non-finite value, or -1 if the outputs aren't per sample."""
+        """Return the index of the sample with the first non-finite value, or -1 if outputs aren't split by sample."""
         for tensor in outputs:
             if tensor.ndim and len(tensor) == self._microbatch.samples and tensor.is_floating_point():
                 rows = (~torch.isfinite(tensor.detach().reshape(len(tensor), -1))).any(1).nonzero()
@@ -222,8 +223,8 @@ def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
     return tensor[index : index + 1] if tensor.ndim and len(tensor) == samples else tensor
 
 
-def _notes_of(node: Any) -> dict[str, Any]:
-    """Return the metadata dict of an autograd node, which torch's stubs type as a function."""
+def _node_metadata(node: Any) -> dict[str, Any]:
+    """Return the metadata of an autograd node. The stubs of torch declare it as a function."""
     notes: dict[str, Any] = node.metadata
     return notes
 

@@ -1,4 +1,4 @@
-"""The plan of a training loop: its steps and learning rate, and when it reports, evaluates and saves."""
+"""The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lockstep.tasks.base import LOSS, Figures, Monitor
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An interval: every `steps` steps, or at the end of every `epochs` epochs."""
+    """An interval of `steps` steps, or of `epochs` epochs."""
 
     steps: int | None = None
     epochs: int | None = None
@@ -31,17 +31,17 @@ NEVER: Final = Interval(steps=1 << 62)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan that the loop follows: steps, learning rate, and the intervals of reports, evaluations and saves."""
+    """The plan of a training loop: its steps, learning rates, and intervals of reports, evaluations and saves."""
 
     steps: Steps
-    rate: Rate | None  # None if the caller that takes the steps knows it, and the recipe
+    rate: Rate | None  # None if the caller of the loop sets the learning rate
     monitor: Monitor = LOSS
-    figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # figures of a reported step, from its sums
-    weighs: bool = False  # whether the weight of a step isn't its number of samples; both speeds are then reported
+    figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # computes the metrics of a step from its sums
+    weighs: bool = False  # whether the weight of a step isn't its number of samples; then both speeds are reported
     recipe: EngineRecipe | None = None
     stop_on_nonfinite: bool = True
     log: Interval = Interval(steps=10)
-    evaluate: Interval | None = Interval(epochs=1)  # None if there is nothing to evaluate on
+    evaluate: Interval | None = Interval(epochs=1)  # None if there is no validation split
     save: Interval = Interval(epochs=1)
 
     def reports(self, step: Step) -> bool:

@@ -1,4 +1,4 @@
-"""The reports of a training loop: the loss of a step, which is checked, and the speed."""
+"""The step reports of a training loop: loss, metrics and speed. A non-finite loss raises an error."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from lockstep.training.watch import NonFiniteCheck
 
 @final
 class StepReports:
-    """The reports of a loop that follows `plan`, starting from `progress`. All ranks call each method alike."""
+    """The step reports of a loop that follows `plan` and starts at `progress`. All ranks must make the same calls."""
 
     def __init__(self, world: World, plan: Plan, progress: Progress, digests: StepDigests | None = None) -> None:
         self.world = world
@@ -33,10 +33,10 @@ class StepReports:
         self.digests = digests
         self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
         self._meter = Meter(world.device)
-        self._last_step = -1  # the number of the last step; the step itself would keep its batch in memory
+        self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 
     def report(self, turn: Turn) -> Sequence[Stepped]:
-        """Count a completed step, and return its report if the plan asks for one. A second call returns nothing."""
+        """Count a completed step, and return its report if one is due. A second call for a step returns nothing."""
         if turn.step.number == self._last_step:
             return ()
         self._last_step = turn.step.number
@@ -65,20 +65,20 @@ class StepReports:
         return [stepped]
 
     def check(self) -> float:
-        """Return the loss of the last step. Raise TrainingError if a loss so far isn't finite."""
+        """Return the loss of the last step. Raise TrainingError if any loss since the last check isn't finite."""
         return self._losses.check()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Check the losses, and exclude the block from the speed."""
+        """Return a context manager that checks the losses first, and whose duration doesn't count for the speed."""
         self.check()
         yield
         self._meter.restart()
 
     def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
-        """Return the means of several losses, and the figures of the task for a step, with the model before its update.
+        """Return the metrics of the task for a step, except the loss. The weights before the update determine them.
 
-        The loss of the step is not included.
+        Also returns the means of several losses.
         """
         if self.plan.figures is None and not sums.named:
             return {}

@@ -1,4 +1,4 @@
-"""A step of the training loop, from the moment it is yielded until its results are recorded."""
+"""A step of the training loop, and its results once it has run."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from lockstep.training.progress import Progress
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A step to take now, with the micro-batches of this rank.
+    """A step that must run now, with the micro-batches of this rank.
 
-    The caller of `turns` takes the step and records its results.
+    `turns` yields it. The caller runs the step and records its results with `done`.
     """
 
     step: Step
@@ -24,7 +24,7 @@ class Turn:
     progress: Progress
     digests: StepDigests | None = None
     lr: float = math.nan
-    sums: Sums | None = None  # None until the step is done
+    sums: Sums | None = None  # None until the step has run
     update: Update | None = None
 
     def digest(self) -> None:
@@ -33,10 +33,11 @@ class Turn:
             self.digests.add(self.step.number + 1)
 
     def done(self, lr: float, sums: Sums, update: Update) -> None:
-        """Count the step as done at learning rate `lr`, and record its results.
+        """Count the step as complete at learning rate `lr`, and record its results.
 
-        A step can have several updates of different parameters. It is counted once, at the learning rate of the first
-        update. Its loss and norm are those of the last update. However, a loss that wasn't finite is kept.
+        A step may have several updates of different parameters. In this case, the step is counted once, at the learning
+        rate of the first update. The loss and the norm are those of the last update, except that a non-finite loss is
+        kept.
         """
         if self.sums is None or self.update is None:
             self.lr = lr

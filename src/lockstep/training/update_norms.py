@@ -1,4 +1,4 @@
-"""The norms of an update by parameter: of the weights before it, of their gradient, and of the change."""
+"""The norms of the weights before an update, of their gradient and of the change, for each parameter."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from lockstep.parallel.engine import Update
 from lockstep.training.observer import LayerNorms
 
-Wholes = Iterable[tuple[str, Tensor]]  # by name; rank 0 gets all of them, see parallel/layouts/base.py
+Wholes = Iterable[tuple[str, Tensor]]  # by name; only rank 0 gets all tensors, see parallel/layouts/base.py
 
 
 def measure_update(
     update: Callable[[], Update], gradients: Wholes, before: Wholes, after: Wholes
 ) -> tuple[Update, list[LayerNorms]]:
-    """Run `update`, and return its result with the norms of each trained parameter.
+    """Run `update`. Return its result, and the norms of each trained parameter.
 
-    `before` is iterated before the update, and `after` is iterated after it. All ranks call it. Only rank 0 gets the
-    norms of all parameters.
+    `before` is iterated over before the update, and `after` is iterated over after it. All ranks call it. Only rank 0
+    gets the norms of all parameters.
     """
     norms = {name: _norm(gradient) for name, gradient in gradients}
     weights = {name: weight.clone() for name, weight in before}
@@ -26,7 +26,7 @@ def measure_update(
         LayerNorms(
             name,
             _norm(weights[name]),
-            # The backward has already divided by the weight of the step.
+            # the backward has already divided the gradient by the weight of the step
             norms[name] / (updated.loss_scale or 1.0),
             _norm(weight.double() - weights[name].double()),
         )

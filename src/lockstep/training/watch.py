@@ -1,4 +1,4 @@
-"""Checks the loss of every step, but only waits for the device on request."""
+"""Checks the loss of every step for non-finite values, and synchronizes with the device only on request."""
 
 import math
 from typing import final
@@ -14,7 +14,7 @@ from lockstep.training.digests import StepDigests
 
 @final
 class NonFiniteCheck:
-    """Keeps the losses of the steps since the last check, and reports the first that isn't finite, with `advice`."""
+    """Keeps the losses since the last check, and reports the first non-finite loss. `advice` is part of the error."""
 
     def __init__(self, world: World, stop: bool, advice: str, digests: StepDigests | None = None) -> None:
         self._world = world
@@ -31,19 +31,19 @@ class NonFiniteCheck:
     def check(self) -> float:
         """Return the loss of the last step. All ranks call it.
 
-        If a step since the last check had a non-finite loss, and the recipe says stop, raises TrainingError. The error
-        names the first such step, and the ranks whose micro-batches caused it.
+        If a loss since the last check isn't finite and `stop` is set, raises TrainingError. The error names the first
+        such step, and the ranks whose micro-batches caused it.
         """
         if self._unchecked:
             totals = torch.stack([sums.total for _, _, sums in self._unchecked]).tolist()
-            # A step of weight 0 changed nothing, and its loss has no meaning: it is the sum of losses, which is 0.
+            # A step of weight 0 changed nothing. Its loss is the sum of no losses, which is 0, and has no meaning.
             losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._unchecked, strict=True)]
             self._last_loss = losses[-1]
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._unchecked, strict=True):
                     if not math.isfinite(loss):
                         if self._digests is not None:
-                            self._digests.collect()  # up to this step, since a user may want to inspect them
+                            self._digests.collect()  # digests up to this step, since a user may want to inspect them
                         raise TrainingError(self._describe(loss, step, lr, sums))
             self._unchecked.clear()
         return self._last_loss

@@ -1,8 +1,8 @@
-"""Runs the cases of a verification one after another, and compares each case with the reference.
+"""Runs the cases of a verification one by one, and compares each case with the reference.
 
-Each case runs in separate processes, forked from this process after it has imported everything and opened the data.
-Halfway, each case saves its state. If the case agrees so far, the next case that agrees resumes from this state, in new
-processes and on a different placement. If a case differs, it runs a second time to get the values of the differing
+Each case runs in separate processes. They are forked from this process after it has imported everything and opened the
+data. Halfway, each case saves its state. If the case matches so far, the next matching case resumes from this state, in
+new processes and on a different placement. If a case differs, it runs a second time to get the values of the differing
 tensors.
 """
 
@@ -43,14 +43,18 @@ from lockstep.verification.trace import Trace
 from lockstep.verification.traced_run import FACTS, TraceJob, checkpoint_of, open_cases, probe, with_validation, work
 
 _SINGLE: Final = StrategyConfig(name="single")
-_PLAIN: Final = {"recompute": "none", "offload_activations": False, "workers": 0}  # settings that must not matter
-_LARGEST: Final = 4  # the most processes with --all
-_BATCHES: Final = 4  # full validation batches, followed by a short batch
+_NEUTRAL_SETTINGS: Final = {
+    "recompute": "none",
+    "offload_activations": False,
+    "workers": 0,
+}  # must not change the results
+_MAX_PROCESSES: Final = 4  # maximum number of processes with --all
+_EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batch follows
 
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """A placement to verify. If it isn't possible, `reason` says why."""
+    """A placement to verify. `reason` is why the placement isn't possible, or empty."""
 
     resolved: Resolved
     reason: str = ""
@@ -62,13 +66,13 @@ class VerifyCase:
 
     @property
     def label(self) -> str:
-        """A description of the placement."""
+        """The strategy and the number of processes as text."""
         return f"{self.resolved.strategy_name} on {self.processes}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case: its folder and the traces of its ranks, or the message of its failure."""
+    """The outcome of a case: the traces of its ranks, or the error message if it failed."""
 
     job: TraceJob
     code: int
@@ -77,14 +81,14 @@ class Outcome:
 
     @property
     def figures(self) -> list[Trace]:
-        """The traces without times and peak memory, which differ between runs."""
+        """The traces without times and peak memory, which vary between runs."""
         return [replace(rank_trace, seconds=0.0, peak_bytes=0) for rank_trace in self.traces]
 
 
 def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], None]) -> Verification:
-    """Compare the placement of `loaded`, or all possible placements, with one process over a number of steps.
+    """Compare the placement of `loaded`, or all possible placements, with a single process over `steps` steps.
 
-    `tell` is called with a label of each run. Raises UsageError for a mistake in the recipe or placement, before any
+    `tell` is called with a label for each run. A mistake in the recipe or placement raises UsageError before any
     process starts.
     """
     requested = None
@@ -104,7 +108,10 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 
 
 def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
-    """Compare strategies on these numbers of processes, if possible, with one process over a number of steps."""
+    """Compare strategies on the given numbers of processes with a single process over `steps` steps.
+
+    Combinations that aren't possible are reported as such.
+    """
     setup = _open(loaded)
     strategies = [
         ({"name": strategy} if isinstance(strategy, str) else dict(strategy), count) for strategy, count in places
@@ -117,7 +124,7 @@ def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], in
 
 
 def _open(loaded: Loaded) -> Setup:
-    """Open the data and check the recipe in this process."""
+    """Open the data, and check the recipe in this process."""
     torch.set_num_threads(1)  # forked workers must not inherit a thread pool
     setup = open_cases(loaded)
     check_chunks(setup)
@@ -131,16 +138,16 @@ def _verify_cases(
     recipe = setup.recipe
     samples = 0 if setup.data.validation is None else len(setup.data.validation)
     batch = evaluation_batch(recipe)
-    evaluated = min(samples, _BATCHES * batch + max(1, batch // 2))
-    if len(cases) > 2:  # more cases than one process and the requested placement
+    evaluated = min(samples, _EVALUATED_BATCHES * batch + max(1, batch // 2))
+    if len(cases) > 2:  # otherwise, there are only the single process and the requested placement
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = select_steps(setup.steps, steps)
-        single_case = _case(loaded, _SINGLE, 1, _PLAIN)
+        single_case = _case(loaded, _SINGLE, 1, _NEUTRAL_SETTINGS)
         job = TraceJob(single_case.resolved, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, single_case, with_validation(setup, evaluated), tell)
         probed = comparison.look()
-        rows = [] if probed.refused else comparison.rows(cases)  # such a model can't run at all
+        rows = [] if probed.refused else comparison.rows(cases)  # if it was refused, the model can't run at all
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
@@ -154,35 +161,35 @@ def _verify_cases(
 
 
 def select_steps(steps: Steps, count: int) -> tuple[int, ...]:
-    """Return the steps of a run to compare: the first steps and the last step of the epoch, which may be short."""
+    """Return the steps of a run to compare: its first steps, and the last step of the epoch, which may be short."""
     count = min(count, steps.total)
     last = min(steps.per_epoch, steps.total) - 1
     return (*range(count - 1), max(count - 1, last))
 
 
 def save_point(job: TraceJob) -> int:
-    """Return the number of steps after which a case saves the state for another case to resume: half of the steps.
+    """Return the number of steps after which a case saves its state for a different case to resume.
 
-    If the model is compiled, the case saves before the last step, which may be short. The resuming case then sees the
-    short shape first. This finds kernels that depend on the order of the shapes.
+    This is half of the steps. For a compiled model, it is the step before the last step, which may be short. The
+    resuming case then sees the short shape first. This detects kernels that depend on the order of the shapes.
     """
     steps = len(job.numbers)
     return max(1, steps - 1 if job.resolved.recipe.compile else steps // 2)
 
 
 def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
-    """Return one process, as a separate case, and the requested placement."""
+    """Return the requested placement, preceded by a separate case for a single process."""
     requested = _case(loaded, loaded.config.placement.strategy, count, {})
     single_case = _case(loaded, _SINGLE, 1, {})
     return [requested] if (requested.resolved.strategy_name, count) == ("single", 1) else [single_case, requested]
 
 
 def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
-    """Return all bit-exact strategies and the strategy of the placement, on all possible numbers of processes."""
+    """Return all bit-exact strategies and the requested strategy, on all possible numbers of processes."""
     placement = loaded.config.placement
-    separate_devices = placement.device != "cpu" and placement.backend != "gloo"  # each process has a separate device
+    separate_devices = placement.device != "cpu" and placement.backend != "gloo"  # one device per process
     gpus = torch.cuda.device_count() if separate_devices else 0
-    sizes = range(1, min(_LARGEST, gpus or _LARGEST) + 1)
+    sizes = range(1, min(_MAX_PROCESSES, gpus or _MAX_PROCESSES) + 1)
     requested = placement.strategy.name
     ordered = sorted(names(), key=lambda name: (name != "single", name))
     exact_names = [name for name in ordered if _case_of(loaded, name, 1).resolved.strategy.traits.exactness == "bits"]
@@ -191,13 +198,13 @@ def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
 
 
 def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
-    """Return a case with this strategy, with the options of the placement if the placement names the strategy."""
+    """Return a case with this strategy. If it is the strategy of the placement, use the placement's options."""
     strategy = loaded.config.placement.strategy
     return _case(loaded, strategy if strategy.name == name else StrategyConfig(name=name), processes, {})
 
 
 def _case(loaded: Loaded, strategy: StrategyConfig, processes: int, changes: Mapping[str, Any]) -> VerifyCase:
-    """Return the placement of `loaded` with a different strategy, number of processes and other changes."""
+    """Return a case for the placement of `loaded` with a different strategy, number of processes and other changes."""
     changed = loaded.changed("placement", {"strategy": strategy, "processes": processes, **changes})
     return VerifyCase(resolve(changed, processes))
 
@@ -213,7 +220,7 @@ def _check_case(case: VerifyCase, setup: Setup) -> VerifyCase:
 
 
 def _check_promise(resolved: Resolved) -> None:
-    """Raise UsageError for a strategy that makes no promise that verification could check."""
+    """Raise UsageError for a strategy that doesn't promise anything that a verification could check."""
     if resolved.strategy.traits.exactness == "none":
         raise UsageError(
             f"strategy {resolved.strategy_name}: cannot be verified with these options, because it is neither exact "
@@ -223,7 +230,7 @@ def _check_promise(resolved: Resolved) -> None:
 
 @final
 class _Comparison:
-    """The reference, which is `single`, and the cases so far. `job` holds the settings that they share."""
+    """Compares cases with the reference, which uses strategy `single`. `job` contains the settings of all cases."""
 
     def __init__(self, job: TraceJob, single_case: VerifyCase, setup: Setup, tell: Callable[[str], None]) -> None:
         self._job = job
@@ -235,7 +242,7 @@ class _Comparison:
         self._facts = ProbeResult()
 
     def look(self) -> ProbeResult:
-        """Probe the data, model and loss in a separate process."""
+        """Probe the data, the model and the loss in a separate process."""
         self._tell("data, model and loss")
         job = self._new_job(self._single, self._job)
         code, message = self._launch(probe, self._single, job)
@@ -244,11 +251,11 @@ class _Comparison:
         return self._facts
 
     def rows(self, cases: Sequence[VerifyCase]) -> list[VerdictRow]:
-        """Run the reference and all cases, and return one row per case."""
+        """Run the reference and all cases. Return a row for each case."""
         self._tell("the reference, single on 1")
         self._reference = self._require_success(self._run(self._single, self._job))
         rows: list[VerdictRow] = []
-        waiting: tuple[int, Outcome] | None = None  # the last case that agrees, with a checkpoint to resume
+        waiting: tuple[int, Outcome] | None = None  # last matching case, whose checkpoint still has to be resumed
         carriers = [self._single]
         for number, case in enumerate(cases):
             row, outcome = self._compare(case)
@@ -265,7 +272,7 @@ class _Comparison:
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
-        """Run a case from the beginning. Return its row, and its outcome if it agrees with the reference."""
+        """Run a case from the beginning. Return its row, and its outcome if it matches the reference."""
         name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
         row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
@@ -273,7 +280,7 @@ class _Comparison:
         self._tell(case.label)
         outcome = self._run(case, replace(self._job, save_after=self._half), self._hashes(case))
         if outcome.code != EXIT_DONE:
-            # A placement that the user can't have here is not possible. Any other error is a failure.
+            # A placement that isn't available on this machine counts as not possible. Any other error is a failure.
             verdict: Verdict = "not possible" if outcome.code == EXIT_USAGE else "failed"
             return replace(row, verdict=verdict, reason=outcome.message), None
         seconds, peaks = (
@@ -287,7 +294,7 @@ class _Comparison:
         return row, outcome if row.good else None
 
     def _resume(self, row: VerdictRow, saved_outcome: Outcome, carrier: VerifyCase) -> VerdictRow:
-        """Let `carrier` resume from the checkpoint that a case saved halfway, and judge the result."""
+        """Resume the checkpoint that a case saved halfway on the placement of `carrier`, and judge the result."""
         path = checkpoint_of(saved_outcome.job.folder, self._half)
         outcome = self._run(carrier, replace(self._job, first=self._half, resume=path))
         row = replace(row, resumed_on=carrier.label)
@@ -299,7 +306,7 @@ class _Comparison:
         return row
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
-        """Compare an outcome with the reference. If they differ, run both again to get the values."""
+        """Compare an outcome with the reference. If they differ, run both again to get the differing values."""
         found_differences = differences(self._reference.traces[0], outcome.traces, outcome.job.first)
         if not found_differences:
             return row
@@ -325,9 +332,9 @@ class _Comparison:
     def _rerun_with_values(
         self, case: VerifyCase, outcome: Outcome, found_differences: Sequence[Difference]
     ) -> tuple[list[tuple[Difference, Values | None]], bool]:
-        """Run the reference and the case again for the tensors that differ.
+        """Run the reference and the case again to get the values of the differing tensors.
 
-        Return the values of all differences, and whether both runs gave the same traces as before.
+        Return the values of all differences, and whether both runs produced the same traces as before.
         """
         wanted = select_tensors(found_differences)
         reference = self._require_success(self._run(self._single, replace(self._job, wanted=wanted)))
@@ -377,24 +384,24 @@ class _Comparison:
         return self._rounding_tolerance() + comm
 
     def _rounding_tolerance(self) -> float:
-        """Return the tolerance for sums in a different order. See core/tolerance.py."""
+        """Return the tolerance for different summation orders. See core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        # A forward uses each weight at most once per position of a sample.
+        # A forward uses each weight at most once for each position of a sample.
         inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2]
         positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
         return tolerance(unit_roundoff(recipe.precision), length, max(1, len(matrices)), len(self._job.numbers))
 
     def _run(self, case: VerifyCase, job: TraceJob, hashes: str | None = None) -> Outcome:
-        """Run a case. `hashes` is a different hash seed for Python, or None to keep the seed."""
+        """Run a case. `hashes` is a different Python hash seed, or None to use the current seed."""
         job = self._new_job(case, job)
         code, message = self._launch(work, case, job, hashes)
         ranks = range(case.processes) if code == EXIT_DONE else ()
         return Outcome(job, code, [trace.read(trace.file_of(job.folder, rank), Trace) for rank in ranks], message)
 
     def _new_job(self, case: VerifyCase, job: TraceJob) -> TraceJob:
-        """Return the job for this placement, with a new folder."""
+        """Return the job of a case, with a new folder."""
         self._launched += 1
         job = replace(job, resolved=case.resolved, folder=self._job.folder / str(self._launched))
         job.folder.mkdir()
@@ -407,13 +414,13 @@ class _Comparison:
         job: TraceJob,
         hashes: str | None = None,
     ) -> tuple[int, str]:
-        """Run a job in separate processes. Return the exit code and the message of a failure."""
+        """Run a job in separate processes. Return the exit code and the error message if it failed."""
         work = partial(_with_own_streams, partial(body, job))
         code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
-        """Return an outcome that the comparison can't do without, or raise its error."""
+        """Return the outcome if it succeeded, or raise its error. The comparison can't continue without it."""
         if outcome.code == EXIT_USAGE:
             raise UsageError(f"reference on one process: {outcome.message}")
         if outcome.code != EXIT_DONE:
@@ -422,7 +429,7 @@ class _Comparison:
 
 
 def _command(loaded: Loaded, case: VerifyCase) -> str:
-    """Return the command that verifies only this placement of a recipe."""
+    """Return the command that verifies only this placement."""
     strategy = f"placement.strategy={case.resolved.strategy_name}"
     command = ["lockstep", "verify", loaded.name, strategy, f"placement.processes={case.processes}"]
     return f"{shlex.join(command)} --json found.json"
@@ -431,11 +438,11 @@ def _command(loaded: Loaded, case: VerifyCase) -> str:
 def _with_own_streams(
     body: Callable[[Setup | None, Rendezvous], int], setup: Setup | None, rendezvous: Rendezvous
 ) -> int:
-    """Run in a worker. Output of the worker goes to the terminal. Only the agent's report of its end is caught."""
+    """Run `body` in a worker. The worker's output goes to the terminal, and only the agent's report is captured."""
     sys.stderr = sys.__stderr__
     try:
         return body(setup, rendezvous)
     except OwnCodeError as error:
         if rendezvous.info.size == 1:
             raise
-        raise TrainingError(str(error)) from error  # a placement that fails, not one that isn't possible
+        raise TrainingError(str(error)) from error  # counts as a failure, not as a placement that isn't possible

@@ -1,4 +1,4 @@
-"""Derives the most likely cause from the first difference, in words. Nothing here runs user code."""
+"""Derives the most likely cause of the first difference, as text. This doesn't run user code."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -18,12 +18,12 @@ from lockstep.probe.state import SPECTRAL_NORM as SPECTRAL_KIND
 from lockstep.verification.compare import EVALUATION, Difference
 from lockstep.verification.trace import AVERAGE, DATA, GRADIENT, LOSS, MODEL, OPTIMIZER, OWN_LOSS, SCALARS
 
-EVALUATED: Final = "evaluated sum"  # the kind of a difference in evaluation, if training agrees
-_OTHER_DATA: Final = (
+EVALUATED: Final = "evaluated sum"  # the kind of a difference that only appears in the evaluation
+_DATA_CAUSE: Final = (
     "the dataset returns different samples in this process than in the reference: each sample depends on the process, "
     "the time or earlier fetches; make it a function of the index and of the generators that are seeded for each sample"
 )
-# The meaning of each kind of difference if nothing else explains it.
+# Explains each kind of difference if there is no other explanation.
 _BY_KIND: Final = {
     OWN_LOSS: "the forward pass of this micro-batch has a different result in this process",
     LOSS: "the losses of the micro-batches agree, but their sum differs: they were added in a different order",
@@ -40,9 +40,9 @@ _BY_KIND: Final = {
 class Diagnosis:
     """The first difference, and everything known about it.
 
-    - `resumed`: It happened after a checkpoint was loaded.
-    - `again`: A second run saw the same difference.
-    - `hashes`: It happened in a process with a different hash seed.
+    - `resumed`: It occurred after a checkpoint was loaded.
+    - `again`: A second run showed the same difference.
+    - `hashes`: It occurred in a process with a different hash seed.
     - `distance`: The largest difference in the tensor, if known.
     - `command`: The command that verifies only this placement.
     """
@@ -58,7 +58,7 @@ class Diagnosis:
 
     @property
     def what(self) -> str:
-        """The kind of the first difference, in the user's words."""
+        """The kind of the first difference, in terms that users know."""
         if self.first.what == MODEL:
             return "buffer" if self.first.name in self.probed.buffers else "weight"
         return {EVALUATION: EVALUATED, GRADIENT: "gradient of"}.get(self.first.what, self.first.what)
@@ -75,43 +75,45 @@ class Diagnosis:
 
 
 def cause(diagnosis: Diagnosis) -> str:
-    """Return the most likely cause, in words."""
+    """Return the most likely cause as text."""
     if diagnosis.what == "buffer" and diagnosis.first.name in diagnosis.probed.changed_buffers:
         return _buffer_cause(diagnosis)
     suspects = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.fault}
     if diagnosis.first.what == DATA:
         data_cause = suspects.get(RANDOM_DATA) or suspects.get(RANKED_DATA)
         return data_cause or (
-            hash_seed_cause(diagnosis.probed.at("training", "data")) if _by_hashes(diagnosis) else _OTHER_DATA
+            hash_seed_cause(diagnosis.probed.at("training", "data"))
+            if _differs_by_hash_seed(diagnosis)
+            else _DATA_CAUSE
         )
     if diagnosis.first.what == EVALUATION and UNREPEATABLE_EVALUATION in suspects:
         return suspects[UNREPEATABLE_EVALUATION]
     for culprit in OF_FORWARD:
         if culprit in suspects:
             return suspects[culprit]
-    if _by_hashes(diagnosis):
+    if _differs_by_hash_seed(diagnosis):
         return hash_seed_cause(diagnosis.probed.at("model", "loss"))
     notes = {finding.culprit: finding.text for finding in findings(diagnosis.probed) if finding.culprit in OF_FORWARD}
     if notes and diagnosis.first.what != EVALUATION:
         if FOREIGN_RANDOMNESS in notes:
             return notes[FOREIGN_RANDOMNESS]
         return f"possibly a note, which may only matter after more micro-batches: {next(iter(notes.values()))}"
-    return _without_suspect(diagnosis)
+    return _unexplained_cause(diagnosis)
 
 
 def hash_seed_cause(location: str = "") -> str:
-    """Return the cause if a different hash seed changes the numbers. `location` is a text such as ` (net.py:12)`."""
+    """Return the cause if a different hash seed changes the results. `location` is a text such as ` (net.py:12)`."""
     return (
         f"the order of a set of strings, or hash(), in code{location}: it changes with each start of Python, unless "
         f"{VARIABLE} is set; iterate over sorted(...) instead"
     )
 
 
-def _by_hashes(diagnosis: Diagnosis) -> bool:
+def _differs_by_hash_seed(diagnosis: Diagnosis) -> bool:
     return diagnosis.hashes and diagnosis.again
 
 
-def _without_suspect(diagnosis: Diagnosis) -> str:
+def _unexplained_cause(diagnosis: Diagnosis) -> str:
     first = diagnosis.first
     if not diagnosis.again:
         return (
@@ -136,7 +138,7 @@ def _without_suspect(diagnosis: Diagnosis) -> str:
 
 
 def _advice(diagnosis: Diagnosis) -> str:
-    """Return what to do about a difference that user code doesn't explain."""
+    """Return advice for a difference that user code doesn't explain."""
     tensor = f"micro-batch {diagnosis.microbatch}" if diagnosis.microbatch is not None else diagnosis.name
     subject = " of ".join(part for part in (diagnosis.what.removesuffix(" of"), tensor) if part)
     step = "" if diagnosis.first.step is None else f" in step {diagnosis.first.step}"

@@ -1,4 +1,4 @@
-"""Compares the trace of a case with the reference: which values differ, in the order they arose, and by how much."""
+"""Compares the traces of a case with the reference: finds the differing values, in the order in which they arose."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from lockstep.verification import trace
-from lockstep.verification.trace import DATA, KINDS, OF_TENSORS, OWN_LOSS, Trace, Wanted
+from lockstep.verification.trace import DATA, KINDS, OWN_LOSS, TENSOR_KINDS, TensorRequest, Trace
 
 EVALUATION: Final = "evaluation"
-NOT_THERE: Final = "missing"
+MISSING_VALUE: Final = "missing"
 
-_BUDGET_BYTES: Final = 512 << 20  # for tensors that are written whole
+_BUDGET_BYTES: Final = 512 << 20  # total size of the tensors that are written in full
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A value on which a case and the reference disagree. `ranks` are the ranks that differ from the reference.
+    """A value that differs between a case and the reference. `ranks` are the ranks that differ from the reference.
 
-    `position` is the position of the step in the verification. `step` is its number in the run, from 1. Both are None
-    for the evaluation. For tensors, only digests were compared, so the values aren't known here.
+    `position` is the index of the step in the verification, and `step` is its number in the run, counted from 1. Both
+    are None for the evaluation. For tensors, only digests are compared, so the values aren't known here.
     """
 
     position: int | None
@@ -37,18 +37,18 @@ class Difference:
     found: str = ""
 
     @property
-    def wanted(self) -> Wanted | None:
-        """The tensor to request to see the values, or None if they are known or exist on only one side."""
-        if self.position is None or self.what not in OF_TENSORS or NOT_THERE in (self.reference, self.found):
+    def wanted(self) -> TensorRequest | None:
+        """The tensor to request in order to get the values. None if the values are known or only exist on one side."""
+        if self.position is None or self.what not in TENSOR_KINDS or MISSING_VALUE in (self.reference, self.found):
             return None
-        return Wanted(self.position, self.what, self.name)
+        return TensorRequest(self.position, self.what, self.name)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The pair of values with the largest difference.
+    """The two values with the largest difference.
 
-    `distance` is infinite for NaN against a number. It is None for values without a distance, such as data or a missing
+    `distance` is infinite if one of them is NaN. It is None for values without a distance, such as data or a missing
     tensor.
     """
 
@@ -56,11 +56,11 @@ class Values:
     reference: str
     found: str
     distance: float | None
-    scale: float = 1.0  # the largest magnitude in the reference
+    scale: float = 1.0  # largest magnitude in the reference
 
 
 def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
-    """Return all differences in the order in which they arose. The case began at position `first`."""
+    """Return all differences in the order in which they arose. `first` is the position at which the case started."""
     found_differences: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
@@ -82,23 +82,23 @@ def _compare_kind(
 ) -> Iterator[Difference]:
     """Compare values by name.
 
-    Any rank can have a micro-batch. Of all other kinds, rank 0 has all values, and the other ranks have those that they
-    hold whole.
+    Values of micro-batches can be on any rank. For all other kinds, rank 0 has all values, and the other ranks have the
+    values that aren't sharded.
     """
     holders = () if what in (DATA, OWN_LOSS) else (0,)
     for name in [*expected, *(name for name in ranks[0] if name not in expected)]:
-        value = expected.get(name, NOT_THERE)
+        value = expected.get(name, MISSING_VALUE)
         rank_values = {rank: observations[name] for rank, observations in ranks.items() if name in observations}
         different_ranks = tuple(rank for rank, rank_value in rank_values.items() if rank_value != value)
         if not rank_values or not rank_values.keys() >= {*holders}:
-            yield Difference(position, step, what, name, holders, value, NOT_THERE)
+            yield Difference(position, step, what, name, holders, value, MISSING_VALUE)
         elif different_ranks:
             yield Difference(position, step, what, name, different_ranks, value, rank_values[different_ranks[0]])
 
 
-def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
-    """Return the tensors to inspect: the first that differs, and others that fit into the budget."""
-    wanted: list[Wanted] = []
+def select_tensors(differences: Sequence[Difference]) -> frozenset[TensorRequest]:
+    """Return the tensors to inspect: the first differing tensor, and more differing tensors within the size budget."""
+    wanted: list[TensorRequest] = []
     room = _BUDGET_BYTES
     for difference in differences:
         if difference.wanted is not None:
@@ -110,7 +110,7 @@ def select_tensors(differences: Sequence[Difference]) -> frozenset[Wanted]:
 
 
 def values(difference: Difference, reference: Path, found: Path) -> Values | None:
-    """Return the values of a difference, or None if the tensors weren't written or agree this time.
+    """Return the values of a difference, or None if the tensors weren't written or are equal this time.
 
     `reference` and `found` are the folders of the two cases.
     """
@@ -122,7 +122,7 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
 
 
 def farthest(reference: Tensor, actual: Tensor) -> Values | None:
-    """Return the pair of elements that differ most, or None if all elements are equal."""
+    """Return the pair of elements with the largest difference, or None if all elements are equal."""
     if reference.shape != actual.shape or reference.dtype != actual.dtype:
         reference_text, actual_text = (
             f"{tensor.dtype} of shape {tuple(tensor.shape)}" for tensor in (reference, actual)
@@ -147,9 +147,9 @@ def farthest(reference: Tensor, actual: Tensor) -> Values | None:
 
 
 def largest(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
-    """Return the largest distance, relative to the largest magnitude of its kind in its step.
+    """Return the largest distance, relative to the largest magnitude of the same kind in the same step.
 
-    Returns None if there are no values with a distance.
+    Returns None if no value has a distance.
     """
     scales: dict[tuple[int | None, str], float] = {}
     for difference, pair_values in pairs:
@@ -164,10 +164,10 @@ def largest(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
 
 
 def _figures(difference: Difference) -> Values:
-    """Compare metrics that are in the differences themselves, as hexadecimal text."""
+    """Compare metrics, which the differences contain as hexadecimal text."""
     expected, actual = _float(difference.reference), _float(difference.found)
     if expected is None or actual is None:
-        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's can be long
+        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's state can be long
     distance = abs(expected - actual)
     return Values(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
 

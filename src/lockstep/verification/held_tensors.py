@@ -1,4 +1,4 @@
-"""Finds the tensors that a script's variable refers to, in modules, containers and objects, also those of libraries."""
+"""Finds the tensors that a script's variable refers to, in modules, containers and objects, even of libraries."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -11,39 +11,50 @@ from torch import Tensor, nn
 
 from lockstep.training.checkpoint.tensorfile import digest
 
-_DEPTH: Final = 4  # nesting depth of containers and objects
-_ITEMS: Final = 1_000  # items per container that are examined
-_BYTES: Final = 16 << 20  # for tensors outside of modules. A larger tensor is a dataset.
-_NO_STATE: Final = (ModuleType, type, str, bytes, int, float, complex, torch.device, torch.dtype, torch.Generator)
+_MAX_DEPTH: Final = 4  # maximum nesting depth of containers and objects
+_MAX_ITEMS: Final = 1_000  # maximum number of items that are examined per container
+_MAX_TENSOR_BYTES: Final = 16 << 20  # maximum size of a tensor outside of modules; a larger tensor is a dataset
+_STATELESS_TYPES: Final = (
+    ModuleType,
+    type,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.device,
+    torch.dtype,
+    torch.Generator,
+)
 
 
 def held_tensors(value: Any, placed_ids: Collection[int]) -> list[Tensor]:
-    """Return the tensors that a value refers to. Skips objects with an id in `placed_ids`."""
-    return list(_tensors(value, {*placed_ids}, _DEPTH))
+    """Return the tensors that a value refers to, except for objects whose id is in `placed_ids`."""
+    return list(_tensors(value, {*placed_ids}, _MAX_DEPTH))
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of tensors. A tensor without plain bytes counts by its shape only."""
+    """Return a digest of tensors. For a tensor that isn't stored as plain bytes, only its shape is included."""
     return digest(tensor if _is_plain(tensor) else torch.zeros(tensor.shape, dtype=torch.bool) for tensor in tensors)
 
 
 def parts(value: Any) -> Iterable[Any]:
-    """Return the values in a container or object, or () for Lockstep's own objects and for types without state."""
-    if isinstance(value, _NO_STATE) or type(value).__module__.partition(".")[0] == "lockstep":
+    """Return the values in a container or object. Return () for Lockstep's own objects and types without state."""
+    if isinstance(value, _STATELESS_TYPES) or type(value).__module__.partition(".")[0] == "lockstep":
         return ()
     if isinstance(value, Mapping):
-        return list(islice(value.values(), _ITEMS))
+        return list(islice(value.values(), _MAX_ITEMS))
     if isinstance(value, list | tuple | deque | set | frozenset):
-        return list(islice(value, _ITEMS))
+        return list(islice(value, _MAX_ITEMS))
     return list(getattr(value, "__dict__", {}).values())
 
 
 def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
-    if isinstance(value, _NO_STATE) or value is None or id(value) in seen_ids:
+    if isinstance(value, _STATELESS_TYPES) or value is None or id(value) in seen_ids:
         return
     seen_ids.add(id(value))
     if isinstance(value, Tensor):
-        if value.numel() * value.element_size() <= _BYTES:
+        if value.numel() * value.element_size() <= _MAX_TENSOR_BYTES:
             yield value
     elif isinstance(value, nn.Module):
         yield from _module_tensors(value, seen_ids, depth)
@@ -53,7 +64,7 @@ def _tensors(value: Any, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
 
 
 def _module_tensors(module: nn.Module, seen_ids: set[int], depth: int) -> Iterator[Tensor]:
-    """Yield all parameters and buffers regardless of size, and the tensors in the attributes of each submodule."""
+    """Yield the tensors of a module: all its parameters and buffers of any size, and the tensors in its attributes."""
     for part in [module, *(submodule for submodule in module.modules() if id(submodule) not in seen_ids)]:
         seen_ids.add(id(part))
         for tensor in (*part._parameters.values(), *part._buffers.values()):

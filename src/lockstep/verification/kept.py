@@ -1,4 +1,4 @@
-"""The state that a custom loop keeps from one step to the next, in its model and in variables."""
+"""The state that a custom training loop carries from one step to the next, in its model and in variables."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,23 +14,24 @@ from lockstep.probe.state import Globals, ModelState, change_of
 from lockstep.setup.user_code import is_carried, is_used, own_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import digest_of, held_tensors, parts
 
-_OF_MODEL: Final = " of the model"
+_MODEL_SUFFIX: Final = " of the model"
 _MODE: Final = "the mode of "
 _MAIN: Final = "__main__."
 _TENSORS: Final = "the tensors of "
-# Kinds of variables. The kinds that most likely affect later steps come first.
+# Kinds of variables. Lower numbers are more likely to affect later steps.
 _TENSOR: Final = 0
 _STATE: Final = 1
 _COUNT: Final = 2
 _FIGURE: Final = 3
 _UNUSED: Final = 4
-_PLAIN: Final = (int, float, list, dict, set, deque, Tensor)  # types that a loop can add to without a custom function
+# Types to which a loop can add without custom functions.
+_ACCUMULATOR_TYPES: Final = (int, float, list, dict, set, deque, Tensor)
 
 
-class Lost(NamedTuple):
-    """The state that a resume lost, by name, with its change and the location. The most likely causes come first.
+class LostState(NamedTuple):
+    """The state that was lost by resuming: by name, its change and location. The most likely causes come first.
 
-    `unused` is state that the loop only adds to, prints or logs, as far as Lockstep can tell.
+    `unused` is state that the loop only updates, prints or logs, as far as Lockstep can tell.
     """
 
     likely: Mapping[str, str]
@@ -39,10 +40,11 @@ class Lost(NamedTuple):
 
 @final
 class Kept:
-    """The state of a loop between two steps.
+    """The state of a training loop between two steps.
 
-    Variables that each step sets again aren't state. Variables that are changed in place are state. Tensors that a step
-    reads before it sets them are state too, such as the hidden state of an RNN carried from batch to batch.
+    Variables that each step assigns again aren't state. Variables that are modified in place are state. Tensors that a
+    step reads before it assigns them are also state, such as the hidden state of an RNN that is carried from batch to
+    batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -61,12 +63,12 @@ class Kept:
             self._scopes |= dict.fromkeys(variables, code)
 
     def changes(self, after: Self) -> Mapping[str, str]:
-        """Return the values that changed and how they changed, with the line if it is known."""
+        """Return the values that changed, by name, with a description of the change and its line if known."""
         changes: dict[str, str] = {}
         for (model, before), (_, state_after) in zip(self._models, after._models, strict=False):
             for name, change in before.attribute_changes(state_after).items():
-                changes[f"{name}{_OF_MODEL}"] = _describe(change, _place_in(model, name))
-            changes |= {f"{name}{_OF_MODEL}": "a buffer" for name in before.buffer_changes(state_after)}
+                changes[f"{name}{_MODEL_SUFFIX}"] = _describe(change, _place_in(model, name))
+            changes |= {f"{name}{_MODEL_SUFFIX}": "a buffer" for name in before.buffer_changes(state_after)}
         for name, change in self._globals.changes(after._globals).items():
             values = [variables[name] for variables in (self._variables, after._variables) if name in variables]
             is_same_object = len(values) == 2 and values[0] is values[1]
@@ -75,7 +77,7 @@ class Kept:
         return changes
 
     def _carries(self, name: str, values: Sequence[Any]) -> bool:
-        """Return whether a variable that was set to a new value carries tensors from one step to the next."""
+        """Return whether a reassigned variable carries tensors from one step to the next."""
         return (
             len(values) == 2
             and values[0] is not values[1]
@@ -84,13 +86,13 @@ class Kept:
         )
 
     def texts(self) -> dict[str, str]:
-        """Return the state as text by name, so that another process can compare its own state with it."""
+        """Return the state as text by name, so that another process can compare it with its own state."""
         texts: dict[str, str] = {}
         placed_ids = self._placed_ids()
         for model, state in self._models:
             for name, module in model.named_modules():
                 texts[f"{_MODE}{name or 'the model'}"] = "training" if module.training else "evaluation"
-            texts |= {f"{name}{_OF_MODEL}": text for name, text in (state.attributes | state.buffers).items()}
+            texts |= {f"{name}{_MODEL_SUFFIX}": text for name, text in (state.attributes | state.buffers).items()}
         texts |= self._globals.values
         for name, value in self._variables.items():
             if id(value) in placed_ids or isinstance(value, Tensor):
@@ -98,34 +100,36 @@ class Kept:
             tensors = digest_of(held_tensors(value, placed_ids))
             if isinstance(value, nn.Module):
                 texts[name] = f"module {tensors} {value.training}"
-            else:  # in addition to its text, which may contain the time
+            else:  # separate from the text of the value, which may contain the time
                 texts[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
     def likelihoods(self) -> dict[str, int]:
-        """Return how likely each variable is to affect later steps, as a number: lower is more likely.
+        """Return a number for each variable that ranks how likely it is to affect later steps. Lower is more likely.
 
-        Metrics that a loop adds up are probably only for its author to read, and certainly if nothing else reads them.
+        Metrics that a loop accumulates are probably only displayed, and certainly so if no other code reads them.
         """
         placed_ids, likelihoods = self._placed_ids(), {}
         for name, value in self._variables.items():
             kind = _likelihood(value, placed_ids)
             is_unused = (
-                kind != _TENSOR and isinstance(value, _PLAIN) and not is_used(self._scopes[name], _variable(name))
+                kind != _TENSOR
+                and isinstance(value, _ACCUMULATOR_TYPES)
+                and not is_used(self._scopes[name], _variable(name))
             )
             likelihoods[name] = _UNUSED if is_unused else kind
         return likelihoods
 
-    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> Lost:
-        """Return the state that this process lacks, compared with the `texts` of another process at the same step."""
+    def lost(self, before: Mapping[str, str], likelihoods: Mapping[str, int]) -> LostState:
+        """Return the lost state, by comparing this process with the `texts` of a different process at the same step."""
         lost_state: dict[str, tuple[int, str]] = {}
-        models = {f"{name}{_OF_MODEL}": (model, name) for model, state in self._models for name in state.attributes}
+        models = {f"{name}{_MODEL_SUFFIX}": (model, name) for model, state in self._models for name in state.attributes}
         for key, text_now in self.texts().items():
             name = key.removeprefix(_TENSORS)
             text_before = before.get(key, text_now)
-            if text_before == text_now or (name in self._scopes and self._is_set_anew(name)):
+            if text_before == text_now or (name in self._scopes and self._is_reassigned(name)):
                 continue
-            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the whole model includes its parts
+            if name.startswith(_MODE) and f"{_MODE}the model" in lost_state:  # the full model includes its submodules
                 continue
             location = _place_in(*models[name]) if name in models else self._globals.place(name)
             entry = likelihoods.get(name, _STATE), _describe(change_of(text_before, text_now), location)
@@ -134,9 +138,9 @@ class Kept:
         likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order <= _COUNT}
         if not likely_state:
             likely_state = {name: description for name, (order, description) in _sorted(lost_state) if order == _FIGURE}
-        if not likely_state:  # positions of iterators can't be compared
+        if not likely_state:  # the position of an iterator can't be compared
             likely_state = {name.removeprefix(_MAIN): description for name, description in self._iterators()}
-        return Lost(
+        return LostState(
             likely_state, {name: description for name, (order, description) in _sorted(lost_state) if order == _UNUSED}
         )
 
@@ -144,7 +148,7 @@ class Kept:
         tensors = [tensor for model, _ in self._models for tensor in (*model.parameters(), *model.buffers())]
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
-    def _is_set_anew(self, name: str) -> bool:
+    def _is_reassigned(self, name: str) -> bool:
         return is_carried(self._scopes[name], _variable(name)) is False
 
     def _iterators(self) -> Iterator[tuple[str, str]]:
@@ -155,7 +159,7 @@ class Kept:
                 isinstance(value, Iterator)
                 and not isinstance(value, count)
                 and not is_lockstep
-                and not self._is_set_anew(name)
+                and not self._is_reassigned(name)
             ):
                 yield name, _describe("an iterator, which starts again", self._globals.place(name))
 
@@ -170,7 +174,7 @@ def _is_state(value: Any) -> bool:
     """Return whether a local variable can carry state from step to step.
 
     Random generators, counters, and containers of more than numbers can. Numbers, and containers of numbers, are more
-    likely metrics that a loop prints at its end.
+    likely to be metrics that a loop prints at its end.
     """
     if isinstance(value, dict | list | deque):
         return not all(isinstance(item, int | float) for item in (value.values() if isinstance(value, dict) else value))
@@ -178,7 +182,7 @@ def _is_state(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor with dimensions, or a sequence with one. A 0-dim tensor is a metric."""
+    """Return whether a value is a tensor with dimensions, or a sequence with one. 0-dim tensors are metrics."""
     if isinstance(value, list | tuple):
         return any(map(_holds_tensors, value))
     return isinstance(value, Tensor) and value.ndim > 0
@@ -193,7 +197,7 @@ def _likelihood(value: Any, placed_ids: Collection[int]) -> int:
 
 
 def _is_figure(value: Any, depth: int = 2) -> bool:
-    """Return whether a value is a float, or holds only numbers with at least one float among them."""
+    """Return whether a value is a float, or contains only numbers, of which at least one is a float."""
     if isinstance(value, float):
         return True
     if isinstance(value, Tensor):
@@ -208,7 +212,7 @@ def _sorted(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int
 
 
 def _variable(name: str) -> str:
-    """Return the name of a variable within its module or function."""
+    """Return a variable's name without its module."""
     return name.rpartition(".")[2]
 
 

@@ -1,10 +1,10 @@
-"""`lockstep.verify`: checks that a custom training loop gives the same numbers on all placements.
+"""`lockstep.verify`: checks that a custom training loop gives the same results on all placements.
 
 The function or script runs once per placement, in separate processes. After each step, rank 0 writes the loss and a
-digest of each tensor of the model. These are compared with a run on one process.
+digest of each tensor of the model. These are compared with a run on a single process.
 
-Then one placement is stopped between two steps, as by a signal, which saves a checkpoint, and another placement resumes
-from it. If the checkpoint lacks some state, the following steps differ.
+In addition, one placement is stopped between two steps as if by a signal, which saves a checkpoint, and a different
+placement resumes from it. If the checkpoint lacks some state, the following steps differ.
 """
 
 import json
@@ -43,27 +43,28 @@ from lockstep.setup.user_code import own_modules
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import hash_seed_cause
-from lockstep.verification.kept import Kept, Lost
+from lockstep.verification.kept import Kept, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
-_TRACE: Final = "trace.jsonl"
-_OF_STRATEGY: Final = re.compile(r"\bstrategy\b(?!\.)")  # appears in errors for features of some strategies
-_WITNESSED: Final = "witnessed-{}.json"  # by rank
-_RUN: Final = "run"  # run folder of a placement
-_STATE: Final = "state.json"  # state of the script in the stopped run
-_LOST: Final = "lost.json"  # state that the resumed run lost
-_SAME: Final = ("identical", "within tolerance")
-_SHOWN: Final = 3  # tensors
-_STEPS: Final = 4  # of a recipe, as in the command
+_TRACE_FILE: Final = "trace.jsonl"
+_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches errors that only some strategies raise
+_OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # formatted with the rank
+_RUN_FOLDER: Final = "run"  # run folder of a placement
+_STATE_FILE: Final = "state.json"  # state of the script in the stopped run
+_LOST_FILE: Final = "lost.json"  # state that was lost in the resumed run
+_AGREEING: Final = ("identical", "within tolerance")
+_MAX_NAMES: Final = 3  # maximum number of tensors in a message
+_RECIPE_STEPS: Final = 4  # number of steps of a recipe, as in the command
 
-Asked = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
-Step = tuple[int, str, dict[str, str]]  # number, loss, and the digests of all tensors
-_PLAN: Final = ("train_samples", "batch", "microbatches", "steps")  # keys of Started: the arguments of run.steps
+StrategyChoice = str | Mapping[str, Any]  # a strategy: its name, or a mapping with its name and options
+Step = tuple[int, str, dict[str, str]]  # number, loss, and digests of all tensors
+# Fields of Started: the arguments of run.steps.
+_PLAN_FIELDS: Final = ("train_samples", "batch", "microbatches", "steps")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The observations of rank 0: the compared steps, the arguments of each call of run.steps, and the warnings."""
+    """The observations of rank 0: the steps, the arguments of each run.steps call, and the warnings."""
 
     steps: list[Step]
     plans: list[dict[str, int]]
@@ -78,11 +79,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of one placement in `verify`.
+    """The result of a placement in `verify`.
 
-    `verdict` is identical, within tolerance, differs, failed or not possible. `reason` is the first difference, or says
-    why the placement failed or isn't possible. `resumed` says after which step the run was stopped, and which placement
-    resumed it.
+    `verdict` is identical, within tolerance, differs, failed or not possible. `reason` is the first difference, or the
+    reason why the placement failed or isn't possible. `resumed` describes the step after which the run was stopped, and
+    the placement that resumed it.
     """
 
     strategy: str
@@ -94,13 +95,13 @@ class Checked:
 
     @property
     def good(self) -> bool:
-        """Whether the numbers agree, or the placement isn't possible."""
-        return self.verdict in (*_SAME, "not possible")
+        """Whether the results agree, or the placement isn't possible."""
+        return self.verdict in (*_AGREEING, "not possible")
 
     @property
     def line(self) -> str:
-        """The placement and its verdict as one line."""
-        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _SAME else ""
+        """The placement and its verdict as a line of text."""
+        steps = f", {self.steps} step{'' if self.steps == 1 else 's'}" if self.verdict in _AGREEING else ""
         reason = f"{', ' if steps else ': '}{self.reason}" if self.reason else ""
         resumed = f", {self.resumed}" if self.resumed else ""
         return f"{self.strategy} on {self.processes}{resumed}: {self.verdict}{steps}{reason}"
@@ -114,25 +115,25 @@ def verify(
     steps: int | None = None,
     seed: int | None = 0,
 ) -> list[Checked]:
-    """Compare each step of a training loop on several placements with one process: the loss and all weights.
+    """Compare each step of a training loop on several placements with a single process: the loss and all weights.
 
-    `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or the file of a
+    `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or file of a
     recipe, or the file of a script. The function runs in separate processes, once per placement, and is ended after
-    `steps` steps. If you don't set `steps`, it runs to its end, and a recipe runs for 4 steps.
+    `steps` steps. If you don't set `steps`, a function runs to its end, and a recipe runs for 4 steps.
 
-    `strategies` are names, or mappings with `name` and options. They replace the strategy that the function passes to
-    `run.place`. Each strategy runs on each number of `processes` above 1. If `processes` contains 1, the reference runs
-    twice, the second time with a different hash seed for Python.
+    `strategies` contains names, or mappings with `name` and options. They replace the strategy that the function passes
+    to `run.place`. Each strategy runs on each number of `processes` above 1. If `processes` contains 1, the reference
+    runs a second time with a different hash seed for Python.
 
-    Then one placement is stopped after a step drawn from `seed`, saved as by a signal, and resumed on another
-    placement. This works even if the function doesn't save anything itself. Set `seed=None` to skip this check for a
-    function or a script. A recipe is always resumed on each placement, halfway.
+    After that, one placement is stopped after a step that is drawn from `seed`, saved as if by a signal, and resumed on
+    a different placement. This works even if the function doesn't save anything itself. To skip this check for a
+    function or a script, set `seed=None`. A recipe is always resumed on each placement, halfway.
 
-    Raises VerificationError if a placement differs or fails, and UsageError if the function joins no run or if no
+    Raises VerificationError if a placement differs or fails. Raises UsageError if the function joins no run, or if no
     placement is possible.
     """
     if isinstance(function, str | Path) and not str(function).endswith(".py"):
-        return _verify_recipe(str(function), processes, strategies, steps or _STEPS)
+        return _verify_recipe(str(function), processes, strategies, steps or _RECIPE_STEPS)
     if isinstance(function, str | Path):
         function = script(Path(function), ())
     rows = list(check_placements(function, processes, strategies, steps, seed=seed))
@@ -143,12 +144,14 @@ def verify(
 
 
 def check_compared(rows: Sequence[Checked]) -> None:
-    """Raise UsageError if no placement was possible, so that nothing was compared."""
+    """Raise UsageError if nothing was compared, because no placement was possible."""
     if all(row.verdict == "not possible" for row in rows):
         raise UsageError("nothing was compared, because the loop supports none of these placements; use different ones")
 
 
-def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[Asked], steps: int) -> list[Checked]:
+def _verify_recipe(
+    recipe: str, processes: Sequence[int], strategies: Sequence[StrategyChoice], steps: int
+) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
     with with_places(loaded):
@@ -161,27 +164,27 @@ def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[A
     ]
 
 
-def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
-    """Return one process, if `processes` contains 1, and each strategy on each larger number of processes."""
-    single: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
+def _places(processes: Sequence[int], strategies: Sequence[StrategyChoice]) -> list[tuple[StrategyChoice, int]]:
+    """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1."""
+    single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
     return [*single, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
 
 
 def check_placements(
     function: Callable[[], object],
     processes: Sequence[int],
-    strategies: Sequence[Asked],
+    strategies: Sequence[StrategyChoice],
     steps: int | None,
     guarded: bool = True,
     *,
     seed: int | None = 0,
 ) -> Iterator[Checked]:
-    """Yield the result of each placement once it is known, and of a placement that is stopped and resumed.
+    """Yield the result of each placement as soon as it is known, and the result of stopping and resuming a placement.
 
-    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, and they show in the numbers
-    instead. This is for tests of the comparison. An error with its line is the better answer for users. Errors that no
-    comparison can find are still raised (loop/loss_check.py). For example, a loss divided by a constant gives the same
-    weights on every placement.
+    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, so these show in the results. This
+    is only for tests of the comparison, because an error that names the line is more useful to users. Errors that no
+    comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided by a constant gives
+    the same weights on every placement.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -194,7 +197,7 @@ def check_placements(
         places = _places(processes, strategies)
         if reference.warnings and 1 not in processes:
             places = [("single", 1), *places]
-        agreeing: list[tuple[Asked, int]] = []
+        agreeing: list[tuple[StrategyChoice, int]] = []
         for number, (strategy, count) in enumerate(places):
             if count == 1:
                 rerun = _run_again(loop, reference, can_be_spawned(function))
@@ -204,8 +207,8 @@ def check_placements(
                 continue
             code, message = loop.run(strategy, count, str(number))
             label = _label(strategy)
-            if code != EXIT_DONE:  # an error only on several processes is a fault of the loop
-                unfit = code == EXIT_USAGE and _OF_STRATEGY.search(message)
+            if code != EXIT_DONE:  # an error that only occurs with several processes is a fault of the loop
+                unfit = code == EXIT_USAGE and _STRATEGY_ERROR.search(message)
                 yield Checked(label, count, "not possible" if unfit else "failed", reason=message)
                 continue
             placement_trace = loop.trace(str(number))
@@ -221,15 +224,15 @@ def check_placements(
             yield _resume(loop, reference, agreeing, seed)
 
 
-def _label(strategy: Asked) -> str:
+def _label(strategy: StrategyChoice) -> str:
     return strategy if isinstance(strategy, str) else str(strategy["name"])
 
 
-def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int]], seed: int) -> Checked:
-    """Stop the last agreeing placement after a step, resume on another, and compare the steps with the reference."""
+def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[StrategyChoice, int]], seed: int) -> Checked:
+    """Stop the last matching placement after a step, resume on a different placement, and compare the steps."""
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
-    # Several ranks agree to stop while the next step computes, so they can't stop after the first step.
+    # Several ranks agree to stop while the next step is running, so they can't stop after the first step.
     stop_step = Random(seed).randint(min(count, 2), last)
     candidates = [placement for placement in agreeing if placement[1] != count]
     carrier, size = candidates[0] if candidates else ("single", 1)
@@ -245,7 +248,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     departure = _mismatch(replace(reference, steps=reference.steps[stop_step:]), resumed_trace)
     if not departure:
         return replace(row, verdict="identical", steps=len(resumed_trace.steps))
-    # A second run to the same step shows values that differ between any two runs, such as a time.
+    # Run to the same step again, to detect values that differ between any two runs, such as the time.
     codes = [
         loop.run(strategy, count, name, stop=stop_step, witness=True)[0] for name in ("stopped-again", "stopped-twice")
     ]
@@ -258,8 +261,8 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[Asked, int
     return replace(row, verdict="differs", steps=len(resumed_trace.steps), reason=departure)
 
 
-def _lost_state(lost: Lost) -> str:
-    """Return the likely cause: the state of the script that a resume lost."""
+def _lost_state(lost: LostState) -> str:
+    """Return the likely cause, which is the state of the script that was lost by resuming."""
     if lost.likely:
         return (
             f"; likely cause: no checkpoint contains {_list_changes(lost.likely)}; store it in run.state, or compute "
@@ -273,14 +276,14 @@ def _lost_state(lost: Lost) -> str:
 
 
 def _list_changes(changes: Mapping[str, str]) -> str:
-    return list_some([f"{name} ({change})" for name, change in changes.items()], _SHOWN)
+    return list_some([f"{name} ({change})" for name, change in changes.items()], _MAX_NAMES)
 
 
 def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
-    """Run the reference again, with a different hash seed if the function can be sent to a new process.
+    """Run the reference again. If the function can be sent to a new process, use a different hash seed.
 
-    A fault in the data doesn't always show in a few steps, because they see each sample once. Therefore a warning in
-    the reference counts as a difference.
+    A fault in the data doesn't always show in a few steps, because these visit each sample only once. Therefore, a
+    warning in the reference counts as a difference.
     """
     if reference.warnings:
         return Checked("single", 1, "differs", reason=reference.warnings[0])
@@ -303,12 +306,12 @@ def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
     cause = f"the loop reads {' and '.join(causes)}" if causes else ""
     if changes:
         names = [f"{name} ({change})" for name, change in changes.items()]
-        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _SHOWN)} from one step to the next"
+        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _MAX_NAMES)} from one step to the next"
     return f"; likely cause: {cause}; make the loop depend only on its data and its model" if cause else ""
 
 
 def _model_cause(traits: Sequence[str], command: str) -> str:
-    """Return the part of the model that may depend on the strategy, or else the advice for the user."""
+    """Return the part of the model that may depend on the strategy. If there is none, return advice for the user."""
     if traits:
         return f"; possibly because {traits[0]}"
     return (
@@ -318,7 +321,7 @@ def _model_cause(traits: Sequence[str], command: str) -> str:
 
 
 def _command(function: Callable[[], object], strategy: str, count: int) -> str:
-    """Return the command that verifies only this placement of a script, or the call for a function."""
+    """Return the command that verifies only this placement of a script, or the equivalent call for a function."""
     if isinstance(function, partial) and function.func is run_script:
         command = ["lockstep", "verify", "--processes", str(count), "--strategy", strategy, *function.args[1]]
         return shlex.join(command)
@@ -330,13 +333,13 @@ def script(path: Path, arguments: Sequence[str]) -> Callable[[], object]:
     return partial(run_script, str(path), [str(path), *arguments])
 
 
-class _Enough(BaseException):
+class _EnoughSteps(BaseException):
     """Ends the function after the requested steps."""
 
 
 @dataclass(frozen=True)
 class _Loop:
-    """The function on a placement, in separate processes that write their observations to a folder in `folder`."""
+    """Runs the function on placements, in separate processes. Each run writes its observations below `folder`."""
 
     function: Callable[[], object]
     steps: int | None
@@ -345,7 +348,7 @@ class _Loop:
 
     def run(
         self,
-        strategy: Asked,
+        strategy: StrategyChoice,
         count: int,
         name: str,
         hashes: str | None = None,
@@ -354,7 +357,7 @@ class _Loop:
         stop: int | None = None,
         resumes: str | None = None,
     ) -> tuple[int, str]:
-        """Run the function. Return the exit code, and the message of a failure.
+        """Run the function. Return the exit code, and the error message if it failed.
 
         `hashes` is a hash seed for Python. It defaults to the seed of this process. With `witness`, the processes
         record the values that the function reads and keeps. If `stop` is set, the run is saved and stopped after this
@@ -370,46 +373,49 @@ class _Loop:
 
     def has_folder(self, name: str) -> bool:
         """Return whether the function uses a run folder."""
-        return (self.folder / name / _RUN).exists()
+        return (self.folder / name / _RUN_FOLDER).exists()
 
     def forget_varying(self, name: str, other: str) -> None:
-        """Remove values that differ from the run `other` from the recorded state of a stopped run."""
+        """Remove all values that differ from the run `other` from the recorded state of a stopped run."""
         states = [
-            plainfile.parse_json((self.folder / run_name / _STATE).read_text(encoding="utf-8"))
+            plainfile.parse_json((self.folder / run_name / _STATE_FILE).read_text(encoding="utf-8"))
             for run_name in (name, other)
         ]
         texts, other_texts = (dict(state["texts"]) for state in states)
         states[0]["texts"] = {key: text for key, text in texts.items() if other_texts.get(key) == text}
-        (self.folder / name / _STATE).write_text(json.dumps(states[0]), encoding="utf-8")
+        (self.folder / name / _STATE_FILE).write_text(json.dumps(states[0]), encoding="utf-8")
 
-    def lost(self, name: str) -> Lost:
-        """Return the state of the script that a resumed run lost."""
-        path = self.folder / name / _LOST
-        return Lost(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else Lost({}, {})
+    def lost(self, name: str) -> LostState:
+        """Return the state of the script that was lost in a resumed run."""
+        path = self.folder / name / _LOST_FILE
+        return (
+            LostState(*plainfile.parse_json(path.read_text(encoding="utf-8"))) if path.exists() else LostState({}, {})
+        )
 
     def trace(self, name: str) -> Trace:
-        """Return the observations of rank 0. Raises UsageError if the function made no step."""
-        path = self.folder / name / _TRACE
+        """Return the observations of rank 0. Raises UsageError if the function took no step."""
+        path = self.folder / name / _TRACE_FILE
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         if not lines:
             raise UsageError("the function took no step; iterate over run.steps(...) in it")
         steps = [(int(number), str(loss), dict(digests)) for number, loss, digests in map(plainfile.parse_json, lines)]
         events = [*read(self.folder / name / EVENTS)]
-        plans = [{key: event[key] for key in _PLAN} for event in events if event["event"] == "started"]
+        plans = [{key: event[key] for key in _PLAN_FIELDS} for event in events if event["event"] == "started"]
         return Trace(steps, plans, [event["text"] for event in events if event["event"] == "warning"])
 
     def witnessed(
-        self, strategy: Asked, count: int, name: str
+        self, strategy: StrategyChoice, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
-        """Run the function again, and return its reads besides its batches, with lines, and the state that it keeps.
+        """Run the function again. Return the values that it reads, the state that it keeps, and its model's traits.
 
-        The last value lists parts of its model that may depend on the strategy.
+        The values that it reads exclude its batches, and are given with their lines. The traits are parts of the model
+        that may depend on the strategy.
         """
         self.run(strategy, count, name, witness=True)
         reads: dict[str, str] = {}
         changes: dict[str, str] = {}
         traits: dict[str, None] = {}
-        for path in sorted((self.folder / name).glob(_WITNESSED.format("*"))):
+        for path in sorted((self.folder / name).glob(_OBSERVATIONS_FILE.format("*"))):
             observations = plainfile.parse_json(path.read_text(encoding="utf-8"))
             reads, changes = {**reads, **observations["reads"]}, {**changes, **observations["kept"]}
             traits |= dict.fromkeys(observations["traits"])
@@ -425,7 +431,7 @@ class _Loop:
         _ready: None,
         rendezvous: Rendezvous,
     ) -> int:
-        """Run as one rank of a placement."""
+        """Run the function on a rank of a placement."""
         sys.stderr = sys.__stderr__
         rank = rendezvous.info.rank
         reads: dict[str, str] = {}
@@ -435,34 +441,34 @@ class _Loop:
 
         def observe(number: int, loss: float, digests: Mapping[str, str]) -> None:
             if rank == 0:
-                with (folder / _TRACE).open("a", encoding="utf-8") as trace:
+                with (folder / _TRACE_FILE).open("a", encoding="utf-8") as trace:
                     trace.write(json.dumps([number, loss.hex(), dict(digests)]) + "\n")
             if witness and states and not changes:
-                changes.update(states[0].changes(_kept(ambient)))
+                changes.update(states[0].changes(_loop_state(ambient)))
             if self.steps is not None and number >= self.steps:
-                raise _Enough
+                raise _EnoughSteps
             if stop is None or rank or len(ambient.runs) > 1:
                 return
             if witness and number == stop:
-                state_now = _kept(ambient)
+                state_now = _loop_state(ambient)
                 state = {"texts": state_now.texts(), "likelihoods": state_now.likelihoods()}
-                (folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
+                (folder / _STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if number == stop - (rendezvous.info.size > 1):  # see World.agree_to_stop
-                signal.raise_signal(signal.SIGUSR1)  # the run saves itself after step `stop`, and ends
+                signal.raise_signal(signal.SIGUSR1)  # the run saves after step `stop`, and ends
 
         sinks: list[Sink] = [JsonLines(folder / EVENTS)] if rank == 0 else []
         if rank == 0 and witness and resumes is not None:
-            before = plainfile.parse_json((resumes / _STATE).read_text(encoding="utf-8"))
-            sinks.append(_LostState(before, folder / _LOST, lambda: _kept(ambient)))
-        run_folder, keeps = (resumes or folder) / _RUN, stop is not None or resumes is not None
+            before = plainfile.parse_json((resumes / _STATE_FILE).read_text(encoding="utf-8"))
+            sinks.append(_LostState(before, folder / _LOST_FILE, lambda: _loop_state(ambient)))
+        run_folder, keeps = (resumes or folder) / _RUN_FOLDER, stop is not None or resumes is not None
         ambient = WorkerContext(rendezvous, strategy, run_folder, keeps, observe, sinks, self.guarded)
         WORKER_CONTEXT.set(ambient)
         recorded = _record_reads(ambient, reads, states, traits) if witness and not keeps else nullcontext()
-        with Path(os.devnull).open("w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        with Path(os.devnull).open("w", encoding="utf-8") as null_stream, redirect_stdout(null_stream):
             try:
                 with recorded, explain_errors(ambient.runs):
                     self.function()
-            except _Enough:
+            except _EnoughSteps:
                 pass
             except SystemExit as end:
                 if end.code not in (None, 0) and (stop is None or end.code != EXIT_SAVED):
@@ -473,13 +479,13 @@ class _Loop:
                 run.close()
         if witness:
             observations = {"reads": reads, "kept": changes, "traits": traits.texts(own_modules(()).items())}
-            (folder / _WITNESSED.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
+            (folder / _OBSERVATIONS_FILE.format(rank)).write_text(json.dumps(observations), encoding="utf-8")
         return EXIT_DONE
 
 
 @final
 class _LostState:
-    """A sink that compares the state of a resumed script, when its first loop begins, with that of the stopped run."""
+    """A sink that compares the state of a resumed script, at the start of its first loop, with the stopped run."""
 
     def __init__(self, before: Mapping[str, Any], path: Path, state: Callable[[], Kept]) -> None:
         self._before = before
@@ -487,7 +493,7 @@ class _LostState:
         self._state = state
 
     def write(self, event: Event, time: float) -> None:
-        """See Sink. The loop over run.steps writes its first event when the script asks for the first step."""
+        """See Sink. The loop over run.steps writes its first event when the script requests the first step."""
         if isinstance(event, Started) and not self._path.exists():
             lost_state = self._state().lost(self._before["texts"], self._before["likelihoods"])
             self._path.write_text(json.dumps(lost_state), encoding="utf-8")
@@ -500,17 +506,17 @@ class _LostState:
 def _record_reads(
     ambient: WorkerContext, reads: dict[str, str], states: list[Kept], traits: ModelTraits
 ) -> Iterator[None]:
-    """Record the reads in the block and their lines: reads of the rank anywhere, other reads only in micro-batches.
+    """Record all reads of the rank in the block, and other reads only in micro-batches, with their lines.
 
     Before the first micro-batch, the state of the loop is added to `states`. From then on, the `traits` of the model
-    are watched. Outside of micro-batches, the generators are seeded by the run, and before each sample of a dataset.
-    Draws from the generators of PyTorch aren't recorded, because they are seeded for each micro-batch.
+    are recorded. Outside of micro-batches, random generators are seeded by the run and before each sample of a dataset.
+    Draws from PyTorch's generators aren't recorded, because these are seeded for each micro-batch.
     """
 
     def computing() -> int:
         microbatch = max((run._computing for run in ambient.runs), default=0)
         if microbatch and not states:
-            states.append(_kept(ambient))
+            states.append(_loop_state(ambient))
             for run in ambient.runs:
                 if run._model is not None:
                     traits.watch(run._model)
@@ -526,14 +532,14 @@ def _record_reads(
             }
 
 
-def _kept(ambient: WorkerContext) -> Kept:
+def _loop_state(ambient: WorkerContext) -> Kept:
     return Kept([run._model for run in ambient.runs if run._model is not None])
 
 
 def _mismatch(reference: Trace, actual: Trace) -> str:
-    """Return the first difference, or "" if there is none."""
+    """Return a message about the first difference, or an empty string if there is none."""
     for plan, other_plan in zip(reference.plans, actual.plans, strict=False):
-        if key := next((name for name in _PLAN if plan[name] != other_plan[name]), None):
+        if key := next((name for name in _PLAN_FIELDS if plan[name] != other_plan[name]), None):
             return f"run.steps: {key.removeprefix('train_')} is {other_plan[key]:,}, not {plan[key]:,}"
     for (number, loss, digests), (actual_number, other_loss, actual_digests) in zip(
         reference.steps, actual.steps, strict=False
@@ -544,7 +550,7 @@ def _mismatch(reference: Trace, actual: Trace) -> str:
             return f"step {number}: the loss is {float.fromhex(other_loss)!r}, not {float.fromhex(loss)!r}"
         names = [name for name in digests if digests[name] != actual_digests.get(name)]
         if names:
-            return f"step {number}: the same loss, but different weights: {list_some(names, _SHOWN)}"
+            return f"step {number}: the same loss, but different weights: {list_some(names, _MAX_NAMES)}"
     if len(reference.steps) != len(actual.steps):
         return f"{len(actual.steps)} steps, not {len(reference.steps)}"
     return ""

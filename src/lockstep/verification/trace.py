@@ -1,4 +1,4 @@
-"""The observations of a rank in a verification: metrics and digests as JSON, and the requested tensors."""
+"""The observations of a rank in a verification: metrics and digests as JSON, and tensors on request."""
 
 import hashlib
 import json
@@ -18,14 +18,14 @@ NORM: Final = "norm of the gradient"
 MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
-SCALARS: Final = "figures of the engine"  # state without tensors, as JSON
-KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in the order they arise
-OF_TENSORS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
+SCALARS: Final = "figures of the engine"  # non-tensor state as JSON
+KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in order of occurrence
+TENSOR_KINDS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
 
 T = TypeVar("T")
 
 
-class Wanted(NamedTuple):
+class TensorRequest(NamedTuple):
     """A requested tensor: the position of its step in the verification, its kind and its name."""
 
     position: int
@@ -35,15 +35,15 @@ class Wanted(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """One step: texts and digests by kind, then by the index of a micro-batch, the name of a tensor, or ""."""
+    """The observations of a step: by kind, and then by micro-batch index, tensor name, or ""."""
 
-    number: int  # number in the run, from 0
+    number: int  # number in the run, counted from 0
     seen: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass
 class Trace:
-    """All observations of a rank. `seconds` covers only the steps."""
+    """All observations of a rank. `seconds` is the time of the steps only."""
 
     rank: int
     steps: list[StepTrace]
@@ -53,22 +53,22 @@ class Trace:
 
 
 def text(value: object) -> str:
-    """Return a value as text. Two texts are equal only if the bits of the values are. All NaNs have the same text."""
+    """Return a value as text. Two texts are equal only if the values are bit-identical. All NaNs have the same text."""
     return value.hex() if isinstance(value, float) else str(value)
 
 
 def size_of(digest: str) -> int:
-    """Return the number of bytes that a digest was computed from (training/checkpoint/tensorfile.py)."""
+    """Return the number of bytes that the digest covers (training/checkpoint/tensorfile.py)."""
     return int(digest.partition(":")[2])
 
 
 def write(path: Path, content: Any) -> None:
-    """Write a dataclass of plain values."""
+    """Write a dataclass of plain values as JSON."""
     path.write_text(json.dumps(asdict(content)), encoding="utf-8")
 
 
 def read(path: Path, kind: type[T]) -> T:
-    """Return the dataclass of this kind that `write` wrote."""
+    """Return a dataclass of type `kind` that `write` has written."""
     return TypeAdapter(kind).validate_json(path.read_bytes())
 
 
@@ -77,17 +77,17 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
 
 
-def keep(folder: Path, rank: int, wanted: Wanted, tensor: Tensor) -> None:
-    """Write a tensor of a rank."""
+def keep(folder: Path, rank: int, wanted: TensorRequest, tensor: Tensor) -> None:
+    """Write a requested tensor of a rank."""
     safetensors.torch.save_file({"tensor": tensor.detach().cpu().contiguous()}, _tensor_path(folder, rank, wanted))
 
 
-def load_tensor(folder: Path, rank: int, wanted: Wanted) -> Tensor | None:
-    """Return a tensor that a rank wrote, or None if it had no such tensor."""
+def load_tensor(folder: Path, rank: int, wanted: TensorRequest) -> Tensor | None:
+    """Return a tensor that a rank has written, or None if the rank had no such tensor."""
     path = _tensor_path(folder, rank, wanted)
     return safetensors.torch.load_file(path)["tensor"] if path.exists() else None
 
 
-def _tensor_path(folder: Path, rank: int, wanted: Wanted) -> Path:
-    # A tensor name may be longer than a file name can be.
+def _tensor_path(folder: Path, rank: int, wanted: TensorRequest) -> Path:
+    # A tensor name may be too long for a file name, so its hash is used.
     return folder / f"rank-{rank}-{hashlib.sha256(repr(wanted).encode()).hexdigest()[:32]}.safetensors"

@@ -1,9 +1,9 @@
-"""One case of a verification: a placement in separate processes that writes everything it observes.
+"""A case of a verification: a placement in separate processes that records its results.
 
-The training loop drives it (training/loop.py), over the chosen steps instead of all steps.
+The training loop (training/loop.py) drives it, over selected steps instead of all steps.
 
-Tensors are written as digests. Only requested tensors, which were found to differ, are written whole. Otherwise, a
-model with 25 million parameters would leave gigabytes on the disk.
+Only digests of tensors are written. Tensors that are known to differ can be requested, and are then written in full.
+Otherwise, a model with 25 million parameters would write gigabytes to disk.
 """
 
 import json
@@ -47,36 +47,36 @@ from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
 from lockstep.verification import trace
-from lockstep.verification.trace import StepTrace, Trace, Wanted
+from lockstep.verification.trace import StepTrace, TensorRequest, Trace
 
 FACTS: Final = "facts.json"
 
 
 @dataclass(frozen=True)
 class TraceJob:
-    """The job of a case. `numbers` are the steps of the run that it does, one after another.
+    """The job of a case. `numbers` are the numbers of the steps that it runs, in order.
 
-    The case starts at position `first`. If `resume` is set, it starts with the state of this checkpoint. If
-    `save_after` is set, it saves a checkpoint after this many of its steps.
+    The case starts at position `first` in `numbers`. If `resume` is set, it starts from this checkpoint. If
+    `save_after` is set, it saves a checkpoint after this number of its steps.
     """
 
     resolved: Resolved
     numbers: tuple[int, ...]
-    validation: int  # samples to evaluate
+    validation: int  # number of samples to evaluate
     folder: Path
     first: int = 0
     resume: Path | None = None
     save_after: int | None = None
-    wanted: frozenset[Wanted] = frozenset()
+    wanted: frozenset[TensorRequest] = frozenset()
 
 
 def open_cases(loaded: Loaded) -> Setup:
-    """Open the data, and run all checks of training except those of the placement."""
-    return replace(open_unplaced(loaded), guarded=False)  # differences must be found and named, not rejected
+    """Open the data and run all checks of a training run, except for the checks of the placement."""
+    return replace(open_unplaced(loaded), guarded=False)  # report differences instead of rejecting their causes
 
 
 def with_validation(setup: Setup, count: int) -> Setup:
-    """Keep only the first `count` samples of the validation split."""
+    """Return the setup with only the first `count` samples of the validation split."""
     validation = setup.data.validation
     if validation is None:
         return setup
@@ -84,7 +84,7 @@ def with_validation(setup: Setup, count: int) -> Setup:
 
 
 def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run the process that probes data, model and loss (probe/probe.py), and write its findings to the folder."""
+    """Probe the data, the model and the loss (probe/probe.py), and write the results to the job's folder."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         facts = facts_of(setup or _open_job(job), session.device)
     trace.write(job.folder / FACTS, facts)
@@ -92,7 +92,7 @@ def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
 
 
 def work(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
-    """Run one rank of a case."""
+    """Run a rank of a case."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
         prepared = Prepared(job.resolved, setup or _open_job(job))
         with session.open_world() as world:
@@ -124,7 +124,7 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """One rank of a case. The training loop drives it, and it records the results of its engine."""
+    """A rank of a case. The training loop calls it like an engine, and it records the results of its engine."""
 
     def __init__(self, job: TraceJob, prepared: Prepared, world: World) -> None:
         self._job = job
@@ -139,11 +139,11 @@ class _TracedRun:
         self._progress = Progress()
 
     def status(self) -> RankStatus:
-        """Return how far this rank is, for the report of a stall."""
+        """Return the progress of this rank, for stall reports."""
         return RankStatus("training", self._progress.step)
 
     def run(self) -> Trace:
-        """Train the steps of the job, evaluate, and return the trace."""
+        """Run the steps of the job, evaluate, and return the trace."""
         job = self._job
         if job.resume is not None:
             self._engine.load(engine_state(store.read(job.resume)))
@@ -178,7 +178,8 @@ class _TracedRun:
     def _own_losses(self, sums: Sums, microbatches: Sequence[MicroBatch]) -> dict[str, str]:
         """Return the loss of each micro-batch if this rank computes losses, such as the last stage of a pipeline.
 
-        If sequences are split into chunks, the losses belong to chunks, which differ between placements.
+        If sequences are split into chunks, returns nothing, because each loss then belongs to a chunk, and chunks
+        differ between placements.
         """
         real_microbatches = [microbatch for microbatch in microbatches if not microbatch.dummy]
         if self._ready.recipe.model.sequence_chunks > 1 or len(sums.own_losses) != len(real_microbatches):
@@ -197,21 +198,21 @@ class _TracedRun:
         self._seconds += time.perf_counter() - start
         state = self._engine.state()
         self._note({trace.MODEL: state.model, trace.OPTIMIZER: state.optimizer, trace.AVERAGE: state.ema or {}})
-        if self._world.rank == 0:  # rank 0 stands for all ranks of a sharded engine
+        if self._world.rank == 0:  # all ranks of a sharded engine have the same scalars
             observations[trace.SCALARS] = {"": json.dumps(state.scalars, sort_keys=True)}
         return update
 
     def _note(self, kinds: Mapping[str, Mapping[str, MaybeSharded]]) -> None:
-        """Add digests of tensors to the step. Sharded tensors are gathered, some at a time, and noted by rank 0."""
+        """Add tensor digests to the step. Sharded tensors are gathered in groups, and rank 0 adds their digests."""
         position = self._job.first + len(self._steps) - 1
         for kind, tensors in kinds.items():
             digests = {}
             for name, tensor in wholes(self._world, tensors):
                 digests[name] = digest([tensor])
-                request = Wanted(position, kind, name)
+                request = TensorRequest(position, kind, name)
                 if request in self._job.wanted:
                     trace.keep(self._job.folder, self._world.rank, request, tensor)
-            # In the order of the state.
+            # Keep the order of the state.
             self._steps[-1].seen[kind] = {name: digests[name] for name in tensors if name in digests}
 
     def _save(self, progress: Progress) -> list[Saved]:

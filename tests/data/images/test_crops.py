@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import functional
 
-from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.images.crops import DRAWS, center, random_crop, short_side
 
 sizes = st.integers(1, 700)
 draws = st.lists(st.floats(0, 1, exclude_max=True), min_size=DRAWS, max_size=DRAWS)
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_tried_again_up_to_a_tenth_time(misses: int) -> Non
         (100, 110, (0, 0, 100, 110)),
     ],
 )
-def test_ten_misses_give_the_largest_centre(height: int, width: int, box: tuple[int, ...]) -> None:
+def test_ten_misses_give_the_largest_center(height: int, width: int, box: tuple[int, ...]) -> None:
     draw = [0.999999, 0.999999 if height >= width else 0.0]
     assert random_crop(height, width, (1.0, 1.0), [*draw * 10, 0.0, 0.0]) == box
 
@@ -64,9 +64,9 @@ def test_validation_resizes_and_cuts_as_torchvision(height: int, width: int, siz
 
 
 @given(st.integers(1, 60), st.integers(0, 30), st.integers(0, 30))
-def test_the_centre_is_torchvisions(size: int, above: int, beside: int) -> None:
+def test_the_center_is_torchvisions(size: int, above: int, beside: int) -> None:
     height, width = size + above, size + beside
     image = torch.arange(height * width).reshape(1, height, width)
-    top, left, high, wide = centre(height, width, size)
+    top, left, high, wide = center(height, width, size)
     mine = image[:, top : top + high, left : left + wide]
     assert torch.equal(mine, functional.center_crop(image, [size, size]))

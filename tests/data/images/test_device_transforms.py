@@ -10,7 +10,13 @@ from torch import Tensor
 from torchvision.transforms import functional as reference
 
 from lockstep.core import random
-from lockstep.data.images.device_transforms import constants, crop_and_flip, crop_positions, mix, normalise
+from lockstep.data.images.device_transforms import (
+    crop_and_flip,
+    crop_positions,
+    mix,
+    normalization_constants,
+    normalize,
+)
 from lockstep.tasks.classification import SKIPPED
 
 CPU = torch.device("cpu")
@@ -55,10 +61,10 @@ def test_augment_is_torchvisions_pad_crop_and_flip_of_each_image(
 
 def test_an_image_becomes_the_same_alone_and_in_any_batch() -> None:
     images, draws = _images(33, height=32, width=32), _draws(33)
-    scale, shift = constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
+    scale, shift = normalization_constants((0.5, 0.4, 0.3), (0.2, 0.3, 0.1), CPU)
 
     def finished(chosen: slice) -> Tensor:
-        return normalise(augment(images[chosen], draws[chosen], 4, True), scale, shift)
+        return normalize(augment(images[chosen], draws[chosen], 4, True), scale, shift)
 
     whole = finished(slice(None))
     assert torch.equal(whole, torch.cat([finished(slice(place, place + 1)) for place in range(33)]))
@@ -78,18 +84,18 @@ def test_images_of_another_memory_order_come_out_the_same() -> None:
         assert torch.equal(augment(last, draws, padding, flip), augment(images, draws, padding, flip))
 
 
-def test_normalise_is_within_rounding_of_the_formula() -> None:
+def test_normalize_is_within_rounding_of_the_formula() -> None:
     images, mean, std = _images(2), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     exact = (images.double() / 255 - torch.tensor(mean).double()[:, None, None]) / torch.tensor(std).double()[
         :, None, None
     ]
-    found = normalise(images, *constants(mean, std, CPU))
+    found = normalize(images, *normalization_constants(mean, std, CPU))
     assert found.dtype == torch.float32
     # Three numbers of at most 4.5 are each rounded to 24 bits.
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=3 * 4.5 * 2**-24)
 
 
-def test_mixup_blends_neighbours_and_their_classes_by_one_share() -> None:
+def test_mixup_blends_neighbors_and_their_classes_by_one_share() -> None:
     inputs, targets = torch.eye(4)[:, :, None, None], torch.tensor([0, 1, 2, 3])
     mixed, weights = mix(inputs, targets, 4, 1.0, 0.0, 1.0, key=1)
     share = weights[0, 0].item()

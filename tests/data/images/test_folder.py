@@ -61,7 +61,7 @@ def test_what_the_model_must_know(root: Path) -> None:
     assert not data.train.in_memory
 
 
-def test_validation_is_torchvisions_resize_and_centre_crop(root: Path) -> None:
+def test_validation_is_torchvisions_resize_and_center_crop(root: Path) -> None:
     images, targets = _open(root).validation.fetch(np.array([3, 0]), None)
     assert images.dtype == torch.uint8
     assert images.is_contiguous()
@@ -192,7 +192,7 @@ def test_names_outside_ascii(root: Path) -> None:
 
 
 def test_a_picture_as_a_sample_of_another_kind() -> None:
-    """Grey as Pillow's, to the bit, and of the size that is wanted."""
+    """Gray as Pillow's, to the bit, and of the size that is wanted."""
     picture = smooth_picture(5, 60, 80)
     pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
     assert torch.equal(as_sample(pixels, 1, 60, 80)[0], torch.from_numpy(np.array(picture.convert("L"))))

@@ -51,7 +51,7 @@ def test_every_shape(size: int, samples: int, validation_samples: int, classes: 
 
 def test_noise_made_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = _everything(_small())
-    monkeypatch.setattr(module, "_BLOCK", 7 * 2 * 12 * 12)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 7 * 2 * 12 * 12)
     blocks, _ = _everything(_small())
     assert torch.equal(whole, blocks)
 

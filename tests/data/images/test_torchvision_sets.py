@@ -1,13 +1,10 @@
 """CIFAR and MNIST from forged archives: download, checksum, one process at a time, and what is said on failure."""
 
 import gzip
-import hashlib
-import io
 import pickle
 import struct
 import subprocess
 import sys
-import tarfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cifar import ARCHIVE, md5, write_archive
 from torchvision import datasets
 
 from lockstep.data.images.torchvision_sets import torchvision_set
@@ -25,10 +23,6 @@ from lockstep.errors import UsageError
 
 # torchvision 0.26 unpacks without a filter, as Python up to 3.13 does by itself; 3.12 and 3.13 announce that.
 pytestmark = pytest.mark.filterwarnings("ignore:Python 3.14 will, by default, filter:DeprecationWarning")
-
-
-def _md5(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -49,34 +43,12 @@ def server(tmp_path: Path) -> Iterator[tuple[Path, str]]:
         thread.join()
 
 
-def _batch(number: int) -> bytes:
-    pixels = np.random.default_rng(number).integers(0, 256, (4, 3 * 32 * 32), np.uint8)
-    return pickle.dumps({"data": pixels, "labels": [number, 0, 1, 9]})
-
-
-def _cifar_files() -> dict[str, bytes]:
-    batches = {f"data_batch_{number}": _batch(number) for number in range(1, 6)}
-    names = pickle.dumps({"label_names": [f"thing {number}" for number in range(10)]})
-    return {**batches, "test_batch": _batch(6), "batches.meta": names}
-
-
 @pytest.fixture
 def cifar(tmp_path: Path, server: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small archive in CIFAR-10's form, for torchvision to download from this machine; returns where to."""
-    files = _cifar_files()
-    archive = server[0] / "cifar-10-python.tar.gz"
-    with tarfile.open(archive, "w:gz") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(f"cifar-10-batches-py/{name}")
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    kind = datasets.CIFAR10
-    monkeypatch.setattr(kind, "url", f"{server[1]}{archive.name}")
-    monkeypatch.setattr(kind, "tgz_md5", _md5(archive.read_bytes()))
-    listed = [[name, _md5(content)] for name, content in files.items()]
-    monkeypatch.setattr(kind, "train_list", listed[:5])
-    monkeypatch.setattr(kind, "test_list", listed[5:6])
-    monkeypatch.setattr(kind, "meta", {"filename": "batches.meta", "key": "label_names", "md5": listed[6][1]})
+    described = {"url": f"{server[1]}{ARCHIVE}", **write_archive(server[0])}
+    for name, value in described.items():
+        monkeypatch.setattr(datasets.CIFAR10, name, value)
     return tmp_path / "data"
 
 
@@ -173,7 +145,7 @@ def test_mnist_and_its_kin(
     for file, content in files.items():
         (server[0] / file).write_bytes(content)
     monkeypatch.setattr(getattr(datasets, kind), "mirrors", [server[1]])
-    monkeypatch.setattr(getattr(datasets, kind), "resources", [(each, _md5(files[each])) for each in files])
+    monkeypatch.setattr(getattr(datasets, kind), "resources", [(each, md5(files[each])) for each in files])
     data = torchvision_set(name, str(tmp_path / "data"), True)
     assert data.facts["shape"] == [1, 28, 28]
     assert len(data.facts["classes"]) == 10

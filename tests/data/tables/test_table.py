@@ -1,4 +1,4 @@
-"""Tables: numbers are standardised by training, categories coded by it, and what does not fit is named."""
+"""Tables: numbers are standardized by training, categories coded by it, and what does not fit is named."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from lockstep.data.sources import open_data
 from lockstep.data.tables.columns import Category, Number, restore_column
 from lockstep.errors import UsageError
 
-TRAIN = "size,colour,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
-VALIDATION = "colour,size,kind,old\nred,3,c,true\npink,12,a,false\n"
+TRAIN = "size,color,old,kind\n1,red,true,a\n2,blue,false,b\n3,red,true,a\n6,green,false,c\n"
+VALIDATION = "color,size,kind,old\nred,3,c,true\npink,12,a,false\n"
 
 
 def _open(root: Path, **options: object) -> DataSet:
@@ -47,7 +47,7 @@ def test_numbers_and_categories_become_one_tensor(root: Path) -> None:
     assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
     assert data.facts["classes"] == ["a", "b", "c"]
     assert data.facts["shape"] == [6]
-    assert data.facts["columns"][1] == {"name": "colour", "values": ["blue", "green", "red"]}
+    assert data.facts["columns"][1] == {"name": "color", "values": ["blue", "green", "red"]}
     assert data.facts["columns"][0] == {"name": "size", "mean": 3.0, "std": deviation}
 
 
@@ -199,12 +199,12 @@ def test_files_that_are_no_tables_are_named(root: Path) -> None:
     with pytest.raises(UsageError, match=r"is not a \.csv or \.parquet file"):
         _open(root / "absent.xlsx", target="y")
     (root / "val.csv").write_text("size\n1\n")
-    with pytest.raises(UsageError, match=r"val\.csv has no columns colour, old, kind, as"):
+    with pytest.raises(UsageError, match=r"val\.csv has no columns color, old, kind, as"):
         _open(root, target="kind")
-    (root / "val.csv").write_text("size,colour,old,kind\n1,red,true,z\n")
+    (root / "val.csv").write_text("size,color,old,kind\n1,red,true,z\n")
     with pytest.raises(UsageError, match=r"validation has the class 'z', which does not occur in training"):
         _open(root, target="kind")
-    (root / "val.csv").write_text("size,colour,old,kind\nbig,red,true,a\n")
+    (root / "val.csv").write_text("size,color,old,kind\nbig,red,true,a\n")
     with pytest.raises(
         UsageError, match=r"'size' has numbers in training, but type string here, such as 'big' in row 0; use"
     ):

@@ -11,7 +11,7 @@ from lockstep.comm.canonical import CanonicalSum
 from lockstep.comm.p2p import Values
 from lockstep.core.mesh import DataRank
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.pipeline.stage import Arrived, Compute, Forward, Stage
+from lockstep.parallel.pipeline.stage import BackwardInputs, Compute, Forward, Stage
 
 ALONE = CanonicalSum(0, [DataRank()], None)
 
@@ -27,7 +27,7 @@ def forward(stage: Stage, number: int, inputs: Values, compute: Compute) -> list
 
 
 def backward(stage: Stage, number: int, gradients: Values, split: bool = False) -> list[Tensor | None]:
-    [back] = (stage.backward_input if split else stage.backward)(number, [Arrived(gradients)])
+    [back] = (stage.backward_input if split else stage.backward)(number, [BackwardInputs(gradients)])
     return back.inputs
 
 
@@ -172,7 +172,7 @@ def test_what_a_weight_adds_is_not_what_travels_back() -> None:
     assert all(torch.equal(each, torch.ones(3, 4)) for each in given if each is not None)
 
 
-class Neighbours(nn.Module):
+class Neighbors(nn.Module):
     """Leaves that see each other: each adds what the other has, by a weight that the stage has borrowed."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Neighbours(nn.Module):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute: bool) -> None:
     torch.manual_seed(0)
-    model, generator = Neighbours(), torch.default_generator
+    model, generator = Neighbors(), torch.default_generator
     together = Cooperative([generator])
     stage = Stage(model.own, together, recompute, [model.borrowed])
 
@@ -201,7 +201,7 @@ def test_leaves_of_a_micro_batch_are_computed_together_and_kept_apart(recompute:
     inputs, gradients = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     work = [Forward(number, [inputs[number].clone().requires_grad_()], partial(compute, number)) for number in range(2)]
     outputs = [each for [each] in stage.forward(work, 3, model)]
-    back = stage.backward(0, [Arrived([each]) for each in gradients])
+    back = stage.backward(0, [BackwardInputs([each]) for each in gradients])
 
     entered = [each.clone().requires_grad_() for each in inputs]
     hidden = [model.own(x).tanh() for x in entered]

@@ -11,19 +11,20 @@ from lockstep.config.document import Document, KeyProblem, SourcePosition, forma
 from lockstep.config.elsewhere import imagenet
 from lockstep.config.elsewhere.translation import KeyTable, TranslatedConfig, Translation, table_of, type_mismatch
 from lockstep.config.load import Loaded, load_text, read
-from lockstep.config.naming import drop_foreign
+from lockstep.config.naming import drop_obsolete_values
 from lockstep.config.overrides import OVERRIDE, apply
 from lockstep.errors import ConfigError, UsageError
 
-_OURS: Final = ("recipe.", "placement.", "run.")
-_NOTHING: Final = ("None", "none", "")
-# The first framework that knows a key of the file translates it. Distribuuuu is last, since its keys have no marks.
+_LOCKSTEP_PREFIXES: Final = ("recipe.", "placement.", "run.")
+_NULL_TEXTS: Final = ("None", "none", "")
+# The first framework whose table matches the file translates it. Distribuuuu is last, because any of its keys matches.
 _FRAMEWORKS: Final[Mapping[str, Callable[[Translation, bool], None]]] = {
     "pycls": imagenet.pycls,
     "distribuuuu": imagenet.distribuuuu,
 }
-# A file with one of these keys belongs to a library for which the documentation has a table of keys.
-_TABULATED: Final = {
+# Libraries that can't be imported, but have a table of keys in the documentation. A file with one of these keys is for
+# the library.
+_DOCUMENTED: Final = {
     "Accelerate": ("distributed_type",),
     "the Trainer": ("per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"),
 }
@@ -32,38 +33,39 @@ _TABULATED: Final = {
 @final
 @dataclass(frozen=True)
 class ImportedConfig:
-    """A translated configuration of `framework`, with Lockstep overrides applied."""
+    """A translated configuration file of `framework`, with Lockstep overrides applied."""
 
     framework: str
     file: str
     translated: TranslatedConfig
 
     def to_yaml(self) -> str:
-        """Return it as the YAML text of a recipe."""
+        """Return the translated configuration as the YAML text of a recipe."""
         return self.translated.to_yaml(f"From {self.file}, a configuration of {self.framework}.")
 
     def load(self) -> Loaded:
-        """Load it. Raises ConfigError like any recipe."""
+        """Load the translated configuration as a recipe. Raises ConfigError with a list of all problems."""
         name = FilePath(self.file).stem
         loaded = load_text(self.to_yaml(), f"{self.file}, as imported", name)
         return replace(loaded, notes=[*loaded.notes, *self.translated.remarks()])
 
 
 def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
-    """Translate a file. `words` are pairs KEY VALUE of its framework and Lockstep overrides `a.b=value`.
+    """Translate a configuration file of a different framework.
 
-    `gpus` is the number of GPUs that the file is meant for. It is used if the file sets the batch size per GPU but not
-    the number of GPUs.
+    - `words`: Pairs KEY VALUE of the framework, and Lockstep overrides `a.b=value`.
+    - `gpus`: The number of GPUs that the file is written for. It is used if the file sets the batch size per GPU, but
+      not the number of GPUs.
 
-    Raises UsageError if the framework is unknown or a value has no counterpart, and ConfigError if the file can't be
-    read, or has unknown keys or values of a wrong type.
+    Raises UsageError if the framework is unknown or a value has no counterpart. Raises ConfigError if the file can't be
+    read, or if it has unknown keys or values of a wrong type.
     """
-    overrides = [word for word in words if word.startswith(_OURS) and "=" in word]
+    overrides = [word for word in words if word.startswith(_LOCKSTEP_PREFIXES) and "=" in word]
     file_values, places = _read_keys(read(file), [word for word in words if word not in overrides])
     tables = [(table_of(name), translate) for name, translate in _FRAMEWORKS.items()]
     table, translate = next((entry for entry in tables if entry[0].knows(file_values)), (None, None))
     if table is None or translate is None:
-        for library, marks in _TABULATED.items():
+        for library, marks in _DOCUMENTED.items():
             if any(key in file_values for key in marks):
                 raise UsageError(
                     f"{file}: importing a configuration of {library} is not supported; see docs/coming-from.md"
@@ -76,7 +78,7 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     file_values, places = (
         {table.renamed.get(key, key): entry for key, entry in mapping.items()} for mapping in (file_values, places)
     )
-    _check(table, file_values, places)
+    _check_keys(table, file_values, places)
     keys = Translation(table, file_values, gpus)
     keys.copy_listed()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
@@ -84,9 +86,9 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
 
 
 def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any], dict[str, SourcePosition]]:
-    """Return values and positions by dotted key, from the document of a file and pairs `KEY VALUE`.
+    """Return the values and positions by dotted key, from the document of a file and from pairs `KEY VALUE`.
 
-    The last pair of a key wins, as in yacs.
+    The last pair of a key takes precedence, as in yacs.
     """
     if len(words) % 2:
         raise UsageError(f"{words[-1]}: a key without a value; pass pairs of KEY VALUE, such as OPTIM.BASE_LR 0.1")
@@ -99,12 +101,12 @@ def _read_keys(document: Document, words: Sequence[str]) -> tuple[dict[str, Any]
         value = parse(text, "override")
         if value.problems:
             raise ConfigError([f"{problem.position} {key}: {problem.text}" for problem in value.problems])
-        values[key], places[key] = None if text in _NOTHING else value.values, OVERRIDE
+        values[key], places[key] = None if text in _NULL_TEXTS else value.values, OVERRIDE
     return values, places
 
 
-def _check(table: KeyTable, file_values: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
-    """Raise ConfigError for keys that the framework doesn't know and for values of a wrong type."""
+def _check_keys(table: KeyTable, file_values: Mapping[str, Any], places: Mapping[str, SourcePosition]) -> None:
+    """Raise ConfigError if a key is unknown to the framework, or if a value has the wrong type."""
     problems = []
     for key, value in file_values.items():
         if key not in table.defaults:
@@ -125,6 +127,6 @@ def _apply_overrides(translated: TranslatedConfig, overrides: Sequence[str]) -> 
     document = apply(before, overrides)
     if document.problems:
         raise ConfigError([str(problem) for problem in document.problems])
-    drop_notes = drop_foreign(before, document)
+    drop_notes = drop_obsolete_values(before, document)
     origins = {format_key(path): str(document.positions[path]) for path, _ in write.leaves(document.values)}
     return replace(translated, values=document.values, origins=origins, notes=(*translated.notes, *drop_notes))

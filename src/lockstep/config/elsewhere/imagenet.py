@@ -1,20 +1,20 @@
-"""Keys of Distribuuuu and pycls that need more than a row in their tables. The two frameworks share many keys."""
+"""Translates the keys of Distribuuuu and pycls that their tables can't translate. The frameworks share many keys."""
 
 from typing import Final
 
-from lockstep.config.elsewhere.pycls_networks import network
+from lockstep.config.elsewhere.pycls_networks import find_network
 from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
-_MOST_EPOCHS: Final = 10_000  # with a milestone after each epoch
+_MAX_EPOCHS: Final = 10_000  # the maximum number of epochs for the policy exp, which has a milestone after each epoch
 _CURVES: Final = {"cos": "cosine", "lin": "linear"}
-_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # Distribuuuu contains copies of them
-_CROP: Final = 224  # of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
-_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the folder that contains pycls
+_TORCHVISION: Final = ("resnet", "resnext", "wide_resnet", "densenet", "alexnet")  # the networks copied by Distribuuuu
+_CROP_SIZE: Final = 224  # the crop size of validation images in Distribuuuu, regardless of TRAIN.IM_SIZE
+_ROOT: Final = "pycls/datasets/data/imagenet"  # relative to the parent folder of pycls
 
 
-def distribuuuu(keys: Translation, model_given: bool) -> None:
-    """Translate the keys that need more than a row of distribuuuu.yaml. TRAIN.BATCH_SIZE is the batch size per GPU."""
+def distribuuuu(keys: Translation, has_model_override: bool) -> None:
+    """Translate the keys that distribuuuu.yaml can't translate. TRAIN.BATCH_SIZE is the batch size per GPU."""
     arch, gpus = keys["MODEL.ARCH"], keys.gpus
     source = "lockstep" if arch == "botnet50" else "torchvision" if arch.startswith(_TORCHVISION) else "timm"
     keys.set("recipe.model.source", source, "where Distribuuuu gets the network from")
@@ -22,14 +22,16 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
         keys.skip("only weights are loaded, and a run starts at epoch 1", "TRAIN.LOAD_OPT")
     if keys["MODEL.DUMMY_INPUT"]:
         options = {"samples": 1000, "validation_samples": 1000, "classes": keys["MODEL.NUM_CLASSES"]}
-        keys.set("recipe.data", {"name": "synthetic", "image_size": _CROP, "options": options}, "MODEL.DUMMY_INPUT")
+        keys.set(
+            "recipe.data", {"name": "synthetic", "image_size": _CROP_SIZE, "options": options}, "MODEL.DUMMY_INPUT"
+        )
         keys.skip("MODEL.DUMMY_INPUT is set", "TRAIN.DATASET", "TRAIN.IM_SIZE", "TEST.IM_SIZE", "*.SPLIT")
     else:
         keys.set("recipe.data.name", "folder", "its loader")
         keys.copy("TRAIN.DATASET", "recipe.data.root")
-        _crops(keys)
-        if keys["TRAIN.IM_SIZE"] != _CROP:
-            keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP} in Distribuuuu")
+        _translate_crops(keys)
+        if keys["TRAIN.IM_SIZE"] != _CROP_SIZE:
+            keys.note(f"validation images are cropped to TRAIN.IM_SIZE in Lockstep, and to {_CROP_SIZE} in Distribuuuu")
     batch = keys["TRAIN.BATCH_SIZE"] * gpus
     keys.set("recipe.batch", batch, f"TRAIN.BATCH_SIZE, on each of {gpus} GPUs")
     keys.note(f"TRAIN.BATCH_SIZE is the batch size per GPU: recipe.batch is {batch} (--gpus {gpus}) for all processes")
@@ -37,33 +39,33 @@ def distribuuuu(keys: Translation, model_given: bool) -> None:
     keys.set("recipe.optimizer.name", "sgd", "its optimizer")
     keys.set("recipe.topk", [1, keys["TRAIN.TOPK"]], "TRAIN.TOPK")
     keys.set("recipe.seed", keys["RNG_SEED"] or 0, "RNG_SEED")
-    _momentum(keys)
-    _loop(keys)
+    _translate_momentum(keys)
+    _translate_schedule(keys)
 
 
-def pycls(keys: Translation, model_given: bool) -> None:
-    """Translate the keys that need more than a row of pycls.yaml. TRAIN.BATCH_SIZE is the global batch size.
+def pycls(keys: Translation, has_model_override: bool) -> None:
+    """Translate the keys that pycls.yaml can't translate. TRAIN.BATCH_SIZE is the global batch size.
 
-    If `model_given`, an override names the model, and the model keys of pycls are ignored.
+    If `has_model_override` is True, an override sets the model, and the model keys of pycls are ignored.
     """
-    if model_given:
+    if has_model_override:
         keys.skip("recipe.model is set", "MODEL.TYPE", "MODEL.DEPTH", "ANYNET.*", "EN.*", "REGNET.*", "RESNET.*")
         keys.skip("recipe.model is set", "VIT.*")
     else:
-        source, name = network(keys)
+        source, name = find_network(keys)
         keys.set("recipe.model.name", name, f"MODEL.TYPE {keys['MODEL.TYPE']}, and its keys")
         keys.set("recipe.model.source", source, "the library that has this network")
     if keys["TRAIN.DATASET"] != "imagenet":
         raise UsageError(f"TRAIN.DATASET: dataset {keys['TRAIN.DATASET']!r} cannot be imported; use imagenet")
     keys.set("recipe.data.name", "folder", "TRAIN.DATASET")
     keys.set("recipe.data.root", _ROOT, "the default location in pycls")
-    _crops(keys)
+    _translate_crops(keys)
     gpus = keys["NUM_GPUS"]
     keys.set("recipe.microbatches", gpus, "NUM_GPUS, because BatchNorm normalizes per GPU")
     keys.set("recipe.evaluation_batch", max(1, keys["TEST.BATCH_SIZE"] // gpus), "TEST.BATCH_SIZE / NUM_GPUS")
     kind = keys["OPTIM.OPTIMIZER"]
     if kind == "sgd":
-        _momentum(keys)
+        _translate_momentum(keys)
         keys.skip("used by adam and adamw, but the optimizer is sgd", "OPTIM.BETA1", "OPTIM.BETA2")
     elif kind in ("adam", "adamw"):
         betas = [keys["OPTIM.BETA1"], keys["OPTIM.BETA2"]]
@@ -71,8 +73,8 @@ def pycls(keys: Translation, model_given: bool) -> None:
         keys.skip(f"used by sgd, but the optimizer is {kind}", "OPTIM.MOMENTUM", "OPTIM.NESTEROV", "OPTIM.DAMPENING")
     else:
         raise UsageError(f"OPTIM.OPTIMIZER: {kind!r} is not supported; use sgd, adam or adamw")
-    _decays(keys)
-    _loop(keys)
+    _translate_weight_decays(keys)
+    _translate_schedule(keys)
     if keys["TRAIN.LABEL_SMOOTHING"]:
         keys.set("recipe.loss.name", "cross_entropy", "MODEL.LOSS_FUN")
     if keys["FSDP.ENABLED"]:
@@ -87,8 +89,8 @@ def pycls(keys: Translation, model_given: bool) -> None:
         keys.copy("OUT_DIR", "run.dir")
 
 
-def _crops(keys: Translation) -> None:
-    """Translate the crops of training and validation. The folders must be named train and val, as in Lockstep."""
+def _translate_crops(keys: Translation) -> None:
+    """Translate the crops of training and validation. Raises UsageError if the folders aren't named train and val."""
     keys.copy("TRAIN.IM_SIZE", "recipe.data.image_size")
     keys.copy("TEST.IM_SIZE", "recipe.data.resize_size")
     keys.set("recipe.data.augment", {"resized_crop": True, "flip": True}, "its loader")
@@ -98,17 +100,17 @@ def _crops(keys: Translation) -> None:
         keys.skip("Lockstep uses the same folder names", key)
 
 
-def _momentum(keys: Translation) -> None:
+def _translate_momentum(keys: Translation) -> None:
     keys.copy("OPTIM.MOMENTUM", "recipe.optimizer.momentum")
     keys.copy("OPTIM.NESTEROV", "recipe.optimizer.nesterov")
     if keys["OPTIM.DAMPENING"]:
         keys.copy("OPTIM.DAMPENING", "recipe.optimizer.options.dampening")
 
 
-def _decays(keys: Translation) -> None:
+def _translate_weight_decays(keys: Translation) -> None:
     """Translate custom weight decays to parameter groups.
 
-    pycls matches the names of parameters too, and its bias decay doesn't apply to the biases of norms.
+    pycls also matches parameters by name. Its weight decay for biases doesn't apply to the biases of norm layers.
     """
     norms, layers, biases = (keys[f"{section}USE_CUSTOM_WEIGHT_DECAY"] for section in ("BN.", "LN.", "OPTIM.BIAS_"))
     groups = []
@@ -125,8 +127,8 @@ def _decays(keys: Translation) -> None:
         keys.set("recipe.optimizer.groups", groups, "CUSTOM_WEIGHT_DECAY of BN, LN and biases, by parameter names")
 
 
-def _loop(keys: Translation) -> None:
-    """Translate the epochs and the learning rate, which is constant within an epoch in these frameworks."""
+def _translate_schedule(keys: Translation) -> None:
+    """Translate the epochs and the learning rate. In these frameworks, the rate is constant within an epoch."""
     keys.set("recipe.last_batch", "drop", "its loader")
     if not keys["TRAIN.AUTO_RESUME"]:
         keys.set("run.resume", "never", "TRAIN.AUTO_RESUME")
@@ -142,7 +144,7 @@ def _loop(keys: Translation) -> None:
         keys.set("recipe.schedule.milestones", [step for step in steps if step], "OPTIM.STEPS")
         keys.set("recipe.schedule.gamma", factor, "OPTIM.LR_MULT")
         keys.skip("the policy steps does not use it", "OPTIM.MIN_LR")
-    elif policy == "exp" and low > 0 and 1 <= epochs <= _MOST_EPOCHS:
+    elif policy == "exp" and low > 0 and 1 <= epochs <= _MAX_EPOCHS:
         keys.set("recipe.schedule.name", "steps", "OPTIM.LR_POLICY, a step after each epoch")
         keys.set("recipe.schedule.milestones", list(range(1, epochs)), "OPTIM.MAX_EPOCH")
         keys.set("recipe.schedule.gamma", low ** (1 / epochs), "OPTIM.MIN_LR ** (1 / OPTIM.MAX_EPOCH)")
@@ -150,7 +152,7 @@ def _loop(keys: Translation) -> None:
     else:
         raise UsageError(
             f"OPTIM.LR_POLICY: {policy!r} is not supported with OPTIM.MIN_LR {low}; use cos, lin, steps, or exp with a "
-            f"MIN_LR above 0 and a MAX_EPOCH from 1 to {_MOST_EPOCHS:,}"
+            f"MIN_LR above 0 and a MAX_EPOCH from 1 to {_MAX_EPOCHS:,}"
         )
     if keys["OPTIM.WARMUP_EPOCHS"]:
         keys.copy("OPTIM.WARMUP_EPOCHS", "recipe.schedule.warmup_epochs")

@@ -1,4 +1,4 @@
-"""Maps the networks of pycls to torchvision and timm by their dimensions."""
+"""Finds the network of torchvision or timm that has the same dimensions as a network of pycls."""
 
 from typing import Final
 
@@ -6,14 +6,14 @@ from lockstep.config.elsewhere.translation import Translation
 from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
-_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # bottleneck ratios and group widths: one group
-_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # 32 groups
-# ResNet and ResNeXt: all are in torchvision, except _OF_TIMM.
+_PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # the bottleneck ratios and group widths of ResNets, with one group
+_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # the same for ResNeXts, with 32 groups
+# The ResNets and ResNeXts in torchvision. _OF_TIMM is only in timm.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
-_OF_TIMM: Final = "resnext101_32x4d"
-# Strides, kernel sizes and expansion ratios of the seven stages, the same in all EfficientNets.
+_TIMM_RESNEXT: Final = "resnext101_32x4d"
+# The strides, kernel sizes and expansion ratios of the seven stages, which are the same in all EfficientNets.
 _STAGES: Final = ([1, 2, 2, 2, 1, 2, 1], [3, 3, 5, 3, 5, 5, 3], [1, 6, 6, 6, 6, 6, 6])
-# The widths of the stem, the depths and widths of the stages, and the width of the head.
+# The width of the stem, the depths and widths of the stages, and the width of the head.
 _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
     "efficientnet_b0": (32, [1, 2, 2, 3, 3, 4, 1], [16, 24, 40, 80, 112, 192, 320], 1280),
     "efficientnet_b1": (32, [2, 3, 3, 4, 4, 5, 2], [16, 24, 40, 80, 112, 192, 320], 1280),
@@ -24,18 +24,18 @@ _EFFICIENTNETS: Final[dict[str, tuple[int, list[int], list[int], int]]] = {
 }
 
 
-def network(keys: Translation) -> tuple[str, str]:
-    """Return the source and the name of the network that these keys describe, and set its options.
+def find_network(keys: Translation) -> tuple[str, str]:
+    """Return the library and the name of the network that the keys describe, and set its options.
 
-    Raises UsageError if the network isn't known.
+    Raises UsageError if no library has the network.
     """
     kind = keys["MODEL.TYPE"]
     library_and_name = None
-    by_dimensions = {"regnet": _regnet, "effnet": _efficientnet, "vit": _vit}
+    by_dimensions = {"regnet": _find_regnet, "effnet": _find_efficientnet, "vit": _find_vit}
     if kind == "resnet":
         groups, width = keys["RESNET.NUM_GROUPS"], keys["RESNET.WIDTH_PER_GROUP"]
         depth = keys["MODEL.DEPTH"]
-        library_and_name = _library_of(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
+        library_and_name = _find_resnet(f"resnet{depth}" if groups == 1 else f"resnext{depth}_{groups}x{width}d")
         if library_and_name and depth >= 50 and keys["RESNET.STRIDE_1X1"]:
             keys.note("the stride of a bottleneck is on its 3x3 convolution in Lockstep, and on its first 1x1 in pycls")
     elif kind == "anynet" and keys["ANYNET.STEM_TYPE"] == "res_stem_in" and not keys["ANYNET.SE_ON"]:
@@ -43,7 +43,7 @@ def network(keys: Translation) -> tuple[str, str]:
         shape = (keys["ANYNET.BOT_MULS"], keys["ANYNET.GROUP_WS"])
         names = {str(_PLAIN): f"resnet{depth}", str(_GROUPED): f"resnext{depth}_32x4d"}
         if keys["ANYNET.WIDTHS"] == [256, 512, 1024, 2048]:
-            library_and_name = _library_of(names.get(str(shape), ""))
+            library_and_name = _find_resnet(names.get(str(shape), ""))
     elif kind in by_dimensions:
         library_and_name = by_dimensions[kind](keys)
     if library_and_name is None:
@@ -54,12 +54,12 @@ def network(keys: Translation) -> tuple[str, str]:
     return library_and_name
 
 
-def _library_of(name: str) -> tuple[str, str] | None:
-    return ("timm", name) if name == _OF_TIMM else ("torchvision", name) if name in _RESNETS else None
+def _find_resnet(name: str) -> tuple[str, str] | None:
+    return ("timm", name) if name == _TIMM_RESNEXT else ("torchvision", name) if name in _RESNETS else None
 
 
-def _regnet(keys: Translation) -> tuple[str, str] | None:
-    """Return the RegNet of timm with the same dimensions. The RegNets of timm are those of pycls."""
+def _find_regnet(keys: Translation) -> tuple[str, str] | None:
+    """Return the RegNet of timm with the same dimensions, or None. timm has the same RegNets as pycls."""
     from timm.models.regnet import model_cfgs
 
     dimensions = [keys[f"REGNET.{name}"] for name in ("DEPTH", "W0", "WA", "WM", "GROUP_W")]
@@ -72,8 +72,8 @@ def _regnet(keys: Translation) -> tuple[str, str] | None:
     return None
 
 
-def _efficientnet(keys: Translation) -> tuple[str, str] | None:
-    """Return the EfficientNet of timm with the same dimensions."""
+def _find_efficientnet(keys: Translation) -> tuple[str, str] | None:
+    """Return the EfficientNet of timm with the same dimensions, or None."""
     stages = tuple(keys[f"EN.{name}"] for name in ("STRIDES", "KERNELS", "EXP_RATIOS"))
     dimensions = tuple(keys[f"EN.{name}"] for name in ("STEM_W", "DEPTHS", "WIDTHS", "HEAD_W"))
     if stages != _STAGES or keys["EN.SE_R"] != 0.25 or keys["MODEL.ACTIVATION_FUN"] not in ("silu", "swish"):
@@ -89,8 +89,8 @@ def _efficientnet(keys: Translation) -> tuple[str, str] | None:
     return "timm", name
 
 
-def _vit(keys: Translation) -> tuple[str, str] | None:
-    """Return the vision transformer of timm, and set its dimensions as options."""
+def _find_vit(keys: Translation) -> tuple[str, str] | None:
+    """Return a vision transformer of timm, and set its dimensions as options. None if timm can't build it."""
     if keys["VIT.STEM_TYPE"] != "patchify" or keys["VIT.CLASSIFIER_TYPE"] not in ("token", "pooled"):
         return None
     if keys["VIT.HIDDEN_DIM"] < 1:
@@ -101,7 +101,7 @@ def _vit(keys: Translation) -> tuple[str, str] | None:
         keys.copy(key, f"recipe.model.options.{name}")
     ratio = keys["VIT.MLP_DIM"] / keys["VIT.HIDDEN_DIM"]
     keys.set("recipe.model.options.mlp_ratio", ratio, "VIT.MLP_DIM, VIT.HIDDEN_DIM")
-    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # the mean after the last norm, without a class token
+    if keys["VIT.CLASSIFIER_TYPE"] == "pooled":  # pycls averages after the last norm, without a class token
         for name, value in {"class_token": False, "global_pool": "avg", "fc_norm": False}.items():
             keys.set(f"recipe.model.options.{name}", value, "VIT.CLASSIFIER_TYPE")
     return "timm", "vit_base_patch16_224"

@@ -1,4 +1,4 @@
-"""Translates the keys of another framework, by a table and by code, and records the result for each key."""
+"""Translates the keys of a different framework with a table and with code, and records the result for each key."""
 
 import sys
 import textwrap
@@ -18,15 +18,15 @@ _WIDTH: Final = 120
 
 @dataclass(frozen=True)
 class KeyTable:
-    """The keys of a framework, from the YAML file of its name in this folder. All keys are dotted.
+    """The keys of a framework, read from the YAML file of the framework in this folder. All keys are dotted.
 
     - `defaults`: All keys with their defaults. Unless the default is null, a value must have the type of the default.
-    - `marks`: A file with one of these keys is of this framework. If empty, any key of the framework is enough.
-    - `renamed`: Current keys by the names that older versions used.
-    - `mapped`: The Lockstep key that has the same value.
-    - `mapped_if_set`: Like `mapped`, for values that aren't empty or off.
-    - `switches`: The Lockstep values to set if a key is on.
-    - `unmapped`: Reasons, each with the keys or key patterns that have no counterpart for this reason.
+    - `marks`: The keys that identify a file of the framework. If empty, any key of the framework identifies it.
+    - `renamed`: The current name of each key that older versions named differently.
+    - `mapped`: The Lockstep key with the same value, for each key that has one.
+    - `mapped_if_set`: Like `mapped`, but only for values that aren't empty or false.
+    - `switches`: The Lockstep values to set if a key is true.
+    - `unmapped`: The keys or key patterns that have no counterpart, by reason.
 
     Keys that aren't in the table are rejected.
     """
@@ -41,7 +41,7 @@ class KeyTable:
     unmapped: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def knows(self, keys: Collection[str]) -> bool:
-        """Return whether a file with these keys is of this framework."""
+        """Return whether a file with these keys is for this framework."""
         return any(key in keys for key in self.marks or (*self.defaults, *self.renamed))
 
 
@@ -56,12 +56,12 @@ def table_of(framework: str) -> KeyTable:
 
 @dataclass(frozen=True)
 class TranslatedConfig:
-    """The translated configuration.
+    """A translated configuration.
 
     - `values`: The sections recipe, placement and run.
-    - `origins`: The origin of each value, by dotted key. It names the keys of the framework.
-    - `unmapped`: The reason why a key that the file sets has no counterpart, by key of the framework.
-    - `notes`: Other differences between the framework and Lockstep.
+    - `origins`: The origin of each value by dotted key, such as the key of the framework.
+    - `unmapped`: The keys in the file that have no counterpart, with the reason for each.
+    - `notes`: Further differences between the framework and Lockstep.
     """
 
     values: Mapping[str, Any]
@@ -70,12 +70,12 @@ class TranslatedConfig:
     notes: tuple[str, ...] = ()
 
     def to_yaml(self, heading: str) -> str:
-        """Return it as the YAML text of a recipe. Comments list the origin of each value, and `remarks`."""
+        """Return the YAML text of a recipe. Comments contain `heading`, the origin of each value, and `remarks`."""
         lines = [*_comment(heading), *write.block(self.values, self.origins)]
         return "\n".join([*lines, *(line for remark in self.remarks() for line in _comment(remark))]) + "\n"
 
     def remarks(self) -> Iterator[str]:
-        """Yield a line for the keys without a counterpart for each reason, then the notes."""
+        """Yield a line for each reason with the keys that have no counterpart, and then the notes."""
         for reason in dict.fromkeys(self.unmapped.values()):
             keys = [key for key, key_reason in self.unmapped.items() if key_reason == reason]
             yield f"not mapped: {', '.join(keys)}: {reason}"
@@ -83,10 +83,10 @@ class TranslatedConfig:
 
 
 def type_mismatch(default: Any, value: Any) -> str:
-    """Return the expected type of a value, or "" if the value has it. A default of None accepts any value."""
+    """Return the expected type as text, or "" if the value has the type of the default. None accepts any value."""
     if default is None or (default == "" and value is None):
         return ""
-    # This comparison is exact for integers of any size, and False for NaN.
+    # The comparison with the largest float is exact for integers of any size, and False for NaN.
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
@@ -107,10 +107,10 @@ def _comment(text: str) -> list[str]:
 
 @final
 class Translation:
-    """A translation in progress: the table translates its keys, and code translates the rest one by one.
+    """A translation in progress. The table translates most keys, and code translates the remaining keys.
 
-    `file_values` are the keys and values of a file, and `gpus` the number of GPUs that it is for. A key that neither
-    the table nor code uses is a bug in this package, and `finish` raises AssertionError.
+    `file_values` are the values of a file by dotted key. `gpus` is the number of GPUs that the file is written for. If
+    neither the table nor code uses a key, this is a bug in this package, and `finish` raises AssertionError.
     """
 
     def __init__(self, table: KeyTable, file_values: Mapping[str, Any], gpus: int) -> None:
@@ -124,7 +124,7 @@ class Translation:
         self._used: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value of a key of the framework, or its default. Raises UsageError if the type is wrong."""
+        """Return the value of a framework key, or its default. Raises UsageError if the value has the wrong type."""
         self._used.add(key)
         default = self._table.defaults.get(key)
         value = self._file_values.get(key)
@@ -135,11 +135,11 @@ class Translation:
         return value
 
     def __contains__(self, key: str) -> bool:
-        """Return whether the file or the command line sets a key of the framework."""
+        """Return whether the file or the command line sets a framework key."""
         return key in self._file_values
 
     def set(self, path: str, value: Any, origin: str) -> None:
-        """Set a dotted Lockstep key. `origin` describes the source of its value."""
+        """Set the dotted Lockstep key `path`. `origin` is a description of the source of its value."""
         *sections, name = path.split(".")
         section = self._values
         for key in sections:
@@ -150,13 +150,13 @@ class Translation:
             self._origins |= {f"{path}.{format_key(inner)}": origin for inner, _ in write.leaves(value)}
 
     def copy(self, key: str, path: str) -> None:
-        """Set a Lockstep key to the value of a key of the framework."""
+        """Set the dotted Lockstep key `path` to the value of a framework key."""
         self.set(path, self[key], key)
 
     def skip(self, reason: str, *keys: str) -> None:
-        """Record why keys of the framework, or key patterns, have no counterpart. The first reason for a key is kept.
+        """Record the reason why framework keys or key patterns have no counterpart. The first reason of a key is kept.
 
-        Keys that appear in the origin of a value have a counterpart, and `finish` ignores their reasons.
+        `finish` ignores the reason if the key appears in the origin of a value, because it has a counterpart then.
         """
         for key in {**self._table.defaults, **self._file_values}:
             if any(fnmatchcase(key, pattern) for pattern in keys):
@@ -164,11 +164,11 @@ class Translation:
                 self._unmapped.setdefault(key, reason)
 
     def note(self, text: str) -> None:
-        """Record another difference between the framework and Lockstep."""
+        """Record a further difference between the framework and Lockstep."""
         self._notes.append(text)
 
     def copy_listed(self) -> None:
-        """Translate the keys for which the table has a counterpart."""
+        """Translate all keys that have a counterpart in the table."""
         for key, path in self._table.mapped.items():
             if self[key] is not None:
                 self.copy(key, path)
@@ -180,7 +180,7 @@ class Translation:
                 self.set(path, value, key)
 
     def finish(self) -> TranslatedConfig:
-        """Return the translated configuration, with the table's reasons for keys without a counterpart."""
+        """Return the translated configuration. Keys without a counterpart get their reasons from the table."""
         for reason, keys in self._table.unmapped.items():
             self.skip(reason, *keys)
         unused = [key for key in {**self._table.defaults, **self._file_values} if key not in self._used]

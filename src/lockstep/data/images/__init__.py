@@ -1,1 +1,1 @@
-"""Images: their sources, and how they are decoded, augmented and normalized."""
+"""Image datasets, and functions that decode, crop, augment and normalize images."""

@@ -1,6 +1,6 @@
-"""The part of an image that the model sees: a random crop in training, the center in validation.
+"""Computes crops of images: random crops for training, and center crops for validation.
 
-Doesn't import torch.
+This module doesn't import torch.
 """
 
 import math
@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 
 _TRIES: Final = 10
 _RATIOS: Final = (3 / 4, 4 / 3)
-DRAWS: Final = 2 * _TRIES + 2  # an area and an aspect ratio for each try, then the position
+DRAWS: Final = 2 * _TRIES + 2  # an area and an aspect ratio for each try, and two numbers for the position
 
 
 class Box(NamedTuple):
-    """A part of an image, in pixels."""
+    """A rectangle in an image, in pixels."""
 
     top: int
     left: int
@@ -22,11 +22,11 @@ class Box(NamedTuple):
 
 
 def random_crop(height: int, width: int, scale: tuple[float, float], draws: Sequence[float]) -> Box:
-    """Choose a crop as torchvision's RandomResizedCrop does (Szegedy et al. 2015, section 6).
+    """Return a random crop like torchvision's RandomResizedCrop (Szegedy et al. 2015, section 6).
 
-    `draws` are DRAWS numbers in [0, 1). The share of the area is uniform in `scale`, and the aspect ratio is
-    log-uniform in [3/4, 4/3]. If the crop doesn't fit in the image, the next two draws are tried. After ten tries,
-    returns the largest centered part with an allowed aspect ratio.
+    `draws` are DRAWS random numbers in [0, 1). The area of the crop is uniform in `scale`, as a fraction of the image.
+    Its aspect ratio is log-uniform in [3/4, 4/3]. If the crop doesn't fit into the image, the next two draws are tried.
+    After ten tries, returns the largest center crop with an allowed aspect ratio.
     """
     for area, aspect in zip(draws[0 : 2 * _TRIES : 2], draws[1 : 2 * _TRIES : 2], strict=True):
         pixels = height * width * (scale[0] + area * (scale[1] - scale[0]))
@@ -48,12 +48,12 @@ def _central_box(height: int, width: int) -> Box:
 
 
 def short_side(height: int, width: int, size: int) -> tuple[int, int]:
-    """Return the size with a shorter side of `size` and the same aspect ratio, rounded as by torchvision's Resize."""
+    """Return the height and width after resizing the short side to `size`, rounded like torchvision's Resize."""
     if height < width:
         return size, int(size * width / height)
     return int(size * height / width), size
 
 
-def centre(height: int, width: int, size: int) -> Box:
-    """Return the square of `size` in the center, rounded as torchvision's CenterCrop does."""
+def center(height: int, width: int, size: int) -> Box:
+    """Return the center crop of `size` x `size` pixels, rounded like torchvision's CenterCrop."""
     return Box(round((height - size) / 2), round((width - size) / 2), size, size)

@@ -1,6 +1,6 @@
-"""Transforms of a batch on its device: augments, normalizes and mixes images, or other inputs with classes.
+"""Augments, normalizes and mixes the samples of a batch on its device.
 
-Each sample has its own random numbers, so augmenting it doesn't depend on the other samples of its batch.
+Each sample has its own random numbers, so its augmentation doesn't depend on the other samples in the batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ from lockstep.core import random
 from lockstep.core.batch import Batch
 from lockstep.data.base import Request
 from lockstep.errors import UsageError
-from lockstep.tasks.facts import whole_samples
+from lockstep.tasks.facts import count_sample_classes
 
 _DRAWS: Final = 3  # row, column, flip
 
 
 @dataclass(frozen=True)
 class ImageTransforms:
-    """Transforms (inputs, targets) on the device. If `mean` is None, inputs are not normalized."""
+    """Transforms batches of (inputs, targets) on the device. If `mean` is None, inputs aren't normalized."""
 
     device: torch.device
     classes: int
@@ -40,10 +40,10 @@ class ImageTransforms:
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise UsageError if samples of `shape` don't support these transforms."""
-        if errors := list(self._misfits(shape)):
+        if errors := list(self._unsupported_settings(shape)):
             raise UsageError("\n".join(errors))
 
-    def _misfits(self, shape: tuple[int, ...]) -> Iterator[str]:
+    def _unsupported_settings(self, shape: tuple[int, ...]) -> Iterator[str]:
         is_image = len(shape) == 3
         if not is_image and (self.crop_padding or self.flip):
             yield (
@@ -69,51 +69,51 @@ class ImageTransforms:
             )
 
     def prepare(self, batch: Batch, request: Request) -> Batch:
-        """See DeviceTransforms. Adds the positions of the crops and flips to the fetched batch."""
+        """See DeviceTransforms. Adds the positions for `crop_and_flip` to the fetched batch."""
         if not (self.crop_padding or self.flip) or request.draw is None:
             return batch
         draws = random.uniform(random.key(random.AUGMENT, request.draw, 1), request.indices, _DRAWS)
         return *batch, crop_positions(draws, batch[0].shape, self.crop_padding, self.flip)
 
     def for_training(self, batch: Batch, step: int, index: int) -> Batch:
-        """See DeviceTransforms. Augments, normalizes and mixes."""
+        """See DeviceTransforms. Augments, normalizes and mixes the batch."""
         inputs, targets, *positions = batch
         for position in positions:
             inputs = crop_and_flip(inputs, position, self.crop_padding, self.flip)
-        inputs = self._normalise_inputs(inputs)
+        inputs = self._normalize_inputs(inputs)
         if self.mixup or self.cutmix:
             key = random.key(random.MIX, self.seed, step, index)
             inputs, targets = mix(inputs, targets, self.classes, self.mixup, self.cutmix, self.mix_probability, key)
         return inputs, targets
 
     def for_evaluation(self, batch: Batch) -> Batch:
-        """See DeviceTransforms. Normalizes."""
+        """See DeviceTransforms. Only normalizes the batch."""
         inputs, targets = batch
-        return self._normalise_inputs(inputs), targets
+        return self._normalize_inputs(inputs), targets
 
-    def _normalise_inputs(self, inputs: Tensor) -> Tensor:
-        return inputs if self._constants is None else normalise(inputs, *self._constants)
+    def _normalize_inputs(self, inputs: Tensor) -> Tensor:
+        return inputs if self._constants is None else normalize(inputs, *self._constants)
 
     @cached_property
     def _constants(self) -> tuple[Tensor, Tensor] | None:
         if self.mean is None or self.std is None:
             return None
-        return constants(self.mean, self.std, self.device)
+        return normalization_constants(self.mean, self.std, self.device)
 
 
 def device_transforms(
     recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device
 ) -> ImageTransforms | None:
-    """Return the transforms of a recipe, as plain values, for data with these facts, or None if there are none.
+    """Return the transforms of a recipe for data with these facts, or None if the recipe has no transforms.
 
-    Raises UsageError if the samples don't support the transforms.
+    `recipe` contains plain values. Raises UsageError if the samples don't support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
     mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))
     mixes = mixing["mixup"] or mixing["cutmix"]
     if not (mean or std or augment["crop_padding"] or augment["flip"] or mixes):
         return None
-    classes = whole_samples(facts)
+    classes = count_sample_classes(facts)
     if mixes and classes is None:
         raise UsageError("recipe.mix: mixup and cutmix require a class for each sample; remove mixup and cutmix")
     transforms = ImageTransforms(
@@ -133,11 +133,11 @@ def device_transforms(
 
 
 def crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_padding: int, flip: bool) -> Tensor:
-    """Return the positions of the crops and flips for `crop_and_flip`, as int64 on the CPU.
+    """Compute the positions of random crops and flips for `crop_and_flip`, as int64 on the CPU.
 
-    Images of `shape` [n, channels, height, width] are padded with zeros, and cropped back to their size. `draws` are
-    uniform in [0, 1), of shape [n, 3]: row, column, flip. Without padding, the result has shape [n], and with padding
-    [n * channels]. It is computed before the copy to the device, and is copied together with the images.
+    Images of `shape` [n, channels, height, width] are padded with zeros, and cropped to their original size. `draws`
+    has shape [n, 3], with uniform random numbers in [0, 1) for row, column and flip. The result has shape [n] without
+    padding, and [n * channels] with padding. It is copied to the device together with the images.
     """
     count, channels, height, width = shape
     flipped = (draws[:, 2] < 0.5) & flip
@@ -151,11 +151,11 @@ def crop_positions(draws: NDArray[np.float64], shape: Sequence[int], crop_paddin
 
 
 def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bool) -> Tensor:
-    """Return the images cropped and flipped at `positions`, on their device."""
+    """Crop and flip images on their device. `positions` is the result of `crop_positions`."""
     height, width = images.shape[2:]
     padded = F.pad(images, (crop_padding,) * 4) if crop_padding else images
-    # Each image is there twice, unchanged and flipped, because copying whole rows is ten times faster than gathering
-    # pixels.
+    # Concatenate the unchanged and the flipped images, so that each result consists of full rows. Copying rows is ten
+    # times faster than gathering pixels.
     sources = torch.cat([padded, padded.flip(3)]) if flip else padded
     if not crop_padding:
         return sources.index_select(0, positions)
@@ -164,33 +164,34 @@ def crop_and_flip(images: Tensor, positions: Tensor, crop_padding: int, flip: bo
     return sources.flatten().unfold(0, width, 1).index_select(0, rows).view(images.shape)
 
 
-def constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the factor and the summand for `normalise`: float32 of shape [channels, 1, 1] each."""
+def normalization_constants(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the scale and the shift for `normalize`, both float32 of shape [channels, 1, 1]."""
     scale = torch.tensor([1.0 / (255.0 * s) for s in std], device=device)[:, None, None]
     shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)[:, None, None]
     return scale, shift
 
 
-def normalise(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return (images / 255 - mean) / std per channel, in float32.
 
-    `scale` and `shift` are the results of `constants`.
+    `scale` and `shift` are the results of `normalization_constants`.
     """
-    # Always rounds twice: a fused multiply-add would return different bits on hardware that uses it.
+    # Use two operations, each with its own rounding. A fused multiply-add would return different bits.
     return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 def mix(
     inputs: Tensor, targets: Tensor, classes: int, mixup: float, cutmix: float, probability: float, key: int
 ) -> tuple[Tensor, Tensor]:
-    """Mix each sample with its neighbor in the micro-batch. Returns the inputs and the class weights, [n, classes].
+    """Mix each sample with its neighbor in the micro-batch. Return the inputs and the class weights, [n, classes].
 
-    Mixup (Zhang et al. 2018) blends with lambda ~ Beta(mixup, mixup). CutMix (Yun et al. 2019) pastes a box with an
-    area of 1 - lambda, and sets lambda to match the actual box. If both are enabled, each is used with probability 1/2.
-    With probability 1 - `probability`, the inputs are returned unchanged. All random numbers are a function of `key`.
+    Mixup (Zhang et al. 2018) blends two samples with lambda ~ Beta(mixup, mixup). CutMix (Yun et al. 2019) pastes a box
+    with a relative area of 1 - lambda, and then adjusts lambda to the actual box. If both are enabled, each of them is
+    used with probability 1/2. With probability 1 - `probability`, the inputs are returned unchanged. All random numbers
+    only depend on `key`.
     """
     generator = np.random.Generator(np.random.Philox(key=key))
-    # Doesn't use F.one_hot, which reads the targets first. SKIPPED is not the index of a class, so its row is zeros.
+    # Don't use F.one_hot, which reads the targets and so synchronizes with the device. For SKIPPED, the row is all 0.
     weights = (targets[:, None] == torch.arange(classes, device=targets.device)).float()
     is_mixed, prefers_cutmix = generator.random() < probability, generator.random() < 0.5
     uses_cutmix = cutmix > 0 and (mixup == 0 or prefers_cutmix)
@@ -208,9 +209,9 @@ def mix(
 def _plane_offsets(
     planes: NDArray[np.int64], channels: int, tops: NDArray[np.int64], lefts: NDArray[np.int64], size: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Return the offset of each cropped plane in the flat tensor.
+    """Return the offset of each cropped plane in the flattened tensor. A plane is one channel of an image.
 
-    `planes` are the indices of the first plane of each image, and `size` is the padded size of a plane.
+    `planes` has the index of the first plane of each image. `size` is the size of a plane with padding.
     """
     numbers = planes[:, None] + np.arange(channels)
     return ((numbers * size[0] + tops[:, None]) * size[1] + lefts[:, None]).ravel()
@@ -219,13 +220,13 @@ def _plane_offsets(
 def _paste_box(inputs: Tensor, share: float, generator: np.random.Generator) -> tuple[Tensor, float]:
     height, width = inputs.shape[-2:]
     side = (1.0 - share) ** 0.5
-    top, bottom = _span(height, side, generator)
-    left, right = _span(width, side, generator)
+    top, bottom = _random_span(height, side, generator)
+    left, right = _random_span(width, side, generator)
     mixed = inputs.clone()
     mixed[..., top:bottom, left:right] = inputs.roll(1, 0)[..., top:bottom, left:right]
     return mixed, 1.0 - (bottom - top) * (right - left) / (height * width)
 
 
-def _span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
-    centre, half = generator.integers(length), int(length * side) // 2
-    return max(int(centre) - half, 0), min(int(centre) + half, length)
+def _random_span(length: int, side: float, generator: np.random.Generator) -> tuple[int, int]:
+    center, half = generator.integers(length), int(length * side) // 2
+    return max(int(center) - half, 0), min(int(center) + half, length)

@@ -1,4 +1,4 @@
-"""The handwritten digits that come with Lockstep: 1,797 real images of 8x8. See DIGITS.md for the credits."""
+"""The dataset of handwritten digits that comes with Lockstep: 1,797 images of 8x8 pixels. Credits are in DIGITS.md."""
 
 from pathlib import Path
 from typing import Final
@@ -13,8 +13,8 @@ from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
 
 _FILE: Final = Path(__file__).with_name("digits.npz")
-_MEAN: Final = 0.3061  # of the training part, as is _STD
-_STD: Final = 0.3771
+_MEAN: Final = 0.3061  # the mean of the training split
+_STD: Final = 0.3771  # the standard deviation of the training split
 
 
 Options = NoOptions
@@ -26,9 +26,9 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 
 
 def digits() -> DataSet:
-    """Return 1,437 training and 360 validation images.
+    """Return 1,437 training images and 360 validation images.
 
-    Every fifth image is a validation image, starting with the first.
+    Every fifth image is a validation image, starting with the first image.
     """
     with np.load(_FILE, allow_pickle=False) as file:
         images, targets = torch.from_numpy(file["images"]), torch.from_numpy(file["targets"]).long()

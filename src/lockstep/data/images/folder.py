@@ -1,4 +1,4 @@
-"""Images in one folder per class, the layout of ImageNet."""
+"""Datasets of image files with one folder per class, as in ImageNet."""
 
 import errno
 import os
@@ -20,15 +20,15 @@ from lockstep.data.options import Share
 from lockstep.data.request import DataRequest
 from lockstep.errors import DataError
 
-_SHOWN: Final = 5
+_MAX_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
 class Options:
-    """The share of images for validation if there is no folder val/. Set one of the two; 0 means no validation.
+    """The fraction of images for validation if there is no folder val/. Set one of the options. 0 means no validation.
 
-    - `validation`: A share of all images.
-    - `validation_per_class`: A share of the images of each class. If there is no folder train/ either, defaults to 0.1.
+    - `validation`: A fraction of all images.
+    - `validation_per_class`: A fraction of the images of each class. Defaults to 0.1 if there is no folder train/.
     """
 
     validation: Share | None = None
@@ -36,7 +36,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the images of `root/train/<class>/` and `root/val/<class>/`, cropped and resized as requested."""
+    """Open the images in `root/train/<class>/` and `root/val/<class>/`, with the requested crops."""
     result = scan(request.root, options.validation, options.validation_per_class)
     validation = Files(result.validation) if result.validation else None
     data = pictures(Files(result.train), validation, result.classes, request)
@@ -45,8 +45,8 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 def _warnings(ignored: Sequence[str]) -> Iterator[str]:
     if ignored:
-        kinds = Counter(_kind(os.path.basename(file)) for file in ignored)
-        top_kinds = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_SHOWN]
+        kinds = Counter(_file_kind(os.path.basename(file)) for file in ignored)
+        top_kinds = sorted(kinds, key=lambda kind: (kind not in OTHER_PICTURES, -kinds[kind], kind))[:_MAX_SHOWN]
         remainder = len(ignored) - sum(kinds[kind] for kind in top_kinds)
         descriptions = [f"{kinds[kind]:,} {printable_line(kind)}" for kind in top_kinds] + [f"{remainder:,} other"] * (
             remainder > 0
@@ -57,17 +57,17 @@ def _warnings(ignored: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _kind(name: str) -> str:
+def _file_kind(name: str) -> str:
     return "hidden" if is_hidden(name) else os.path.splitext(name)[1].lower() or "without a suffix"
 
 
 @final
 class Files:
-    """The paths of images and the class of each image."""
+    """The paths and the classes of images."""
 
     def __init__(self, files: Sequence[tuple[str, int]]) -> None:
-        # A single array instead of a list, because reference counts of a million strings would copy them into each
-        # loader process.
+        # Store all paths in a single array instead of a list of strings. In loader processes, which are forked, the
+        # reference counts of a million strings would copy their memory.
         names = [os.fsencode(file) for file, _ in files]
         self._names = np.frombuffer(b"".join(names), np.uint8)
         self._ends = np.cumsum([len(name) for name in names])
@@ -81,7 +81,7 @@ class Files:
     def content(self, index: int) -> bytearray:
         """See Pictures."""
         file = self.name(index)
-        # Never skipped, regardless of on_error, because a failing disk or network is not a property of the data.
+        # Don't skip the image, regardless of on_error, because a failing disk or network isn't a property of the data.
         try:
             with plainfile.reader(Path(file), links=True) as stream:
                 return bytearray(stream.read())

@@ -1,4 +1,4 @@
-"""Converts a value of a user-defined sample to a tensor: an image, an array, a tensor or a number."""
+"""Converts the values in user-defined samples to tensors. A value is an image, an array, a tensor or a number."""
 
 from typing import Any
 
@@ -12,13 +12,14 @@ from lockstep.common.type_name import type_name
 
 
 def tensor(value: Any) -> Tensor:
-    """Return an image, an array, a tensor or a number as a tensor.
+    """Convert an image, an array, a tensor or a number to a tensor. Raises TypeError for any other value.
 
-    PIL images are converted to arrays first; bilevel images become grayscale, and palette, CMYK and YCbCr images become
-    RGB. uint8 arrays of shape [height, width] or [height, width, channels] with 1, 3 or 4 channels become uint8 of
-    shape [channels, height, width]. Tensors keep their shape and dtype, but lose their autograd history. Doubles of
-    NumPy and Python are rarely intended, and are converted to torch's default dtype. Raises TypeError for anything
-    else.
+    - PIL images are converted to arrays first. Bilevel images are converted to grayscale, and palette, CMYK and YCbCr
+      images to RGB.
+    - uint8 arrays of shape [height, width] or [height, width, channels] with 1, 3 or 4 channels are converted to uint8
+      of shape [channels, height, width].
+    - Tensors keep their shape and dtype, but are detached.
+    - float64 values of NumPy and Python are converted to torch's default dtype, because float64 is rarely intended.
     """
     if isinstance(value, Tensor):
         return check_tensor(value)
@@ -35,10 +36,7 @@ def tensor(value: Any) -> Tensor:
 
 
 def check_tensor(value: Tensor) -> Tensor:
-    """Return a tensor without its autograd history.
-
-    Raises TypeError if it isn't a dense tensor of plain numbers on the CPU.
-    """
+    """Return the detached tensor. Raises TypeError if it isn't a dense tensor of real numbers on the CPU."""
     if value.layout != torch.strided or value.device.type != "cpu" or value.is_complex() or value.is_quantized:
         raise TypeError(
             f"expected a dense tensor of real numbers on the CPU, got {value.dtype}, {value.layout} on {value.device}"

@@ -1,4 +1,4 @@
-"""A split of images that are read, cropped and resized on demand, from any source of bytes."""
+"""A split of images that are decoded, cropped and resized on demand. The encoded images come from any source."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from lockstep.core import random
 from lockstep.data.base import DataSet
-from lockstep.data.images.crops import DRAWS, centre, random_crop, short_side
+from lockstep.data.images.crops import DRAWS, center, random_crop, short_side
 from lockstep.data.images.decoding import UndecodableError, decode
 from lockstep.data.request import FILES_SIZE, DataRequest
 from lockstep.errors import DataError
 from lockstep.tasks.classification import SKIPPED, skip_mask
 from lockstep.tasks.facts import facts
 
-_MEAN: Final = (0.485, 0.456, 0.406)  # of ImageNet
-_STD: Final = (0.229, 0.224, 0.225)
+_MEAN: Final = (0.485, 0.456, 0.406)  # the mean of each channel in ImageNet
+_STD: Final = (0.229, 0.224, 0.225)  # the standard deviation of each channel in ImageNet
 
 
 class Pictures(Protocol):
-    """A source of encoded images, and the class of each image."""
+    """A source of encoded images with their classes."""
 
     targets: Tensor  # int64 of shape [n]
 
@@ -32,25 +32,25 @@ class Pictures(Protocol):
         """Return the name of an image in errors, such as its path."""
 
     def content(self, index: int) -> bytearray:
-        """Return the bytes of an image file. Raises TrainingError if they can't be read."""
+        """Return the content of an image file. Raises TrainingError if it can't be read."""
 
 
 @dataclass(frozen=True)
 class CropSettings:
-    """The part of an image that the model sees: a random crop, or the center if `scale` is None.
+    """The settings of crops: random crops, or center crops if `scale` is None.
 
-    `scale` is the range of the crop's share of the area.
+    `scale` is the range of the area of a random crop, as a fraction of the image.
     """
 
-    size: int  # the side length in pixels
-    resize: int  # the shorter side before the center crop
+    size: int  # the side length of the crop in pixels
+    resize: int  # the length of the short side before a center crop
     scale: tuple[float, float] | None
     exif: bool = True  # whether to apply the orientation from the metadata
-    skips: bool = False  # whether to return undecodable images as zeros that don't count
+    skips: bool = False  # whether to return zeros with the target SKIPPED for images that can't be decoded
 
 
 def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str], request: DataRequest) -> DataSet:
-    """Return a dataset of images, cropped as requested. Validation always uses the center."""
+    """Return a dataset of images with the requested crops. Validation always uses center crops."""
     settings = crop_settings(request)
     scale = request.resized_crop_scale if request.resized_crop else None
     return DataSet(
@@ -63,29 +63,29 @@ def pictures(train: Pictures, validation: Pictures | None, classes: Sequence[str
 
 
 def crop_settings(request: DataRequest) -> CropSettings:
-    """Return the crop settings of validation."""
+    """Return the crop settings for validation."""
     size = request.image_size or FILES_SIZE
     return CropSettings(size, request.resize_size or size, None, request.exif, request.on_error == "skip")
 
 
 def as_sample(pixels: Tensor, channels: int, height: int, width: int) -> Tensor:
-    """Return an image, uint8 of shape [3, any, any], as a sample: uint8 of shape [channels, height, width].
+    """Convert an RGB image, uint8 of shape [3, any, any], to a sample, uint8 of shape [channels, height, width].
 
-    If the size differs, the image is resized without keeping its aspect ratio. A single channel is Pillow's grayscale
-    (ITU-R 601-2).
+    If the size differs, the image is resized without keeping its aspect ratio. For a single channel, the image is
+    converted to grayscale as in Pillow (ITU-R 601-2).
     """
     if pixels.shape[1:] != (height, width):
         pixels = resize(pixels, height, width)
     if channels == 3:
         return pixels
     red, green, blue = pixels.to(torch.int32)
-    grey: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
-    return grey.to(torch.uint8)[None]
+    gray: Tensor = (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
+    return gray.to(torch.uint8)[None]
 
 
 @final
 class PictureSplit:
-    """Images as uint8 of shape [n, 3, size, size], and their classes."""
+    """A split with images, uint8 of shape [n, 3, size, size], and their classes."""
 
     in_memory: bool = False
 
@@ -105,9 +105,10 @@ class PictureSplit:
         return int(self._source.targets[index])
 
     def picture(self, index: int) -> Tensor | None:
-        """Return a whole image, uint8 of shape [3, any, any], or None if it is damaged and the recipe skips it.
+        """Return an image without cropping, uint8 of shape [3, any, any].
 
-        Raises DataError with the name of the file if it is damaged and the recipe doesn't skip it.
+        If the image is damaged, returns None if the recipe skips damaged images. Otherwise, raises DataError with the
+        name of the file.
         """
         try:
             return decode(self._source.content(index), self._settings.exif)
@@ -140,22 +141,22 @@ class PictureSplit:
 
 
 def part(pixels: Tensor, settings: CropSettings, draws: Sequence[float] | None = None) -> Tensor:
-    """Return the part that the model sees as uint8 of shape [3, size, size].
+    """Return a crop of an image, uint8 of shape [3, size, size].
 
-    Returns the crop that `draws` select, or the center without them.
+    `draws` are the random numbers of a random crop. If they are None, returns the center crop.
     """
     _, height, width = pixels.shape
     if draws is None or settings.scale is None:
         rows, columns = short_side(height, width, settings.resize)
-        top, left, _, _ = centre(rows, columns, settings.size)
+        top, left, _, _ = center(rows, columns, settings.size)
         return resize(pixels, rows, columns)[:, top : top + settings.size, left : left + settings.size]
     top, left, rows, columns = random_crop(height, width, settings.scale, draws)
     return resize(pixels[:, top : top + rows, left : left + columns], settings.size, settings.size)
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Return an image, uint8 of shape [3, any, any], in a different size, antialiased when it shrinks."""
-    # For bytes with interleaved channels, as here, torch uses integer arithmetic. It takes half of Pillow's time, and
-    # pixels differ by at most one. The bits are the same with AVX2, AVX-512 and any number of threads, but not without
-    # AVX2.
+    """Resize an image, uint8 of shape [3, any, any], with bilinear interpolation and antialiasing."""
+    # For uint8 with channels last in memory, torch uses integer arithmetic. It takes half the time of Pillow, and the
+    # pixels differ by at most 1. The bits don't depend on the number of threads. They are the same with AVX2 and
+    # AVX-512, but not without AVX2.
     return F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]

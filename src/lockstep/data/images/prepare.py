@@ -1,4 +1,4 @@
-"""Decodes images once, into WebDataset tar archives of pixels that return the same samples."""
+"""Converts images to WebDataset tar archives of decoded pixels. The samples are the same as before."""
 
 import io
 import tarfile
@@ -11,55 +11,57 @@ from typing import Final
 
 from lockstep.common.platforms import usable_cores
 from lockstep.data.images.crops import short_side
-from lockstep.data.images.decoding import as_ppm
+from lockstep.data.images.decoding import encode_ppm
 from lockstep.data.images.pictures import PictureSplit, resize
 
-ARCHIVE_BYTES: Final = 1 << 30  # once an archive is larger, the next one is started
-_AHEAD: Final = 16  # images per core to decode at a time
-_LONGEST: Final = 100  # the number of characters to keep of an image's name
+ARCHIVE_BYTES: Final = 1 << 30  # when an archive reaches this size, the next archive is started
+_IMAGES_PER_CORE: Final = 16  # the number of images per core to decode at a time
+_MAX_NAME_LENGTH: Final = 100  # the maximum number of characters of an image's name
 
 
 def write_archives(split: PictureSplit, folder: Path, part: str, shorter: int | None = None) -> Iterator[int]:
-    """Write the images of a split to `folder/part-00000.tar` and so on. Yields the number of completed images.
+    """Write the images of a split to `folder/<part>-00000.tar` and so on. Yields the number of completed images.
 
-    Images are stored upright. If `shorter` is set, images with a longer short side are resized to it. If an image can't
-    be decoded, raises DataError. If the recipe skips such images, writes an empty file, which is skipped again when you
-    read the archive.
+    Images are stored upright. If `shorter` is set, images with a longer short side are resized so that their short side
+    is `shorter`. If an image can't be decoded, raises DataError. If the recipe skips damaged images, an empty file is
+    written instead, and a run on the archive skips it too.
     """
     names = (folder / f"{part}-{number:05d}.tar" for number in count())
     archive = None
     with ThreadPoolExecutor(cores := usable_cores()) as pool, ExitStack() as stack:
-        for first in range(0, len(split), _AHEAD * cores):
-            block = range(first, min(first + _AHEAD * cores, len(split)))
+        for first in range(0, len(split), _IMAGES_PER_CORE * cores):
+            block = range(first, min(first + _IMAGES_PER_CORE * cores, len(split)))
             for index, content in zip(
-                block, pool.map(lambda number: _pixels(split, number, shorter), block), strict=True
+                block, pool.map(lambda number: _encode_image(split, number, shorter), block), strict=True
             ):
                 if archive is None or archive.offset >= ARCHIVE_BYTES:
                     stack.close()
                     archive = stack.enter_context(tarfile.open(next(names), "w"))
-                name = _member(index, split.name(index))
-                _add(archive, f"{name}.ppm", content)
-                _add(archive, f"{name}.cls", str(split.target(index)).encode())
+                name = _member_name(index, split.name(index))
+                _add_member(archive, f"{name}.ppm", content)
+                _add_member(archive, f"{name}.cls", str(split.target(index)).encode())
                 yield index + 1
 
 
-def _pixels(split: PictureSplit, index: int, shorter: int | None) -> bytes:
+def _encode_image(split: PictureSplit, index: int, shorter: int | None) -> bytes:
     picture = split.picture(index)
     if picture is None:
         return b""
     _, height, width = picture.shape
     if shorter is not None and min(height, width) > shorter:
         picture = resize(picture, *short_side(height, width, shorter))
-    return as_ppm(picture)
+    return encode_ppm(picture)
 
 
-def _member(index: int, name: str) -> str:
-    """Return the name of an image's members without their suffix: its index, and a name that users recognize."""
+def _member_name(index: int, name: str) -> str:
+    """Return the name of an image in the archive without suffix: its index, and its original name."""
     stem = Path(name).stem.replace(".", "_")
-    return f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_LONGEST]}"
+    return (
+        f"{index:08d} {''.join(character if character.isprintable() else '_' for character in stem)[:_MAX_NAME_LENGTH]}"
+    )
 
 
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+def _add_member(archive: tarfile.TarFile, name: str, content: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(content)
     archive.addfile(member, io.BytesIO(content))

@@ -1,4 +1,4 @@
-"""Finds the images of a folder of classes by their names, and the errors in its layout. Doesn't import torch."""
+"""Finds the images in class folders by their file names, and checks the layout. This module doesn't import torch."""
 
 import os
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.common.patterns import list_some
-from lockstep.data.shares import in_share, take_share
+from lockstep.data.shares import in_share, select_share
 from lockstep.errors import UsageError
 
 IMAGE_SUFFIXES: Final = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-# Used for prediction if Pillow can read them, but never part of a dataset, as in torchvision's ImageFolder: adding a
-# suffix would change the samples of existing datasets.
+# Files with these suffixes are used for prediction if Pillow can read them. As in torchvision's ImageFolder, they are
+# never part of a dataset, because adding a suffix would change the samples of existing datasets.
 OTHER_PICTURES: Final = (".gif", ".avif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jxl", ".tga")
-VALIDATION_PER_CLASS: Final = 0.1  # the default if the root contains the folders of the classes
-_SHOWN: Final = 5
+VALIDATION_PER_CLASS: Final = 0.1  # the default fraction if the class folders are directly in the root
+_MAX_SHOWN: Final = 5
 _SPLIT_NAMES: Final = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev"})
 _CLASSES_ADVICE: Final = ", or in only <class>/, which is then split into training and validation"
 _SHARE_ADVICE: Final = (
@@ -26,10 +26,9 @@ _SHARE_ADVICE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The classes in the order of their indices, and for each split its files in order, each with its class.
+    """The result of a scan: the classes in the order of their indices, and the files of each split with their classes.
 
-    `ignored` are the files in the same folders that don't have the name of an image, or aren't in the folder of a
-    class.
+    `ignored` are the files that don't have the name of an image, or aren't in a class folder.
     """
 
     classes: list[str]
@@ -40,21 +39,21 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """The images of each class of a split, and all other files in its folder."""
+    """The images in the folder of a split by class, and all other files in this folder."""
 
     images: dict[str, list[str]]
     ignored: list[str]
 
 
 def scan(root: str, share: float | None = None, per_class: float | None = None) -> Scan:
-    """Find `root/train/<class>/*` and `root/val/<class>/*`, at any depth below a class.
+    """Find the images in `root/train/<class>/` and `root/val/<class>/`, at any depth below a class folder.
 
-    - Without val/, validation gets `share` of all images of train/, or `per_class` of the images of each class. You
-      must set one of the two.
-    - If there is no train/ either, the images of `root/<class>/*` are split in the same way. In this case, `per_class`
-      defaults to VALIDATION_PER_CLASS.
+    - If there is no folder val/, the images in train/ are split into training and validation. You must set either
+      `share`, the fraction of all images for validation, or `per_class`, the fraction of the images of each class.
+    - If there is no folder train/ either, the images in `root/<class>/` are split in the same way. In this case,
+      `per_class` defaults to VALIDATION_PER_CLASS.
 
-    The choice is a function of a hash of each file's path below that folder. Names are sorted by their code points, so
+    The split depends on a hash of each file's path below train/ or the root. Names are sorted by their code points, so
     the order is the same on every machine. Hidden folders are ignored. Raises UsageError with one line per problem.
     """
     if share is not None and per_class is not None:
@@ -63,7 +62,7 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
             "them"
         )
     if share is not None:
-        return _split(root, share)
+        return _split_images(root, share)
     if per_class is not None:
         return _split_classes(root, per_class)
     if os.path.isdir(root) and not any(os.path.isdir(os.path.join(root, split)) for split in ("train", "val")):
@@ -76,8 +75,8 @@ def scan(root: str, share: float | None = None, per_class: float | None = None) 
     return Scan(classes, _label_files(images["train"], classes), _label_files(images["val"], classes), ignored)
 
 
-def _split(root: str, share: float) -> Scan:
-    """Split the images by their hashes, so that adding images doesn't move any other image."""
+def _split_images(root: str, share: float) -> Scan:
+    """Split all images by their hashes. If you add images later, the other images stay in their split."""
     folder, listing = _only_split(root, "validation")
     prefix = os.path.join(root, folder.name if folder != Path(root) else "", "")  # root as the user wrote it
     classes = sorted(listing.images)
@@ -96,7 +95,7 @@ def _split(root: str, share: float) -> Scan:
 
 
 def _split_classes(root: str, share: float | None) -> Scan:
-    """Take the share of each class. None means VALIDATION_PER_CLASS, if the folders in the root look like classes."""
+    """Split the images of each class. If `share` is None, use VALIDATION_PER_CLASS, and check the layout first."""
     folder, listing = _only_split(root, "validation_per_class")
     if share is None:
         share = VALIDATION_PER_CLASS
@@ -105,7 +104,7 @@ def _split_classes(root: str, share: float | None) -> Scan:
     classes = sorted(listing.images)
     held_out: set[str] = set()
     for files in listing.images.values():
-        held_out |= {prefix + name for name in take_share([file.removeprefix(prefix) for file in files], share)}
+        held_out |= {prefix + name for name in select_share([file.removeprefix(prefix) for file in files], share)}
     if share and not held_out:
         raise UsageError(
             f"dataset folder: each class of {folder} has a single image, so no image is left for validation; add "
@@ -119,9 +118,9 @@ def _split_classes(root: str, share: float | None) -> Scan:
 
 
 def _only_split(root: str, option: str) -> tuple[Path, _Listing]:
-    """Return the folder of the classes, which is train/ or the root, and its files.
+    """Return the folder that contains the class folders, which is train/ or the root, and its files.
 
-    Raises UsageError if there is a val/.
+    Raises UsageError if there is a folder val/.
     """
     if (Path(root) / "val").is_dir():
         raise UsageError(
@@ -135,7 +134,7 @@ def _only_split(root: str, option: str) -> tuple[Path, _Listing]:
 
 
 def _check_layout(root: Path, images: dict[str, list[str]]) -> None:
-    """Raise UsageError if the folders in the root don't look like classes."""
+    """Raise UsageError if the folders in the root don't look like class folders."""
     if len(images) == 1:
         raise UsageError(
             f"dataset folder: {root} contains a single folder, '{next(iter(images))}', but at least 2 classes are "
@@ -173,7 +172,7 @@ def _list_split(root: str, split: str) -> _Listing:
     images: dict[str, list[str]] = {name: [] for name in names}
     ignored = sorted(str(folder / name) for name, is_folder in children if not is_folder)
     for name in names:
-        for file in _files(str(folder / name)):
+        for file in _walk_files(str(folder / name)):
             (images[name] if _is_image(file, IMAGE_SUFFIXES) else ignored).append(file)
     if not any(images.values()):
         raise UsageError(
@@ -200,7 +199,7 @@ def _empty_classes(root: str, splits: dict[str, dict[str, list[str]]]) -> Iterat
 
 
 def _format_classes(names: list[str]) -> str:
-    listing = list_some([f"'{name}'" for name in names], _SHOWN)
+    listing = list_some([f"'{name}'" for name in names], _MAX_SHOWN)
     return f"{'class' if len(names) == 1 else f'{len(names)} classes:'} {listing}"
 
 
@@ -209,19 +208,19 @@ def _label_files(images: dict[str, list[str]], classes: list[str]) -> list[tuple
 
 
 def pictures_below(folder: str) -> Iterator[str]:
-    """Yield the files below `folder` with the name of an image, in order. Ignores hidden files and folders."""
-    return (file for file in _files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_PICTURES))
+    """Yield the files below `folder` with an image suffix, in order. Hidden files and folders are ignored."""
+    return (file for file in _walk_files(folder) if _is_image(file, IMAGE_SUFFIXES + OTHER_PICTURES))
 
 
 def _is_image(file: str, suffixes: tuple[str, ...]) -> bool:
     return file.lower().endswith(suffixes) and not is_hidden(os.path.basename(file))
 
 
-def _files(folder: str) -> Iterator[str]:
+def _walk_files(folder: str) -> Iterator[str]:
     """Yield the files below `folder` in order, except for files in hidden folders.
 
-    Follows links to folders, but enters each folder only once, and never a folder that contains `folder` itself.
-    Otherwise, a link to a parent folder would yield the same images again and again.
+    Symbolic links to folders are followed. Each folder is entered only once, and a parent of `folder` is never entered,
+    because a link to a parent folder would yield the same images again.
     """
     if not os.path.isdir(folder):
         return
@@ -237,12 +236,12 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is hidden from users, such as `._1.jpg` and the __MACOSX of a Mac's zip file."""
+    """Return whether a file or folder is hidden, such as `._1.jpg`, or `__MACOSX` from a zip file created on a Mac."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def _is_new(folder: str, visited: set[tuple[int, int]]) -> bool:
-    """Return whether a folder hasn't been seen before, and record it as seen."""
+    """Return whether a folder hasn't been visited yet, and add it to the visited folders."""
     identity = _identity(folder)
     is_new = identity not in visited
     visited.add(identity)

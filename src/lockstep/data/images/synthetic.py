@@ -1,4 +1,4 @@
-"""Learnable images that need no files: a smooth random image per class, with noise."""
+"""A synthetic image dataset without files. Each class has a smooth random image, to which noise is added."""
 
 from dataclasses import asdict, dataclass
 from typing import Final
@@ -19,8 +19,10 @@ _TEMPLATES: Final = random.key(random.SYNTHETIC, 0)
 _TRAIN: Final = random.key(random.SYNTHETIC, 1)
 _VALIDATION: Final = random.key(random.SYNTHETIC, 2)
 _SIZE: Final = 32  # the default side length in pixels
-_GRID: Final = 4  # the side length of the random grid that a template is enlarged from
-_BLOCK: Final = 1 << 23  # bytes of noise to make at a time, since their counters need as much memory again
+_GRID: Final = 4  # the side length of the random grid, which is enlarged to a template
+_BLOCK_BYTES: Final = (
+    1 << 23
+)  # the number of bytes of noise to generate at a time, because their counters need memory too
 
 Bytes = NDArray[np.uint8]
 
@@ -41,41 +43,41 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 
 def synthetic(*, image_size: int, samples: int, validation_samples: int, classes: int, channels: int) -> DataSet:
-    """Return images of shape [channels, image_size, image_size], with the same bits on every machine.
+    """Return a dataset of images with shape [channels, image_size, image_size], bit-identical on every machine.
 
-    The class of sample i is i mod `classes`. A pixel is one quarter the template of its class and three quarters noise.
+    The class of sample i is i mod `classes`. A pixel is the sum of 1/4 of the template of the class and 3/4 of noise.
     """
-    templates = _templates(classes, channels, image_size)
-    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of the weighted sum of two uniform numbers
+    templates = _make_templates(classes, channels, image_size)
+    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of a weighted sum of two uniform numbers
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
-        train=_split(_TRAIN, templates, samples),
-        validation=_split(_VALIDATION, templates, validation_samples),
+        train=_make_split(_TRAIN, templates, samples),
+        validation=_make_split(_VALIDATION, templates, validation_samples),
         facts=facts(names, (channels, image_size, image_size), (0.5,) * channels, (deviation,) * channels),
     )
 
 
-def _templates(classes: int, channels: int, size: int) -> Bytes:
-    grids = _noise(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
-    # Pillow enlarges bytes with integer arithmetic, so the bits don't depend on the instruction set.
+def _make_templates(classes: int, channels: int, size: int) -> Bytes:
+    grids = _random_bytes(_TEMPLATES, range(classes * channels), _GRID * _GRID).reshape(-1, _GRID, _GRID)
+    # Pillow resizes uint8 images with integer arithmetic, so the bits don't depend on the instruction set.
     enlarged = [Image.fromarray(grid).resize((size, size), Image.Resampling.BICUBIC) for grid in grids]
     return np.stack([np.asarray(image) for image in enlarged]).reshape(classes, channels, size, size)
 
 
-def _split(key: int, templates: Bytes, samples: int) -> TensorSplit:
+def _make_split(key: int, templates: Bytes, samples: int) -> TensorSplit:
     targets = np.arange(samples) % len(templates)
     images = np.empty((samples, *templates.shape[1:]), np.uint8)
     pixels = templates[0].size
-    count = max(1, _BLOCK // pixels)
+    count = max(1, _BLOCK_BYTES // pixels)
     for start in range(0, samples, count):
         numbers = range(start, min(start + count, samples))
-        noise = _noise(key, numbers, pixels).reshape(-1, *templates.shape[1:])
+        noise = _random_bytes(key, numbers, pixels).reshape(-1, *templates.shape[1:])
         images[start : numbers.stop] = templates[targets[start : numbers.stop]] // 4 + noise // 4 * 3
     return TensorSplit(torch.from_numpy(images), torch.from_numpy(targets))
 
 
-def _noise(key: int, numbers: range, count: int) -> Bytes:
-    """Draw `count` random bytes for each of `numbers`: eight per hash, the lowest byte first."""
+def _random_bytes(key: int, numbers: range, count: int) -> Bytes:
+    """Return `count` random bytes for each of `numbers`. A 64-bit hash yields eight bytes, lowest byte first."""
     words = -(-count // 8)
     counters = np.arange(numbers.start * words, numbers.stop * words, dtype=np.uint64)
     values = random.bits(key, counters).astype("<u8").view(np.uint8)

@@ -1,4 +1,4 @@
-"""The offsets and classes of the images in a tar archive, found in one scan and cached next to the archive."""
+"""Indexes the images in a tar archive. The index has their offsets and classes, and is cached next to the archive."""
 
 import os
 import tarfile
@@ -15,13 +15,13 @@ from lockstep.data.images.scan import IMAGE_SUFFIXES
 from lockstep.errors import UsageError, error_as
 
 _VERSION: Final = 1
-_MOST_CLASSES: Final = 1 << 24  # each class has a name
+_MAX_CLASSES: Final = 1 << 24  # each class has a name
 _BLOCK: Final = tarfile.BLOCKSIZE
-_LABEL: Final = 1 << 20  # the maximum number of bytes to read of a label
+_MAX_LABEL_BYTES: Final = 1 << 20  # the maximum size of a label in bytes
 
 
 class TarIndex(NamedTuple):
-    """The images of `file`: their names, their (offset, size) in bytes as int64 of shape [n, 2], and their classes."""
+    """The names of the images in `file`, their (offset, size) in bytes as int64 of shape [n, 2], and their classes."""
 
     file: str
     names: NDArray[np.str_]
@@ -30,10 +30,10 @@ class TarIndex(NamedTuple):
 
 
 def load_index(file: Path, label: str) -> TarIndex:
-    """Return the index of an archive, from the cache or from a scan. Caches it if the folder is writable.
+    """Load the index of an archive from the cache, or scan the archive and cache the index if the folder is writable.
 
-    Nothing is ever unpacked, so the path in a member's name has no effect. Members that are not regular files are
-    ignored. Raises UsageError if the file can't be read as a tar archive.
+    The archive is never unpacked, so paths in the names of members have no effect. Members that aren't regular files
+    are ignored. Raises UsageError if the file can't be read as a tar archive.
     """
     error_types = (
         OSError,
@@ -58,31 +58,31 @@ def load_index(file: Path, label: str) -> TarIndex:
 
 
 def _read_cached(cache: Path, file: Path, mark: NDArray[np.int64]) -> TarIndex | None:
-    """Return the cached index, or None if there is none for the current state of the archive."""
+    """Return the cached index, or None if it doesn't exist or the archive has changed since."""
     try:
         with plainfile.reader(cache) as stream, np.load(stream, allow_pickle=False) as arrays:
             if not np.array_equal(arrays["mark"], mark):
                 return None
             index = TarIndex(str(file), arrays["names"], arrays["spans"], arrays["targets"])
-    except Exception:  # NumPy and zipfile raise any error for invalid bytes; the archive is scanned again
+    except Exception:  # for invalid bytes, NumPy and zipfile may raise any exception
         return None
     return index if len(index.names) == len(index.spans) == len(index.targets) else None
 
 
 def _write_cache(cache: Path, index: TarIndex, mark: NDArray[np.int64]) -> None:
-    # All ranks may do this at the same time. Each rank writes its own file, and the last rename wins. The contents are
-    # the same.
+    # All ranks may write the cache at the same time. Each rank writes its own temporary file with the same content, and
+    # the last rename takes effect.
     new = cache.with_name(f"{cache.name}.{os.getpid()}.new")
-    with suppress(OSError):  # if the folder isn't writable, each start scans the archive
+    with suppress(OSError):  # if the folder isn't writable, the archive is scanned at each start
         with open(new, "xb") as stream:
             np.savez(stream, mark=mark, names=index.names, spans=index.spans, targets=index.targets)
         os.replace(new, cache)
 
 
 def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
-    """Raise UsageError if the archive doesn't end with an empty block.
+    """Raise UsageError if the archive doesn't end with an empty block, because it was truncated.
 
-    tarfile reads a truncated archive as a shorter one.
+    tarfile doesn't report an error for a truncated archive.
     """
     stream.seek(offset)
     if stream.read(_BLOCK) != bytes(_BLOCK):
@@ -94,22 +94,22 @@ def _check_end(stream: BinaryIO, offset: int, file: Path) -> None:
 
 def _scan_archive(archive: tarfile.TarFile, file: Path, label: str) -> TarIndex:
     names, spans, targets = [], [], []
-    for name, parts in _samples(archive):
+    for name, parts in _group_members(archive):
         picture = next((member for ending, member in parts.items() if f".{ending.lower()}" in IMAGE_SUFFIXES), None)
         if picture is None:
             continue
         names.append(name)
         spans.append((picture.offset_data, picture.size))
-        targets.append(_target(archive, f"{file}: {name}", parts, label))
+        targets.append(_read_target(archive, f"{file}: {name}", parts, label))
     if not names:
         raise UsageError(f"dataset webdataset: {file} has no images; add files that end in {', '.join(IMAGE_SUFFIXES)}")
     return TarIndex(str(file), np.array(names), np.array(spans, np.int64), np.array(targets, np.int64))
 
 
-def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
+def _group_members(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
     """Yield the name of each sample and its members by suffix.
 
-    Adjacent members with the same name up to a dot are a sample.
+    A sample consists of consecutive members with the same name up to the first dot.
     """
     sample, parts = "", dict[str, tarfile.TarInfo]()
     for member in archive:
@@ -128,14 +128,14 @@ def _samples(archive: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.
         yield sample, parts
 
 
-def _target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
+def _read_target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.TarInfo], label: str) -> int:
     member = parts.get(label) or parts.get("json")
     if member is None:
         raise UsageError(
             f"dataset webdataset: {location} has neither a .{label} nor a .json; correct recipe.data.options.label"
         )
     stream = archive.extractfile(member)
-    content = stream.read(_LABEL) if stream is not None else b""
+    content = stream.read(_MAX_LABEL_BYTES) if stream is not None else b""
     try:
         content_value: Any = plainfile.parse_json(content)
         value = content_value[label] if isinstance(content_value, dict) else content_value
@@ -144,9 +144,9 @@ def _target(archive: tarfile.TarFile, location: str, parts: dict[str, tarfile.Ta
             f"dataset webdataset: {location}: {member.name} has no integer '{label}': {error!r}; correct the file or "
             f"recipe.data.options.label"
         ) from error
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST_CLASSES:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MAX_CLASSES:
         raise UsageError(
-            f"dataset webdataset: {location}: expected a class from 0 to {_MOST_CLASSES - 1:,}, got {value!r}; correct "
+            f"dataset webdataset: {location}: expected a class from 0 to {_MAX_CLASSES - 1:,}, got {value!r}; correct "
             f"the file"
         )
     return value

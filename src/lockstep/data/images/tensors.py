@@ -1,4 +1,4 @@
-"""A split in memory, as one tensor of images."""
+"""A split of images in memory, stored as a single tensor."""
 
 from typing import final
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @final
 class TensorSplit:
-    """Images, uint8 of shape [n, channels, height, width], and targets, int64 of shape [n]."""
+    """A split with images, uint8 of shape [n, channels, height, width], and targets, int64 of shape [n]."""
 
     in_memory: bool = True
 
@@ -22,6 +22,6 @@ class TensorSplit:
         return len(self.targets)
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> tuple[Tensor, Tensor]:
-        # Only copied if it is read-only, because torch warns about sharing such an array.
+        # Copy read-only indices, because torch warns if a tensor shares memory with a read-only array.
         positions = torch.from_numpy(indices if indices.flags.writeable else indices.copy())
         return self.images.index_select(0, positions), self.targets.index_select(0, positions)

@@ -21,12 +21,12 @@ from lockstep.data.request import DataRequest
 from lockstep.errors import UsageError, os_error_as
 from lockstep.tasks.facts import facts
 
-_TIMEOUT_S: Final = 30.0  # without a timeout, a network that drops packets would block every process forever
+_TIMEOUT_S: Final = 30.0  # without a timeout, a network that drops packets would block all processes forever
 
 
 @dataclass(frozen=True, slots=True)
 class _DatasetInfo:
-    """The name of a dataset in torchvision, and the well-known mean and std of its training part."""
+    """The name of a dataset in torchvision, and the mean and std of its training split."""
 
     kind: str
     mean: tuple[float, ...]
@@ -50,44 +50,44 @@ def open_data(request: DataRequest, options: NoOptions) -> DataSet:
 
 
 def torchvision_set(name: str, root: str, download: bool) -> DataSet:
-    """Return the dataset. Downloads it to `root` if it is missing and `download` is True.
+    """Open a dataset of torchvision. Downloads it to `root` if it is missing and `download` is True.
 
-    All ranks call this function. One process per node downloads, while the others wait for its lock. Raises UsageError
-    if the dataset is missing, is damaged, or can't be downloaded.
+    All ranks call this function. One process per node downloads the dataset, and the other processes of the node wait
+    for its lock. Raises UsageError if the dataset is missing, is damaged, or can't be downloaded.
     """
     info = _DATASETS[name]
     if not download and not Path(root).is_dir():
         raise UsageError(_missing_message(name, root, "no such folder"))
     with _download_lock(name, root):
-        # CIFAR's files are pickles, which can run code when they are loaded. torchvision's constructor checks the MD5
-        # of each file, downloaded or not, before it opens the file. Therefore nothing else may read them.
-        validation = _open(name, root, download, train=False)
-    train = _open(name, root, False, train=True)
-    split = _split(train)
+        # CIFAR's files are pickles, which can run code when they are loaded. Only torchvision's constructor may read
+        # them, because it checks the MD5 of each file first, even if it doesn't download the file.
+        validation = _open_dataset(name, root, download, train=False)
+    train = _open_dataset(name, root, False, train=True)
+    split = _to_split(train)
     return DataSet(
         train=split,
-        validation=_split(validation),
+        validation=_to_split(validation),
         facts=facts([str(label) for label in train.classes], tuple(split.images.shape[1:]), info.mean, info.std),
     )
 
 
 def _download_lock(name: str, root: str) -> AbstractContextManager[object]:
     if Path(root).is_dir() and not os.access(root, os.W_OK):
-        return nullcontext()  # not writable, so no rank is downloading to it
+        return nullcontext()  # the folder isn't writable, so no process can download to it
     advice = "; set recipe.data.root to a different folder"
     with os_error_as(UsageError, f"dataset {name}: cannot create the folder {root}", advice):
         Path(root).mkdir(parents=True, exist_ok=True)
     return exclusive(Path(root) / f".{name}.lock")
 
 
-def _open(name: str, root: str, download: bool, train: bool) -> Any:
+def _open_dataset(name: str, root: str, download: bool, train: bool) -> Any:
     dataset_class = getattr(datasets, _DATASETS[name].kind)
     try:
         with _network_timeout():
             return dataset_class(root, train=train, download=download)
     except MemoryError:
         raise
-    except Exception as error:  # torchvision passes on errors from sockets, archives and readers
+    except Exception as error:  # sockets, archives and readers may raise any exception
         reason = f"{type(error).__name__}: {error}"
         if not download:
             raise UsageError(_missing_message(name, root, reason)) from error
@@ -114,12 +114,12 @@ def _network_timeout() -> Iterator[None]:
         socket.setdefaulttimeout(timeout)
 
 
-def _split(dataset: Any) -> TensorSplit:
-    return TensorSplit(_images(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64))
+def _to_split(dataset: Any) -> TensorSplit:
+    return TensorSplit(_to_images(dataset.data), torch.as_tensor(dataset.targets, dtype=torch.int64))
 
 
-def _images(data: Any) -> Tensor:
-    if isinstance(data, np.ndarray):  # CIFAR: [n, height, width, 3]
+def _to_images(data: Any) -> Tensor:
+    if isinstance(data, np.ndarray):  # CIFAR has shape [n, height, width, 3]
         return torch.from_numpy(np.ascontiguousarray(data.transpose(0, 3, 1, 2)))
-    images: Tensor = data.unsqueeze(1)  # MNIST: [n, height, width]
+    images: Tensor = data.unsqueeze(1)  # MNIST has shape [n, height, width]
     return images

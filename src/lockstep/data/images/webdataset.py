@@ -1,6 +1,6 @@
-"""Images in WebDataset tar archives: NAME.jpg next to NAME.cls or NAME.json.
+"""Datasets of images in WebDataset tar archives, with NAME.jpg next to NAME.cls or NAME.json.
 
-Each archive is scanned once. The offsets of its members are cached next to it, which allows random access to samples.
+Each archive is scanned only once. The offsets of its members are cached next to it, which allows random access.
 """
 
 import os
@@ -24,12 +24,12 @@ from lockstep.errors import DataError, UsageError, os_error_as
 
 @dataclass(frozen=True)
 class Options:
-    """The labels and classes of the images, and the share for validation.
+    """The labels and classes of the images, and the fraction for validation.
 
-    - `label`: The suffix of the member with the class, or a key in the .json of the image.
-    - `classes`: The number of classes or their names. Defaults to one more than the largest class.
-    - `validation`: The share of images for validation if there are no val archives; 0 means none. Required in this
-      case.
+    - `label`: The suffix of the member with the class index, or a key in the .json file of the image.
+    - `classes`: The number of classes or their names. Defaults to the largest class index plus one.
+    - `validation`: The fraction of images for validation, which is required if there are no val archives. 0 means no
+      validation.
     """
 
     label: Text = "cls"
@@ -38,7 +38,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the images of the archives in `root`: train*.tar and val*.tar, or *.tar in the folders train/ and val/."""
+    """Open the archives in `root`: train*.tar and val*.tar, or *.tar in the folders train/ and val/."""
     train = [load_index(path, options.label) for path in _archives(Path(request.root), "train")]
     held_out = [load_index(path, options.label) for path in _archives(Path(request.root), "val")]
     if not train:
@@ -66,7 +66,7 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class Archives:
-    """The images of several archives in order, or only those at `positions`."""
+    """The images in several archives, in order. If `positions` is set, only the images at these positions."""
 
     def __init__(self, archives: Sequence[TarIndex], positions: Sequence[int] | None = None) -> None:
         self._archives = archives
@@ -74,7 +74,8 @@ class Archives:
         self._positions = np.arange(self._firsts[-1]) if positions is None else np.array(positions, np.int64)
         targets = np.concatenate([archive.targets for archive in archives]) if archives else np.empty(0, np.int64)
         self.targets = torch.from_numpy(targets[self._positions])
-        self._descriptors: dict[int, int] = {}  # descriptors, which forked processes can share: pread uses no position
+        # File descriptors by archive. Forked processes can share them, because pread doesn't use the file position.
+        self._descriptors: dict[int, int] = {}
 
     def name(self, index: int) -> str:
         """See Pictures."""
@@ -95,7 +96,7 @@ class Archives:
         return content
 
     def split(self, share: float) -> tuple[Self, Self]:
-        """Return the images without a share of them, and the share, chosen by their names."""
+        """Split the images into training and validation. `share` is the fraction for validation, selected by name."""
         is_held_out = [in_share(name, share) for archive in self._archives for name in archive.names.tolist()]
         train, validation = ([n for n, flag in enumerate(is_held_out) if flag is part] for part in (False, True))
         return Archives(self._archives, train), Archives(self._archives, validation)

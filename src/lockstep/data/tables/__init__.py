@@ -1,1 +1,1 @@
-"""Tables: rows of numbers and text from CSV and Parquet files."""
+"""Table datasets. A sample is a row of numbers and text, from a CSV or Parquet file or the library `datasets`."""

@@ -1,4 +1,4 @@
-"""Encodes the columns of a table for a model. Statistics of the training part also apply to validation."""
+"""Encodes the columns of a table for a model. Validation uses the statistics of the training split."""
 
 import re
 from collections.abc import Mapping
@@ -10,20 +10,21 @@ from numpy.typing import NDArray
 
 from lockstep.errors import UsageError
 
-# A number as people and spreadsheets write it: with groups of three digits, a decimal comma, a currency sign or %.
-_WRITTEN: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
-_MOST_VALUES: Final = 10_000  # per category; they are facts, which ranks compare and checkpoints save
+# A formatted number, as spreadsheets write it: with groups of three digits, a decimal comma, a currency sign or %.
+_FORMATTED: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
+# The maximum number of values of a category. The values are facts, which ranks compare and checkpoints save.
+_MAX_VALUES: Final = 10_000
 
 
 @final
 @dataclass(frozen=True)
 class Number:
-    """A numeric column, encoded as the distance from the training mean in standard deviations."""
+    """A numeric column. Values are standardized with the mean and standard deviation of the training split."""
 
     name: str
     mean: float
     std: float
-    means: bool  # missing values are replaced by the mean
+    means: bool  # whether to replace missing values with the mean
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -32,7 +33,7 @@ class Number:
 
     def encode(self, column: Any) -> NDArray[Any]:
         """Return the encoded column as float32 of shape [rows]."""
-        values = _floats(self.name, column)
+        values = _to_floats(self.name, column)
         if self.means:
             values = np.where(np.isnan(values), self.mean, values)
         return np.asarray((values - self.mean) / self.std, np.float32)
@@ -41,9 +42,9 @@ class Number:
 @final
 @dataclass(frozen=True)
 class Category:
-    """A categorical column, encoded as the index among the values in training.
+    """A categorical column. Values are encoded as their index in `values`, the values of the training split.
 
-    One more index stands for all other values.
+    All values that don't occur in training have the index `len(values)`.
     """
 
     name: str
@@ -57,12 +58,12 @@ class Category:
     def encode(self, column: Any) -> NDArray[Any]:
         """Return the encoded column as int64 of shape [rows]."""
         codes = {value: number for number, value in enumerate(self.values)}
-        uniques = column.unique().to_pylist()  # usually fewer than rows
-        numbers = {value: codes.get(_text(value), len(codes)) for value in uniques}
+        uniques = column.unique().to_pylist()  # look up each distinct value only once
+        numbers = {value: codes.get(_to_text(value), len(codes)) for value in uniques}
         return np.array([numbers[value] for value in column.to_pylist()], np.int64)
 
 
-def kind_of(column: Any) -> Literal["number", "name", "other"]:
+def column_kind(column: Any) -> Literal["number", "name", "other"]:
     """Return the kind of a column: number, name (text or booleans), or other."""
     import pyarrow.types as types
 
@@ -74,20 +75,20 @@ def kind_of(column: Any) -> Literal["number", "name", "other"]:
 
 
 def check_input(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError if an input column can't be used.
+    """Raise UsageError if an input column isn't supported.
 
-    Pass the column of the whole file, so that row numbers match the file.
+    Pass the column of the full file, so that row numbers in errors match the file.
     """
     import pyarrow.types as types
 
-    refuse_mixed(name, column, "or add the column to recipe.data.options.categories")
-    if kind_of(column) == "number" or types.is_null(column.type):  # the null type, if all values are missing
+    reject_mixed(name, column, "or add the column to recipe.data.options.categories")
+    if column_kind(column) == "number" or types.is_null(column.type):  # all values are missing
         check_numbers(name, column, means)
 
 
 def check_numbers(name: str, column: Any, means: bool) -> None:
-    """Raise UsageError if a column has infinite values, or missing values without `means`. See `check_input`."""
-    values = _floats(name, column)
+    """Raise UsageError if a numeric column has infinite values, or missing values although `means` is False."""
+    values = _to_floats(name, column)
     invalid = np.isinf(values) if means else ~np.isfinite(values)
     if invalid.any():
         fill = "" if means else ", or set recipe.data.options.missing=mean for missing values"
@@ -97,40 +98,43 @@ def check_numbers(name: str, column: Any, means: bool) -> None:
         )
 
 
-def refuse_mixed(name: str, column: Any, advice: str) -> None:
-    """Raise UsageError if a column of numbers was read as text, because a few values are not numbers or have commas."""
-    if kind_of(column) != "name":  # pyarrow can't find the unique values of lists
+def reject_mixed(name: str, column: Any, advice: str) -> None:
+    """Raise UsageError if a column of numbers was read as text, because some values aren't numbers or are formatted."""
+    if column_kind(column) != "name":  # pyarrow can't find the unique values of lists
         return
     values = [value for value in column.unique().to_pylist() if isinstance(value, str)]
     texts = {value for value in values if not _is_number(value)}
-    formatted_numbers = {value for value in texts if _WRITTEN.fullmatch(value)}
+    formatted_numbers = {value for value in texts if _FORMATTED.fullmatch(value)}
     if texts and 2 * len(texts - formatted_numbers) < len(values):
         row, text = next((row, value) for row, value in enumerate(column.to_pylist()) if value in texts)
         fix = "write only digits and a decimal point" if text in formatted_numbers else "remove such rows"
         raise UsageError(f"dataset table: column '{name}' has numbers, but {text!r} in row {row:,}; {fix}, {advice}")
 
 
-def column_of(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
-    """Return the encoding of a training column. Text, booleans and the columns in options.categories are categories."""
-    kind = kind_of(column)
+def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number | Category:
+    """Create the encoding of a column from its training values.
+
+    Text, booleans and the columns in `options.categories` are categories.
+    """
+    kind = column_kind(column)
     if kind == "number" and not is_category:
-        return _number(name, column, means)
+        return _fit_number(name, column, means)
     if kind == "other" and not is_category:
         raise UsageError(
             f"dataset table: column '{name}' has type {column.type}, but only numbers and text are supported; add it "
             f"to recipe.data.options.ignore or recipe.data.options.categories"
         )
-    values = sorted({_text(value) for value in column.unique().to_pylist()})
-    if len(values) > _MOST_VALUES:
+    values = sorted({_to_text(value) for value in column.unique().to_pylist()})
+    if len(values) > _MAX_VALUES:
         raise UsageError(
-            f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MOST_VALUES:,} are "
+            f"dataset table: column '{name}' has {len(values):,} distinct values, but at most {_MAX_VALUES:,} are "
             f"supported; add it to recipe.data.options.ignore"
         )
     return Category(name, tuple(values))
 
 
 def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
-    """Return the column with these facts from a checkpoint. Raises UsageError if the facts don't describe a column."""
+    """Restore the encoding of a column from its facts in a checkpoint. Raises UsageError if the facts are invalid."""
     match facts:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:
             return Number(name, mean, std, means)
@@ -142,18 +146,18 @@ def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
     )
 
 
-def _number(name: str, column: Any, means: bool) -> Number:
-    values = _floats(name, column)
+def _fit_number(name: str, column: Any, means: bool) -> Number:
+    values = _to_floats(name, column)
     finite = values[np.isfinite(values)]
-    # Over all rows in order, and in float64: the same bits on every rank.
+    # Compute the statistics over all rows in order and in float64, so that they are bit-identical on every rank.
     mean, std = (float(finite.mean()), float(finite.std())) if len(finite) else (0.0, 0.0)
     return Number(name, mean, std or 1.0, means)
 
 
-def _floats(name: str, column: Any) -> NDArray[np.float64]:
+def _to_floats(name: str, column: Any) -> NDArray[np.float64]:
     try:
         values: NDArray[np.float64] = column.cast("float64").to_numpy()  # nulls become NaN
-    except Exception as error:  # pyarrow raises many types of errors
+    except Exception as error:  # pyarrow raises many types of exceptions
         texts = ((row, value) for row, value in enumerate(column.to_pylist()) if isinstance(value, str))
         example = next((f", such as {text!r} in row {row:,}" for row, text in texts if not _is_number(text)), "")
         problem = f"'{name}' has numbers in training, but type {column.type} here{example}; use the same type"
@@ -169,5 +173,5 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Datasets that Hugging Face's library `datasets` saved with save_to_disk, as a Dataset or a DatasetDict."""
+"""Opens datasets that Hugging Face's library `datasets` has saved with save_to_disk."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
 from lockstep.common.names import choices
 from lockstep.data.base import DataSet
-from lockstep.data.imported import collate_of, wrap_map_style
+from lockstep.data.imported import import_collate, wrap_map_style
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
@@ -23,13 +23,13 @@ from lockstep.errors import UsageError
 class Options:
     """The columns of a sample, and the rows for validation.
 
-    - `inputs`: The input columns. Defaults to all columns except the target.
-    - `target`: If set, a sample is the pair (inputs, target). If not, a sample is only the inputs.
-    - `train`, `held_out`: The parts of a DatasetDict for training and validation.
-    - `validation`: The share of rows for validation if there is no held_out part; 0 means none.
+    - `inputs`: The input columns. Defaults to all columns except for the target.
+    - `target`: If set, a sample is the pair (inputs, target). Otherwise, a sample only has the inputs.
+    - `train`, `held_out`: The splits of a DatasetDict for training and validation.
+    - `validation`: The fraction of rows for validation if there is no `held_out` split. 0 means no validation.
 
-    Inputs are a dict by column name. They are the value itself if `inputs` is a single name, or if there is a target
-    and only one input column.
+    The inputs of a sample are a dict by column name. If `inputs` is a single name, or if there is a target and only one
+    input column, they are the value itself.
     """
 
     inputs: Text | Names | None = None
@@ -40,15 +40,15 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the dataset at `root`. Its rows are read on demand."""
-    train, held_out = _parts(request.root, options)
+    """Open the dataset at `root`. Rows are read on demand."""
+    train, held_out = _load_splits(request.root, options)
     numbers = np.arange(len(train))
     if held_out is None:
         is_held_out = rows_in_share(len(train), options.validation)
         numbers, held_out_numbers = numbers[~is_held_out], numbers[is_held_out]
-        validation = _columns(train, held_out_numbers, options) if len(held_out_numbers) else None
+        validation = _select_columns(train, held_out_numbers, options) if len(held_out_numbers) else None
     else:
-        validation = _columns(held_out, np.arange(len(held_out)), options)
+        validation = _select_columns(held_out, np.arange(len(held_out)), options)
     if not len(numbers):
         raise UsageError(
             f"dataset datasets: {request.root} has {len(train):,} rows, and none is left for training; add rows, or "
@@ -56,12 +56,14 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         )
     names = getattr(train.features.get(options.target), "names", None)
     label = f"dataset {request.name}"
-    return wrap_map_style(label, _columns(train, numbers, options), validation, names, collate_of(request.collate))
+    return wrap_map_style(
+        label, _select_columns(train, numbers, options), validation, names, import_collate(request.collate)
+    )
 
 
 @final
 class Columns:
-    """Selected rows of a dataset, each with the columns that make up a sample."""
+    """A map-style dataset of selected rows and columns. `numbers` has the indices of the rows."""
 
     def __init__(self, rows: Any, numbers: NDArray[np.int64], inputs: str | Sequence[str], target: str | None) -> None:
         self._rows = rows
@@ -78,7 +80,7 @@ class Columns:
         return inputs if self._target is None else (inputs, row[self._target])
 
 
-def _parts(root: str, options: Options) -> tuple[Any, Any]:
+def _load_splits(root: str, options: Options) -> tuple[Any, Any]:
     datasets = import_extra("datasets", "datasets", "dataset datasets")
     if not Path(root).is_dir():
         raise UsageError(
@@ -87,7 +89,7 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
     try:
         plainfile.check_folder(Path(root))
         dataset = datasets.load_from_disk(root)
-    except Exception as error:  # the library passes on any error of its readers
+    except Exception as error:  # the readers of the library may raise any exception
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         advice = "set recipe.data.root to a folder that save_to_disk wrote"
         raise UsageError(f"dataset datasets: cannot open {root}: {message}; {advice}") from error
@@ -99,7 +101,7 @@ def _parts(root: str, options: Options) -> tuple[Any, Any]:
     return dataset[options.train], dataset.get(options.held_out)
 
 
-def _columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns:
+def _select_columns(rows: Any, numbers: NDArray[np.int64], options: Options) -> Columns:
     names = rows.column_names
     inputs = options.inputs if options.inputs is not None else [name for name in names if name != options.target]
     input_names = [inputs] if isinstance(inputs, str) else inputs

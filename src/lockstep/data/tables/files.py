@@ -9,7 +9,7 @@ from lockstep.errors import UsageError
 
 
 def read(file: Path) -> Any:
-    """Return a .csv or .parquet file as a pyarrow Table. Raises UsageError if it can't be read."""
+    """Read a .csv or .parquet file as a pyarrow Table. Raises UsageError if it can't be read."""
     pyarrow = import_extra("pyarrow", "tables", "dataset table")
     from pyarrow import csv, parquet
 
@@ -35,8 +35,8 @@ def read(file: Path) -> Any:
     return table
 
 
-def same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
-    """Return both tables, the second with the columns of the first. Raises UsageError if columns are missing."""
+def select_same_columns(file: Path, train: Any, validation: Any) -> tuple[Any, Any]:
+    """Return both tables with the columns of `train`. Raises UsageError if a column is missing in `validation`."""
     if missing := [name for name in train.column_names if name not in validation.column_names]:
         raise UsageError(f"dataset table: {file} has no columns {', '.join(missing)}, as training has; add them")
     return train, validation.select(train.column_names)

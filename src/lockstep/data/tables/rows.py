@@ -15,10 +15,11 @@ from lockstep.data.tables.columns import Category, Number
 
 @final
 class Rows:
-    """Batches are (inputs, targets). Inputs are float32 of shape [n, features].
+    """A split whose batches are (inputs, targets).
 
-    The features are the numbers, followed by the one-hot encoding of each category. With `codes`, inputs are a dict
-    instead: `numbers`, float32 of shape [n, numbers], and `categories`, int64 of shape [n, categories].
+    Inputs are float32 of shape [n, features]. The features are the numbers, followed by the one-hot encoding of each
+    category. If `codes` is True, inputs are a dict with `numbers`, float32 of shape [n, numbers], and `categories`,
+    int64 of shape [n, categories].
     """
 
     in_memory: bool = True
@@ -39,7 +40,7 @@ class Rows:
 
     @property
     def shape(self) -> list[int]:
-        """The shape of a sample's inputs. With codes, the shape of its numbers."""
+        """The shape of the inputs of a sample. If `codes` is True, the shape of `numbers`."""
         return [self._numbers.shape[1] + (0 if self._codes else sum(self._sizes))]
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
@@ -48,7 +49,7 @@ class Rows:
         numbers, categories = self._numbers[positions], self._categories[positions]
         if self._codes:
             return {"numbers": numbers, "categories": categories}, self._targets[positions]
-        # Values that don't occur in training have their own index in one_hot, which is cut off. This leaves only zeros.
+        # Values that don't occur in training have the last index. Dropping its column leaves zeros for these values.
         one_hot = [
             F.one_hot(categories[:, index], size + 1)[:, :size].float() for index, size in enumerate(self._sizes)
         ]

@@ -1,4 +1,4 @@
-"""A table in a CSV or Parquet file, with standardized numbers, encoded categories and a target."""
+"""Datasets from a table in a CSV or Parquet file, with standardized numbers, encoded categories and a target."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.data.base import DataSet
 from lockstep.data.options import Names, Share, Text
 from lockstep.data.request import DataRequest
 from lockstep.data.shares import rows_in_share
-from lockstep.data.tables.columns import check_input, column_of, kind_of, refuse_mixed
-from lockstep.data.tables.files import read, same_columns
+from lockstep.data.tables.columns import check_input, column_kind, fit_column, reject_mixed
+from lockstep.data.tables.files import read, select_same_columns
 from lockstep.data.tables.rows import Rows
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import skip_mask
@@ -25,27 +25,29 @@ from lockstep.tasks.classification import skip_mask
 if TYPE_CHECKING:
     import pyarrow
 
-# Limits for integer targets without options.kind: the number of classes, and the number of classes with fewer than ten
-# rows per class on average.
-_MOST_CLASSES: Final = 1000
-_MOST_RARE: Final = 20
-_LARGE: Final = 1_000  # targets with a larger size or spread, or a spread below the reciprocal, are learned slowly
+# The maximum number of classes for integer targets if options.kind isn't set. The second limit applies if there are
+# fewer than ten rows per class on average.
+_MAX_CLASSES: Final = 1000
+_MAX_SPARSE_CLASSES: Final = 20
+# The limit for the mean and standard deviation of a target, above which learning is slow. The reciprocal is the lower
+# limit for the standard deviation.
+_SCALE_LIMIT: Final = 1_000
 
 
 @dataclass(frozen=True)
 class Options:
-    """The target of a table, and how its columns are used.
+    """The target of a table, and the use of its columns.
 
     - `target`: The target column, or a list of columns for regression.
-    - `kind`: Defaults to regression for floats and for several targets, and to classification otherwise. Set it if the
-      target is integers that are many or have gaps.
-    - `categories`: Integer columns that are categories, not amounts. Text columns always are.
-    - `ignore`: Columns that are not used.
-    - `missing`: If "refuse", missing numbers are an error. If "mean", they are replaced by the mean of the training
-      part.
-    - `codes`: If False, categories are one-hot encoded next to the numbers. If True, they are integers in a second
-      input.
-    - `validation`: The share of rows for validation if there is no validation file.
+    - `kind`: Defaults to regression for floats and for several targets, and to classification otherwise. You must set
+      it if the target has many different integers, or integers with gaps.
+    - `categories`: The integer columns that are categories and not amounts. Text columns are always categories.
+    - `ignore`: The columns to ignore.
+    - `missing`: If "refuse", missing numbers are an error. If "mean", they are replaced with the mean of the training
+      split.
+    - `codes`: If False, categories are one-hot encoded and appended to the numbers. If True, they are integers in a
+      separate input.
+    - `validation`: The fraction of rows for validation if there is no validation file.
     """
 
     target: Text | Names
@@ -58,11 +60,11 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the table at `root`: a file, or a folder with train.csv and optionally val.csv, or the same as .parquet.
+    """Open the table at `root`, which is a file, or a folder with train.csv and optionally val.csv.
 
-    Raises UsageError if a column is missing or has invalid values.
+    Parquet files are supported too. Raises UsageError if a column is missing or has invalid values.
     """
-    files = _files(Path(request.root))
+    files = _read_files(Path(request.root))
     targets = [options.target] if isinstance(options.target, str) else options.target
     categories, ignored = options.categories or (), options.ignore or ()
     _check_names(files[0], [*targets, *categories, *ignored])
@@ -73,22 +75,22 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
             f"columns, or remove columns from recipe.data.options.ignore"
         )
     means = options.missing == "mean"
-    for table in files:  # whole files, so that row numbers match
+    for table in files:  # check full files, so that row numbers in errors match the files
         for name in input_names:
             if name not in categories:
                 check_input(name, table[name], means)
         _check_targets(table, targets, options.kind)
-    train, validation, rows = _parts(files, options.validation)
-    columns = [column_of(name, train[name], name in categories, means) for name in input_names]
-    classes = _classes(train, targets, options.kind)
-    question = "" if options.kind or classes is None else _question(train, targets[0], classes)
+    train, validation, rows = _split_rows(files, options.validation)
+    columns = [fit_column(name, train[name], name in categories, means) for name in input_names]
+    classes = _find_classes(train, targets, options.kind)
+    question = "" if options.kind or classes is None else _ask_about_kind(train, targets[0], classes)
     parts = [
-        Rows(columns, part, _targets(part, targets, classes, question), options.codes)
+        Rows(columns, part, _encode_targets(part, targets, classes, question), options.codes)
         for part in (train, validation)
         if part is not None
     ]
     facts: dict[str, Any] = {"shape": parts[0].shape, "columns": [column.facts for column in columns]}
-    scales = [] if classes is not None else [_scale_of(name, train) for name in targets]
+    scales = [] if classes is not None else [_target_scale(name, train) for name in targets]
     if classes is None:
         facts |= {
             "outputs": len(targets),
@@ -103,21 +105,21 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
         facts=facts,
         skipped=None if classes is None else skip_mask,
         name=lambda number: f"row {rows[number]}",
-        warnings=tuple(_warnings(targets, scales)),
+        warnings=tuple(_scale_warnings(targets, scales)),
         question=question,
     )
 
 
-def _scale_of(name: str, train: pyarrow.Table) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a target."""
-    values = _floats(name, train[name]).astype(np.float64)
+def _target_scale(name: str, train: pyarrow.Table) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a target in the training split."""
+    values = _to_floats(name, train[name]).astype(np.float64)
     return float(values.mean()), float(values.std())
 
 
-def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """Warn about targets so far from 1, the size of initial outputs, that common learning rates don't reach them."""
+def _scale_warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """Yield a warning for each target whose scale is so far from 1 that common learning rates don't learn it."""
     for name, (mean, std) in zip(targets, scales, strict=False):
-        if max(abs(mean), std) > _LARGE or 0 < std < 1 / _LARGE:
+        if max(abs(mean), std) > _SCALE_LIMIT or 0 < std < 1 / _SCALE_LIMIT:
             yield (
                 f"target '{name}' has mean {mean:.4g} and standard deviation {std:.4g}, so a model that does not scale "
                 f"its outputs learns it slowly or not at all; use recipe.model.name=mlp, which scales them, or "
@@ -125,24 +127,28 @@ def _warnings(targets: Sequence[str], scales: Sequence[tuple[float, float]]) -> 
             )
 
 
-def _files(root: Path) -> list[pyarrow.Table]:
-    """Return the table of a file, or the training table followed by the validation table if there is one."""
+def _read_files(root: Path) -> list[pyarrow.Table]:
+    """Read the table in a file, or the training table and, if it exists, the validation table in a folder."""
     if not root.is_dir():
         return [read(root)]
     for suffix in (".csv", ".parquet"):
         train, validation = root / f"train{suffix}", root / f"val{suffix}"
         if train.exists():
-            return [*same_columns(validation, read(train), read(validation))] if validation.exists() else [read(train)]
+            return (
+                [*select_same_columns(validation, read(train), read(validation))]
+                if validation.exists()
+                else [read(train)]
+            )
     raise UsageError(
         f"dataset table: {root} contains neither train.csv nor train.parquet; set recipe.data.root to a file, or to a "
         f"folder with one of them"
     )
 
 
-def _parts(
+def _split_rows(
     files: Sequence[pyarrow.Table], share: float
 ) -> tuple[pyarrow.Table, pyarrow.Table | None, NDArray[np.int64]]:
-    """Return the training rows, the validation rows, and the indices of the training rows in their file."""
+    """Return the training rows, the validation rows if any, and the indices of the training rows in their file."""
     if len(files) > 1:
         return files[0], files[1], np.arange(len(files[0]))
     table = files[0]
@@ -161,8 +167,8 @@ def _check_names(table: pyarrow.Table, names: list[str]) -> None:
             raise UsageError(f"dataset table: no column '{name}'{choices(name, table.column_names)}")
 
 
-def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
-    """Return the classes of the target in order, or None for a regression."""
+def _find_classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list[Any] | None:
+    """Return the sorted classes of the target, or None for a regression."""
     import pyarrow.types as types
 
     column = table[targets[0]]
@@ -175,17 +181,20 @@ def _classes(table: pyarrow.Table, targets: list[str], kind: str | None) -> list
             f"set a single column, or recipe.data.options.kind=regression"
         )
     classes = sorted(value for value in column.unique().to_pylist() if value is not None)
-    many = len(classes) > _MOST_CLASSES or (len(classes) > _MOST_RARE and 10 * len(classes) > len(table))
+    many = len(classes) > _MAX_CLASSES or (len(classes) > _MAX_SPARSE_CLASSES and 10 * len(classes) > len(table))
     if kind is None and types.is_integer(column.type) and many:
         raise UsageError(_kind_question(table, targets[0], classes))
     return classes
 
 
-def _question(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
-    """Ask about integers that may be amounts: more than a few values, with gaps between the first and the last."""
+def _ask_about_kind(table: pyarrow.Table, target: str, classes: list[Any]) -> str:
+    """Return an error message that asks for `kind` if an integer target may be an amount, and "" otherwise.
+
+    This is the case if the target has more than a few different values, with gaps between them.
+    """
     import pyarrow.types as types
 
-    several = types.is_integer(table[target].type) and len(classes) > _MOST_RARE
+    several = types.is_integer(table[target].type) and len(classes) > _MAX_SPARSE_CLASSES
     return _kind_question(table, target, classes) if several and classes[-1] - classes[0] >= len(classes) else ""
 
 
@@ -205,16 +214,16 @@ def _check_targets(table: pyarrow.Table, names: list[str], kind: str | None) -> 
             row = column.is_null().to_pylist().index(True)
             raise UsageError(f"{problem} is missing in row {row:,}; remove such rows")
         if kind != "classification":
-            refuse_mixed(name, column, "or set recipe.data.options.kind=classification")
-        if kind_of(column) == "other":
+            reject_mixed(name, column, "or set recipe.data.options.kind=classification")
+        if column_kind(column) == "other":
             raise UsageError(
                 f"{problem} has type {column.type}, but only numbers and text are supported; set a different column"
             )
 
 
-def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
+def _encode_targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, question: str) -> torch.Tensor:
     if classes is None:
-        return torch.from_numpy(np.stack([_floats(name, table[name]) for name in names], axis=1))
+        return torch.from_numpy(np.stack([_to_floats(name, table[name]) for name in names], axis=1))
     codes = {value: number for number, value in enumerate(classes)}
     numbers = [codes.get(value, -1) for value in table[names[0]].to_pylist()]
     if -1 in numbers:
@@ -224,10 +233,10 @@ def _targets(table: pyarrow.Table, names: list[str], classes: list[Any] | None, 
     return torch.tensor(numbers)
 
 
-def _floats(name: str, column: Any) -> NDArray[np.float32]:
+def _to_floats(name: str, column: Any) -> NDArray[np.float32]:
     try:
         values: NDArray[np.float32] = column.cast("float64").to_numpy().astype(np.float32)
-    except Exception as error:  # pyarrow raises many types of errors
+    except Exception as error:  # pyarrow raises many types of exceptions
         problem = f"'{name}' has type {column.type}, and cannot be converted to numbers"
         advice = "use numbers, or recipe.data.options.kind=classification with a single target"
         raise UsageError(f"dataset table: recipe.data.options.target: {problem}; {advice}") from error

@@ -1,1 +1,1 @@
-"""Text as windows of tokens: from text files, from token files of other programs, and from the text that we ship."""
+"""Text datasets. A sample is a window of tokens, from text files, token files, or the text that Lockstep ships."""

@@ -1,4 +1,4 @@
-"""Text from a file, or from all .txt files of a folder, split into windows."""
+"""Text datasets from a file, or from all .txt files in a folder."""
 
 import os
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from lockstep.common import plainfile
 from lockstep.data.base import DataSet
 from lockstep.data.options import Count, Share, Text
 from lockstep.data.request import DataRequest
-from lockstep.data.text.tokenizer import Bytes, FromFile, Tokenizer, characters_of
+from lockstep.data.text.tokenizer import Bytes, FromFile, Tokenizer, build_char_tokenizer
 from lockstep.data.text.windows import TokenArray, build_windows
 from lockstep.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to split a text into samples.
+    """The settings to split a text into samples.
 
     - `context`: The number of tokens per sample.
-    - `stride`: The distance between the starts of two training samples. Defaults to `context`.
+    - `stride`: The distance between the starts of two training samples, in tokens. Defaults to `context`.
     - `by`: The unit of a token, if no `tokenizer` is set.
-    - `tokenizer`: A tokenizer file, such as a model's tokenizer.json.
-    - `validation`: The share of characters for validation, at the end of the text; 0 means none.
+    - `tokenizer`: A tokenizer file, such as the tokenizer.json of a model.
+    - `validation`: The fraction of characters at the end of the text for validation. 0 means no validation.
     """
 
     context: Count = 128
@@ -33,17 +33,17 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the windows of the text at `root`.
+    """Open the text at `root`, which is a file or a folder.
 
-    The files of a folder are read in the order of their names and concatenated. If the folder contains folders `train`
-    and `val`, or files train.txt and val.txt, these are the two parts, and `validation` has no effect.
+    The files in a folder are concatenated in the order of their names. If the folder contains folders `train` and
+    `val`, or files train.txt and val.txt, these are the two splits, and the option `validation` has no effect.
     """
-    return text_data(request.name, *_parts(Path(request.root), options.validation), options)
+    return text_data(request.name, *_read_splits(Path(request.root), options.validation), options)
 
 
 def text_data(name: str, train: str, validation: str, options: Options) -> DataSet:
-    """Return the windows of two texts. If the second text is empty, there is no validation."""
-    tokenizer = _tokenizer(train, validation, options)
+    """Return a dataset from a training text and a validation text. If the second text is empty, validation is None."""
+    tokenizer = _make_tokenizer(train, validation, options)
     train_tokens = TokenArray(tokenizer.encode(train))
     validation_tokens = TokenArray(tokenizer.encode(validation)) if validation else None
     facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.facts}
@@ -53,29 +53,29 @@ def text_data(name: str, train: str, validation: str, options: Options) -> DataS
 
 
 def split_text(text: str, share: float) -> tuple[str, str]:
-    """Return the text without the share at its end, and the share."""
+    """Split a text. Return the training part, and the fraction `share` at the end of the text for validation."""
     end = int(len(text) * (1 - share))
     return text[:end], text[end:]
 
 
-def _tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
+def _make_tokenizer(train: str, validation: str, options: Options) -> Tokenizer:
     if options.tokenizer is not None:
         return FromFile(options.tokenizer)
-    return Bytes() if options.by == "byte" else characters_of(train + validation)
+    return Bytes() if options.by == "byte" else build_char_tokenizer(train + validation)
 
 
-def _parts(root: Path, share: float) -> tuple[str, str]:
+def _read_splits(root: Path, share: float) -> tuple[str, str]:
     if not root.is_dir():
-        return split_text(_read(root), share)
+        return split_text(_read_file(root), share)
     for train, validation in ((root / "train", root / "val"), (root / "train.txt", root / "val.txt")):
         if train.exists() and validation.exists():
-            return _text(train), _text(validation)
-    return split_text(_text(root), share)
+            return _read_text(train), _read_text(validation)
+    return split_text(_read_text(root), share)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     if not path.is_dir():
-        return _read(path)
+        return _read_file(path)
     paths = []
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -85,10 +85,10 @@ def _text(path: Path) -> str:
             f"dataset text: no .txt files below {path}; set recipe.data.root to a text file, or to a folder with .txt "
             f"files"
         )
-    return "".join(map(_read, paths))
+    return "".join(map(_read_file, paths))
 
 
-def _read(file: Path) -> str:
+def _read_file(file: Path) -> str:
     try:
         with plainfile.reader(file, links=True) as stream:
             text = stream.read().decode()

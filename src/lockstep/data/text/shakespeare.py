@@ -1,4 +1,4 @@
-"""The plays that come with Lockstep, tiny Shakespeare: 1,115,394 characters. See SHAKESPEARE.md for the credits."""
+"""The dataset tiny Shakespeare, which comes with Lockstep: 1,115,394 characters. Credits are in SHAKESPEARE.md."""
 
 import bz2
 import hashlib
@@ -15,13 +15,13 @@ _SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the windows of the plays. See `text` for the options."""
+    """Open the dataset. The options are the same as for the dataset `text`."""
     return text_data(request.name, *split_text(shakespeare().decode(), options.validation), options)
 
 
 def shakespeare(file: Path = _FILE) -> bytes:
     """Return the text as ASCII bytes. Raises TrainingError if `file` can't be read or contains a different text."""
-    # ValueError: the compressed data ends early.
+    # bz2 raises ValueError for truncated data.
     with error_as(TrainingError, (OSError, ValueError), str(file), "; reinstall Lockstep"):
         text = bz2.decompress(file.read_bytes())
     if (digest := hashlib.sha256(text).hexdigest()) != _SHA256:

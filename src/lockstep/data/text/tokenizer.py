@@ -1,4 +1,4 @@
-"""Encodes text as tokens and decodes it: by byte, by character, or with a file of the library `tokenizers`."""
+"""Tokenizers that encode text as bytes, as characters, or with a file of the library `tokenizers`."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from lockstep.common import plainfile
 from lockstep.common.importing import import_extra
 from lockstep.errors import UsageError, error_as, os_error_as
 
-_LARGEST: Final = 1 << 28  # the maximum size of a tokenizer file in bytes
+_MAX_BYTES: Final = 1 << 28  # the maximum size of a tokenizer file in bytes
 
 
 class Tokenizer(Protocol):
@@ -26,22 +26,22 @@ class Tokenizer(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts to save in a checkpoint, from which `tokenizer_of` restores the tokenizer."""
+        """The facts that checkpoints save. `tokenizer_of` restores the tokenizer from them."""
 
     @property
     def library(self) -> Any:
-        """The equivalent `tokenizers.Tokenizer`. Byte and character tokenizers add no special tokens."""
+        """The equivalent `tokenizers.Tokenizer`. For bytes and characters, it adds no special tokens."""
 
     def encode(self, text: str) -> NDArray[Any]:
-        """Return the tokens of a text, in the smallest unsigned integer dtype that holds them."""
+        """Encode a text. The tokens have the smallest unsigned integer dtype that the vocabulary fits in."""
 
     def decode(self, tokens: NDArray[Any]) -> str:
-        """Return the text of tokens."""
+        """Decode tokens to text."""
 
 
 @final
 class Bytes:
-    """Each byte of the text in UTF-8 is a token."""
+    """A tokenizer whose tokens are the bytes of the text in UTF-8."""
 
     vocabulary: int = 256
 
@@ -53,7 +53,7 @@ class Bytes:
     @property
     def library(self) -> Any:
         """See Tokenizer."""
-        tokenizers = _library()
+        tokenizers = _import_tokenizers()
         codes = {character: number for number, character in enumerate(_visible_bytes())}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(codes, []))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,14 +65,14 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, tokens: NDArray[Any]) -> str:
-        """Return the text. Bytes that are not valid UTF-8, such as half of a character, become U+FFFD."""
+        """Decode tokens to text. Invalid UTF-8, such as a part of a character, is replaced with U+FFFD."""
         return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
 
 
 @final
 @dataclass(frozen=True)
 class Characters:
-    """Each character is a token: its index among all `characters`, which are sorted."""
+    """A tokenizer whose tokens are characters. The id of a token is its index in `characters`, which are sorted."""
 
     characters: str
 
@@ -89,10 +89,10 @@ class Characters:
     @property
     def library(self) -> Any:
         """See Tokenizer."""
-        tokenizers = _library()
+        tokenizers = _import_tokenizers()
         codes = {character: number for number, character in enumerate(self.characters)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(codes, unk_token=""))
-        # \s\S, because a dot doesn't match the end of a line.
+        # Use [\s\S] instead of a dot, because a dot doesn't match a line break.
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = tokenizers.decoders.Fuse()
         return tokenizer
@@ -102,7 +102,7 @@ class Characters:
         return _points(self.characters)
 
     def encode(self, text: str) -> NDArray[Any]:
-        """See Tokenizer. Raises UsageError for a character that is not in the vocabulary."""
+        """See Tokenizer. Raises UsageError if a character isn't in the vocabulary."""
         points = _points(text)
         tokens = np.searchsorted(self._points, points).astype(np.min_scalar_type(len(self.characters)))
         is_unknown = self._points[np.minimum(tokens, len(self.characters) - 1)] != points
@@ -119,19 +119,19 @@ class Characters:
 
 @final
 class FromFile:
-    """A tokenizer from a JSON file of the library `tokenizers`, such as a model's tokenizer.json."""
+    """A tokenizer from a JSON file of the library `tokenizers`, such as the tokenizer.json of a model."""
 
     def __init__(self, file: str) -> None:
-        tokenizers = _library(f"tokenizer {file}")
+        tokenizers = _import_tokenizers(f"tokenizer {file}")
         read_errors = os_error_as(UsageError, f"tokenizer {file}: cannot be read", "; pass a tokenizer file")
         with read_errors, plainfile.reader(Path(file), links=True) as stream:
-            content = stream.read(_LARGEST)
-        # The library raises plain Exception.
+            content = stream.read(_MAX_BYTES)
+        # For an invalid file, the library raises Exception itself.
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
-        # Only the hash of the file, which can have several megabytes. You need the file again to read a checkpoint's
-        # tokens.
+        # Save only the hash of the file, which can have several megabytes. To decode tokens later, the user must pass
+        # the file again.
         self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
@@ -146,9 +146,9 @@ class FromFile:
 
 
 def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
-    """Return the tokenizer with the facts of a checkpoint. `file` is the tokenizer file, if it was made from a file.
+    """Restore a tokenizer from the facts in a checkpoint.
 
-    Raises UsageError if the file has a different hash.
+    `file` is the tokenizer file if the run used one. Raises UsageError if the file has a different hash.
     """
     if facts["by"] == "byte":
         return Bytes()
@@ -163,8 +163,8 @@ def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
     return tokenizer
 
 
-def characters_of(text: str) -> Characters:
-    """Return the tokenizer of all characters in a text."""
+def build_char_tokenizer(text: str) -> Characters:
+    """Return a tokenizer for all characters that occur in a text."""
     return Characters(np.unique(_points(text)).astype("<u4").tobytes().decode("utf-32-le"))
 
 
@@ -172,15 +172,15 @@ def _points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), "<u4")
 
 
-def _library(label: str = "tokenizer") -> Any:
+def _import_tokenizers(label: str = "tokenizer") -> Any:
     return import_extra("tokenizers", "text", label)
 
 
 def _visible_bytes() -> list[str]:
-    """Return the characters that stand for the 256 bytes in tokenizer files.
+    """Return the characters that represent the 256 bytes in tokenizer files.
 
-    This is GPT-2's mapping (bytes_to_unicode): a visible byte is its own character, and the other bytes are mapped to
-    the characters from 256 on, in order.
+    This is the mapping of GPT-2 (bytes_to_unicode). A visible byte is mapped to its own character. All other bytes are
+    mapped to the characters from 256 on, in order.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

@@ -1,4 +1,4 @@
-"""Tokens in files in the format of nanoGPT's prepare.py, train.bin and val.bin, read on demand."""
+"""Datasets from token files train.bin and val.bin, in the format of nanoGPT's prepare.py. Tokens are read on demand."""
 
 import os
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from lockstep.data.request import DataRequest
 from lockstep.data.text.windows import build_windows
 from lockstep.errors import DataError, TrainingError, UsageError, error_as, os_error_as
 
-_LARGEST: Final = 1 << 26  # the maximum size of meta.json in bytes
-_CHECKS: Final = 16  # places of a file to check before a run,
-_CHECK_LENGTH: Final = 64  # and tokens to check at each place
+_MAX_META_BYTES: Final = 1 << 26  # the maximum size of meta.json in bytes
+_CHECKS: Final = 16  # the number of positions in a file to check before a run
+_CHECK_LENGTH: Final = 64  # the number of tokens to check at each position
 
 
 @dataclass(frozen=True)
 class Options:
-    """The windows and the format of token files. See `text` for `context` and `stride`.
+    """The settings of the windows, and the format of the files. `context` and `stride` are the same as for `text`.
 
-    - `vocabulary`: The number of different tokens. Defaults to the value in meta.json next to the files.
+    - `vocabulary`: The size of the vocabulary. Defaults to the value in meta.json next to the files.
     - `dtype`: The dtype of a token. Defaults to the value in meta.json, or to uint16.
     """
 
@@ -36,9 +36,9 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Return the windows of `root/train.bin` and, if it exists, `root/val.bin`."""
+    """Open the tokens in `root/train.bin` and, if it exists, in `root/val.bin`."""
     root = Path(request.root)
-    meta = _meta(root / "meta.json")
+    meta = _read_meta(root / "meta.json")
     vocabulary = options.vocabulary or meta.get("vocabulary") or meta.get("vocab_size")
     dtype = options.dtype or meta.get("dtype") or "uint16"
     if dtype not in ("uint16", "uint32") or not (vocabulary is None or isinstance(vocabulary, int)):
@@ -67,10 +67,10 @@ def open_data(request: DataRequest, options: Options) -> DataSet:
 
 @final
 class TokenFile:
-    """The tokens of a file, which contains only little-endian integers. Windows are read on demand.
+    """The tokens in a file of little-endian integers. Windows are read on demand.
 
-    The file is read, not memory-mapped. If a mapped file is truncated during a run, the process is killed with SIGBUS,
-    and mapped pages count as memory of the process.
+    The file isn't memory-mapped, for two reasons. If a mapped file were truncated during a run, the process would be
+    killed with SIGBUS. In addition, mapped pages count as memory of the process.
     """
 
     in_memory: bool = False
@@ -92,9 +92,9 @@ class TokenFile:
         self._check_samples()
 
     def _check_samples(self) -> None:
-        """Raise UsageError if a token is not in the vocabulary, which means that the dtype is probably wrong.
+        """Raise UsageError if a token isn't in the vocabulary, which usually means that the dtype is wrong.
 
-        Only checks some tokens all over the file.
+        Only some tokens, spread over the whole file, are checked.
         """
         length = min(_CHECK_LENGTH, self._length)
         starts = np.linspace(0, self._length - length, min(_CHECKS, self._length)).astype(np.int64)
@@ -125,12 +125,12 @@ class TokenFile:
             raise DataError(f"{self._file}: truncated while in use, at byte {offset + read:,}; copy it again")
 
 
-def _meta(file: Path) -> Mapping[str, Any]:
+def _read_meta(file: Path) -> Mapping[str, Any]:
     if not os.path.lexists(file):
         return {}
     label = f"dataset tokens: {file}"
     with os_error_as(UsageError, f"{label}: cannot be read"), plainfile.reader(file, links=True) as stream:
-        content = stream.read(_LARGEST)
+        content = stream.read(_MAX_META_BYTES)
     with error_as(UsageError, ValueError, f"{label}: not valid JSON", "; correct the file"):
         meta = plainfile.parse_json(content)
     if not isinstance(meta, dict):

@@ -1,4 +1,4 @@
-"""Splits of a sequence of tokens. A sample is a window, and its target is the window one token later."""
+"""Splits a sequence of tokens into windows. A sample is a window, and its targets are the window one token later."""
 
 import math
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from torch import Tensor
 from lockstep.data.base import DataSet
 from lockstep.errors import UsageError
 
-_SHOWN: Final = 32  # the number of tokens to show as the name of a sample
-IGNORED: Final = -100  # a target that doesn't count: F.cross_entropy's ignore_index
+_MAX_SHOWN: Final = 32  # the maximum number of tokens in the name of a sample
+IGNORED: Final = -100  # a target that doesn't count. It is the default ignore_index of F.cross_entropy
 
 
 class Tokens(Protocol):
-    """A sequence of tokens, in memory or in a file."""
+    """The interface of a sequence of tokens, which is in memory or in a file."""
 
     in_memory: bool  # see Split
 
     def __len__(self) -> int: ...
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Return `length` tokens from each start, as int64 of shape [len(starts), length]."""
+        """Return the windows of `length` tokens at these starts, as int64 of shape [len(starts), length]."""
 
 
 @final
@@ -47,9 +47,9 @@ class TokenArray:
 
 @final
 class TrainingWindows:
-    """All windows of `context` tokens that start at a multiple of `stride` and are followed by a token.
+    """The split of all windows of `context` tokens that start at a multiple of `stride` and aren't followed by the end.
 
-    A batch is (inputs, targets), each int64 of shape [n, context].
+    A batch is (inputs, targets), both int64 of shape [n, context].
     """
 
     def __init__(self, tokens: Tokens, context: int, stride: int) -> None:
@@ -69,9 +69,9 @@ class TrainingWindows:
 
 @final
 class ValidationWindows:
-    """Adjacent windows, so that each token except the first is a target exactly once.
+    """The split of adjacent windows. Each token except for the first is a target exactly once.
 
-    The last window may be shorter. It is padded with token 0 and with targets that are IGNORED.
+    The last window may be shorter. It is padded with the token 0 and the target IGNORED.
     """
 
     def __init__(self, tokens: Tokens, context: int) -> None:
@@ -111,17 +111,20 @@ def build_windows(
     facts: dict[str, Any],
     decode: Callable[[NDArray[Any]], str] | None = None,
 ) -> DataSet:
-    """Return both parts as windows. Raises UsageError if a part is too short.
+    """Return a dataset of windows. Raises UsageError if a split is too short.
 
-    If `stride` is None, each token is in one training window. `facts` must contain the size of the `vocabulary`. Adds
-    the `context` to them. `decode` converts tokens to the text that names a sample. Without it, a sample is named by
-    the index of its first token.
+    - `stride`: The distance between the starts of two training windows. If None, training windows don't overlap.
+    - `facts`: Must contain the size of the `vocabulary`. The returned dataset also has the fact `context`.
+    - `decode`: Converts tokens to the text that is the name of a sample. If None, the name has the index of the first
+      token instead.
     """
     step = stride or context
 
     def sample_name(number: int) -> str:
         starts = np.array([number * step])
-        return f"token {starts[0]}" if decode is None else repr(decode(train.windows(starts, min(context, _SHOWN))[0]))
+        return (
+            f"token {starts[0]}" if decode is None else repr(decode(train.windows(starts, min(context, _MAX_SHOWN))[0]))
+        )
 
     for name, part, minimum, advice in (
         ("training", train, context + 1, "use more text, or a smaller recipe.data.options.context"),

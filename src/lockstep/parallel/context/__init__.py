@@ -1,7 +1,9 @@
-"""Sequences that are cut into chunks, and shared out.
+"""Context parallelism: splits sequences into chunks and distributes the chunks over the ranks.
 
-Shapes, by letters: `query_NHLD` has shape [n, h, l, d].
+The letters of shapes such as [n, h, l, d]:
 
-    N   samples of a micro-batch      L   positions: of one chunk before an exchange, of the whole sequence after it
-    H   heads: all of them before an exchange, those of one chunk after it           D   channels of a head
+    N   samples of a micro-batch
+    H   heads: all heads before an exchange, the heads of one chunk after it
+    L   positions: the positions of one chunk before an exchange, of the whole sequence after it
+    D   channels per head
 """

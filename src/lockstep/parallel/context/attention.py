@@ -1,8 +1,9 @@
-"""Attention over whole sequences, of which each forward has a chunk: each attends with some heads, to all positions.
+"""Attention over whole sequences when each forward only has one chunk of a sequence.
 
-Wherever a model calls torch's scaled_dot_product_attention, its forwards exchange queries, keys and values, so that
-each has a part of the heads for all positions; it attends as usual, and a second exchange brings the outputs back to
-their positions (parallel/context/exchange.py).
+If a model calls torch's scaled_dot_product_attention, the forwards of all chunks first exchange queries, keys and
+values (parallel/context/exchange.py). After this exchange, each forward has some of the heads, for all positions. It
+computes attention for these heads as usual. A second exchange then returns the outputs for all heads and the positions
+of the chunk.
 """
 
 from functools import partial
@@ -19,12 +20,17 @@ from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 
 KEY: Final = "recipe.model.sequence_chunks"
-_HEADS, _POSITIONS = 1, 2  # dims of queries, keys, values and outputs: [n, heads, positions, channels]
+_HEADS, _POSITIONS = 1, 2  # dims of [n, heads, positions, channels]
 
 
 @final
 class SequenceAttention(TorchFunctionMode):
-    """A context for the forward of one chunk, whose calls of torch's attention see the whole sequence."""
+    """Context manager for the forward of one chunk. Within it, torch's attention covers the whole sequence.
+
+    - `exchange`: Exchanges tensors between the chunks.
+    - `cooperative`: Runs the forwards of all chunks interleaved.
+    - `calls`: The number of attention calls so far.
+    """
 
     def __init__(self, exchange: Exchange, cooperative: Cooperative) -> None:
         super().__init__()
@@ -43,7 +49,7 @@ class SequenceAttention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Raise UsageError where the forward attended to nothing, as far as is known here."""
+        """Raise UsageError if the forward has not called scaled_dot_product_attention."""
         if not self.calls:
             raise UsageError(
                 f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so a chunk would "
@@ -62,8 +68,8 @@ class SequenceAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Stand for torch's function, whose arguments follow those of its own."""
-        if isinstance(query, FakeTensor):  # of a stage before, whose code a pipeline runs for the shapes alone
+        """Replace scaled_dot_product_attention. The arguments are the same."""
+        if isinstance(query, FakeTensor):  # a pipeline runs an earlier stage for its shapes only
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -75,7 +81,8 @@ class SequenceAttention(TorchFunctionMode):
         label = f"attention {self.calls}"
         inputs = query, key, value
         query, key, value = self._cooperative.exchange(f"the inputs of {label}", by_heads, inputs)
-        # As many query heads go with each head of keys as before, since both are dealt out in their order.
+        # With grouped-query attention, each key head keeps its query heads, because the exchange distributes both kinds
+        # of heads in order.
         outputs = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )

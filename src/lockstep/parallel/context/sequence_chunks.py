@@ -1,10 +1,11 @@
-"""The chunks of sequences that a rank computes, each by a forward of its own.
+"""Splits the sequences of a micro-batch into chunks, with one forward for each chunk.
 
-Layers see the positions of one chunk, whoever computes them, and a chunk's random numbers and gradients are those of a
-leaf of its own in the tree (core/tree.py). The forwards of one micro-batch run together (parallel/cooperative.py), and
-know of each other in attention alone (parallel/context/attention.py).
+A layer always sees the positions of a single chunk, regardless of the rank that computes the chunk. Each chunk is a
+separate leaf of the tree (core/tree.py), with its own random numbers and gradients. The forwards of the chunks of a
+micro-batch run interleaved (parallel/cooperative.py). They only exchange data in attention
+(parallel/context/attention.py).
 
-With M micro-batches in a step, leaf c * M + m is chunk c of micro-batch m.
+In a step with M micro-batches, leaf c * M + m is chunk c of micro-batch m.
 """
 
 import inspect
@@ -28,14 +29,18 @@ from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Problem
 
 T = TypeVar("T")
 
-POSITIONS: Final = "position_ids"  # what models call the argument, as transformers does
+POSITIONS: Final = "position_ids"  # the name of the argument in transformers and in other models
 
 
 @final
 class SequenceChunks:
-    """The chunks `local_chunks` of the sequences of a micro-batch, whose forwards run in `cooperative`.
+    """Work units that are chunks of sequences. Implements WorkUnits.
 
-    `arguments` are the names of the arguments of the model's forward, in order.
+    - `task`: Extracts a chunk from a batch.
+    - `arguments`: The argument names of the model's forward, in order.
+    - `local_chunks`: The indices of the chunks on this rank.
+    - `exchange`: Exchanges tensors between the chunks in attention.
+    - `cooperative`: Runs the forwards of the chunks interleaved.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class SequenceChunks:
         self._microbatches = 1
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """See WorkUnits. The weight of each chunk is that of the whole micro-batch."""
+        """See WorkUnits. Each chunk has the weight of the whole micro-batch."""
         self._microbatches = microbatches
         first, batch = microbatch.index, microbatch.batch
         return [
@@ -64,7 +69,7 @@ class SequenceChunks:
         ]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See WorkUnits: a chunk has the positions that it has in the sequence."""
+        """See WorkUnits. The position ids of a chunk are its positions in the whole sequence."""
         return with_positions(self._task.inputs(leaf.batch), self._arguments, leaf.index // self._microbatches)
 
     def around(self) -> SequenceAttention:
@@ -80,7 +85,10 @@ class SequenceChunks:
         return with_positions(inputs, self._arguments)
 
     def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
-        """Return what a whole model gives for a chunk; UsageError where it attends to nothing."""
+        """Return the outputs of a whole model for a chunk.
+
+        Raises UsageError if the model does not call scaled_dot_product_attention.
+        """
         with self.around() as attention:
             outputs = call(model, self.inputs(leaf))
         attention.check()
@@ -88,7 +96,7 @@ class SequenceChunks:
 
 
 def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
-    """Return the inputs of a forward that takes arguments of these names, with the positions of such a chunk."""
+    """Return the inputs of the forward by argument name, with the position ids of the chunk added."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
@@ -97,14 +105,17 @@ def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> 
 
 
 def argument_names(model: nn.Module) -> Sequence[str]:
-    """Return the names of what the model's forward takes."""
+    """Return the argument names of the model's forward, in order."""
     return [*inspect.signature(model.forward).parameters]
 
 
 def leaves_of(
     problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
 ) -> WorkUnits:
-    """Return the leaves of this rank, where sequences are cut into `chunks`. All ranks call it alike."""
+    """Return the work units of this rank for sequences of `chunks` chunks.
+
+    Every rank must call this function with the same arguments.
+    """
     if chunks == 1:
         return WholeMicroBatches(problem)
     rank, ranks = mesh.coordinate(world.rank).context, mesh.context
@@ -115,7 +126,7 @@ def leaves_of(
 
 
 def sequence_task(task: Task) -> CutsSequences:
-    """Return the task as one that cuts sequences; UsageError where it is none."""
+    """Return the task if it supports chunks of sequences, and raise UsageError if it does not."""
     if not isinstance(task, CutsSequences):
         raise UsageError(
             f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "

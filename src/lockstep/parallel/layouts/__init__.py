@@ -1,1 +1,1 @@
-"""Layouts of parameters, gradients and the optimizer's state: replicated on each rank, or sharded in rows."""
+"""Layouts of parameters, gradients and optimizer state: replicated on each rank, or sharded by rows."""

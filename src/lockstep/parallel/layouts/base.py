@@ -1,10 +1,11 @@
-"""The layout protocol: how a model is distributed over the ranks, either replicated or sharded in rows of its tensors.
+"""The layout protocol: how a model is distributed over the ranks, either replicated or sharded by rows.
 
-The engine (parallel/data_parallel.py) computes gradients and updates, and its layout decides how they are stored. The
-optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of them. An element-wise optimizer
-computes the same update for a row on any rank. The layout provides the norms of whole tensors.
+The engine (parallel/data_parallel.py) computes gradients and updates, and its layout determines how they are stored.
+The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of them. An element-wise
+optimizer computes the same update for a row on any rank. The layout provides the norms of full tensors.
 
-Shapes: a whole parameter has R rows (dim 0, or 1 row without dims), this rank has r rows, and ... are all other dims.
+Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and ... are all
+other dims.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,29 +25,29 @@ from lockstep.parallel.offloaded import pieces
 from lockstep.parallel.optimizer_state import Named
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
-_GATHERED_BYTES: Final = 32 << 20  # the size of sharded tensors that are gathered at a time
+_GATHERED_BYTES: Final = 32 << 20  # total size of the sharded tensors that are gathered at once
 
 
 class GradientSum(Protocol):
-    """Adds up the gradients of a step over micro-batches and ranks with the tree (core/tree.py)."""
+    """Sums the gradients of a step over micro-batches and ranks in the order of the tree (core/tree.py)."""
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
-        """Start a step of `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
+        """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
 
     def before_backward(self, microbatch: MicroBatch) -> None: ...
 
     def after_backward(self, microbatch: MicroBatch) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the sums and put them into `grad` of the model's parameters."""
+        """Wait for the sums, and store them in `grad` of the model's parameters."""
 
 
 @runtime_checkable
 class GathersWeights(Protocol):
-    """An additional protocol for layouts that shard parameters and gather them for computation."""
+    """The additional interface of layouts that shard parameters and gather them for computation."""
 
     def gathered_shards(self) -> dict[Tensor, Tensor]:
-        """Map each tensor gathered so far to the sharded parameter that it is gathered from.
+        """Return a map from each tensor that has been gathered so far to its sharded parameter.
 
         A parameter is gathered into the same tensor each time.
         """
@@ -54,17 +55,17 @@ class GathersWeights(Protocol):
 
 @runtime_checkable
 class CutsGradients(Protocol):
-    """An additional protocol for layouts in which each rank has the whole gradient sum, but keeps only some rows."""
+    """The additional interface of layouts in which each rank computes the full gradient sum but keeps some rows."""
 
     def keep_whole(self) -> None:
-        """Keep the whole gradient sum of each step until its update, for `witnessed`."""
+        """From now on, keep the full gradient sum of each step until its update, for `witnessed`."""
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
-        """Return the rows of the whole gradient sum that this rank keeps, and the rows that the next rank keeps."""
+        """Return the rows of the full gradient sum that this rank keeps, and the rows that the next rank keeps."""
 
 
 class Span(NamedTuple):
-    """The rows of a tensor that a rank holds. Of several ranks with the same rows, one is `primary`."""
+    """The rows of a tensor that a rank holds. If several ranks hold the same rows, one of them is `primary`."""
 
     rank: int
     first: int
@@ -74,20 +75,20 @@ class Span(NamedTuple):
 
 @runtime_checkable
 class SpansRows(Protocol):
-    """An additional protocol for layouts in rows, which know the rows of every rank."""
+    """The additional interface of layouts in rows, which know the rows of every rank."""
 
     def spans(self, shape: torch.Size) -> Sequence[Span]:
-        """Return the rows of a tensor of this shape, by rank. Empty if every rank has the whole tensor."""
+        """Return the rows of a tensor of this shape by rank, or an empty sequence if it is replicated."""
 
 
 class Norms(NamedTuple):
-    """Norms of whole tensors, and flags over all ranks. All ranks must call each function in the same way.
+    """Functions for norms of full tensors, and for flags over all ranks. All ranks must make the same calls.
 
     - `all_rows` returns the L2 norms of the rows of all trained tensors. Pass one tensor for each item of
       `Layout.trained`, in the same order. The result is float64 of shape [rows of all tensors], and the same on every
       rank.
-    - `of_tensors` returns the norms of whole tensors. Map each trained tensor to this rank's part of the tensor. The
-      result is float64 of shape [len(tensors)].
+    - `of_tensors` returns the norms of full tensors. Pass a map from trained tensors to this rank's part of the tensors
+      to measure. The result is float64 of shape [len(tensors)].
     - `agree_` makes 0-dim flags nonzero on all ranks if they are nonzero on any rank.
     """
 
@@ -97,57 +98,58 @@ class Norms(NamedTuple):
 
 
 class Layout(Protocol):
-    """The storage of all tensors of a model. All ranks must call the methods in the same order."""
+    """Stores all tensors of a model. All ranks must call the methods in the same order."""
 
     @property
     def trained(self) -> Sequence[Named]:
-        """The tensors that this rank's optimizer updates, in the model's order."""
+        """The tensors that this rank's optimizer updates, in model order."""
 
     @property
     def norms(self) -> Norms:
         """The norms of the trained tensors."""
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return `tensor` of shape [r, ...] as rows of the whole tensor of shape [R, ...].
+        """Return `tensor` of shape [r, ...] as rows of a full tensor of shape [R, ...].
 
-        It must have the shape of the trained tensor of parameter `name`.
+        `tensor` must have the shape of the trained tensor of parameter `name`.
         """
 
     def publish(self) -> None:
         """Copy the trained tensors to the tensors that the model computes with. Call this after an update."""
 
     def state(self) -> dict[str, MaybeSharded]:
-        """Return the model's state, under the names of a single process."""
+        """Return the model state. The names are the same as on a single process."""
 
     def collect(self) -> None:
-        """Move the sums from the model's parameters to `grad` of the trained tensors.
+        """Move the gradient sums from the model's parameters to the `grad` of the trained tensors.
 
-        Call this when the sums of a step are complete.
+        Call this method when the sums of a step are complete.
         """
 
     def reload(self) -> None:
         """Copy the tensors of `state` to the tensors that the model computes with.
 
-        Call this after you write to the tensors of `state`, and after an evaluation, which can leave weights gathered.
+        Call this method after you change the tensors of `state`, and after an evaluation, which can leave weights
+        gathered.
         """
 
 
-# Arguments: the model, a stream that only the layout uses, and the dtype that the model computes in, if it isn't its
-# own dtype.
+# Arguments: the model, a stream that only the layout uses, and the dtype that the model computes in if it differs from
+# the dtype of its weights.
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# The norms if each rank has all trained tensors. Then all ranks have the same gradients, and therefore the same flags.
+# The norms if each rank has all trained tensors. In this case, all ranks have the same gradients and the same flags.
 WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
 def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable[Tensor] | None = None) -> Norms:
-    """Return the norms of tensors that are sharded in rows. Each rank computes the norms of its own rows for all ranks.
+    """Return the norms of tensors that are sharded by rows. Each rank computes the norms of its own rows for all ranks.
 
-    `parts` has this rank's rows of all trained tensors of the whole model, in the model's order. `trained` has the
-    trained tensors of this rank and defaults to all of them. All computation runs on the device of the world, so that
+    `parts` maps all trained tensors of the full model to this rank's rows, in model order. `trained` contains the
+    trained tensors of this rank, and defaults to all of them. All computation runs on the device of the world, so that
     no rank waits for a GPU, and because a CPU would add in a different order. Tensors in CPU memory are moved to the
-    device piece by piece.
+    device in groups.
     """
     parameters, device = list(parts if trained is None else trained), world.device
 
@@ -184,7 +186,7 @@ def norms_of_rows(world: World, parts: Mapping[Tensor, Shard], trained: Iterable
 
 @final
 class Slots:
-    """The layout of the optimizer's state. A slot with the shape of its parameter is sharded like the parameter."""
+    """The layout of the optimizer state. A slot with the same shape as its parameter is sharded like the parameter."""
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
         """`trained` and `held` are Layout.trained and Layout.as_shard."""
@@ -193,14 +195,14 @@ class Slots:
         self._held = held
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
-        """Return this rank's tensor `name` (`<parameter>/<slot>`) as a shard if its parameter is sharded."""
+        """Return this rank's tensor `name` (`<parameter>/<slot>`) as a shard, or unchanged if it isn't sharded."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         has_same_shape = parameter is not None and tensor.ndim > 0 and tensor.shape == parameter.shape
         return self._held(owner, tensor) if has_same_shape else tensor
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of the whole tensor `name`. If it is sharded like its parameter, it is [r, ...]."""
+        """Return this rank's part of the full tensor `name`. The shape is [r, ...] if it is sharded."""
         owner = name.rpartition("/")[0]
         parameter = self._by_name.get(owner)
         if parameter is None:
@@ -211,10 +213,10 @@ class Slots:
 
 @torch.no_grad()
 def take_over(source: NamedTensors, target: NamedTensors, names: Iterable[str] | None = None) -> None:
-    """Copy this rank's part of the whole tensors in `source` to the tensors in `target`.
+    """Copy this rank's part of the full tensors in `source` to the tensors in `target`.
 
-    Raises UsageError if the names in `source` aren't the names of the model: the names in `target`, or `names` if
-    `target` has only some of the model's tensors.
+    Raises UsageError if `source` doesn't have the names of the model. These are the names in `target`, or `names` if
+    `target` contains only some tensors of the model.
     """
     differing = sorted({*source}.symmetric_difference(target if names is None else names))
     if differing:
@@ -227,19 +229,19 @@ def take_over(source: NamedTensors, target: NamedTensors, names: Iterable[str] |
 
 
 def trainable_parameters(model: nn.Module) -> list[Named]:
-    """Return the parameters that require a gradient, in the model's order. Shared parameters have their first name."""
+    """Return the parameters that require a gradient, in model order. Shared parameters have their first name."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
-    """Return all tensors as whole tensors on every rank. Sharded tensors are gathered on the CPU.
+    """Return all tensors as full tensors on every rank. Sharded tensors are gathered on the CPU.
 
-    All ranks must call this in the same way. The tensors must fit into memory. Checkpoints are written without this
-    function (training/checkpoint/shards.py).
+    All ranks must call this function with the same names. The tensors must fit into memory. Checkpoints are written
+    without this function (training/checkpoint/shards.py).
     """
     shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Shard)}
-    # Add up one table of bytes for all tensors. Each byte is nonzero on at most one rank. A sum of floats would turn
-    # -0.0 into 0.0.
+    # Sum one table of bytes for all tensors, in which each byte is nonzero on at most one rank. A sum of floats would
+    # change -0.0 to 0.0.
     ends = list(accumulate((_bytes(shard) for shard in shards.values()), initial=0))
     table = torch.zeros(ends[-1], dtype=torch.uint8)
     for start, shard in zip(ends, shards.values(), strict=False):
@@ -259,10 +261,10 @@ def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
 
 
 def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors of this rank, then on rank 0 the gathered sharded tensors. All ranks must exhaust it."""
+    """Yield unsharded tensors on all ranks, then gathered tensors on rank 0. All ranks must exhaust the iterator."""
     yield from ((name, tensor) for name, tensor in tensors.items() if not isinstance(tensor, Shard))
     shards = [(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Shard)]
-    # Gather groups of tensors, because one collective per tensor would dominate the time.
+    # Gather tensors in groups, because one collective per tensor would be slow.
     for group in pieces(((item, _bytes(item[1])) for item in shards), _GATHERED_BYTES):
         whole = gather_whole(world, dict(group))
         if world.rank == 0:
@@ -275,5 +277,5 @@ def _whole(table: Tensor, start: int, shard: Shard) -> Tensor:
 
 
 def _bytes(shard: Shard) -> int:
-    """Return the size of the whole tensor, rounded up so that the next tensor is aligned for any dtype."""
+    """Return the size of the full tensor, rounded up so that the next tensor is aligned for any dtype."""
     return -(-shard.shape.numel() * shard.tensor.element_size() // 16) * 16

@@ -1,11 +1,11 @@
 """The layout of expert parallelism: each rank has some groups of experts, and all other parameters are replicated.
 
-Gradients of replicated parameters are added up as in data parallelism. For the experts, a step has these phases:
+Gradients of replicated parameters are summed as in data parallelism. For the experts, a step has these phases:
 
-1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward, the rank that has an
-   expert computes separate gradients of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
-2. After each round, the rank pushes these gradients into the tree.
-3. After the last backward, the ranks that have replicas of the same experts add up their sums.
+1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward, the rank that holds an
+   expert computes a separate gradient of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
+2. After each round, the rank adds these gradients to the reduction tree.
+3. After the last backward, ranks with replicas of the same experts sum their gradients.
 
 Shapes: the parameters of E experts are p_ER..., with E * R rows. This rank has the e * R rows of its e experts.
 """
@@ -39,7 +39,7 @@ def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
 
 
 def check_experts(build: Build, ranks: int, strategy: str) -> None:
-    """Raise UsageError if the experts of the model can't be split into the same number of groups on all ranks."""
+    """Raise UsageError if the groups of experts of the model can't be divided evenly among `ranks` ranks."""
     _expert_layers(on_meta(build), ranks, strategy)
 
 
@@ -56,7 +56,7 @@ def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> di
 
 
 def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model and keep only this rank's experts. All ranks must call it."""
+    """Build a model and keep only this rank's experts. All ranks must call this function."""
     model, rank = build(), mesh.coordinate(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
     keep_part(layers.values(), rank, mesh.expert)
@@ -68,7 +68,7 @@ def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
 
 
 def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout of a model from `own_experts`."""
+    """Return a function that creates the layout of a model that `own_experts` built."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
@@ -82,26 +82,26 @@ def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
         data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
         expert_slice = Slice(row_places, rank, primary=not mesh.coordinate(world.rank).replicate)
         across = world.canonical(mesh, "replicate", side_stream=False)
-        experts = [_sums_of(layer, across) for layer in layers.values()]
+        experts = [_expert_sums(layer, across) for layer in layers.values()]
         return SlicedLayout(world, expert_slice, weights), _ExpertGradients(sums, experts, data_ranks)
 
     return make
 
 
-def _sums_of(layer: CutLayer, across: Sum) -> "_Sums":
+def _expert_sums(layer: CutLayer, across: Sum) -> "_ExpertSums":
     experts = layer.module.forward
     assert isinstance(experts, Experts)
     assert isinstance(experts.make, Dispatch)
-    return _Sums(experts.make, layer.module, across)
+    return _ExpertSums(experts.make, layer.module, across)
 
 
 @dataclass(eq=False)
-class _Sums:
-    """The gradient sums of a module's experts, by parameter name and by the rank that computed the micro-batches."""
+class _ExpertSums:
+    """The gradient sums of the experts of a module, by parameter name and the rank that computed the micro-batches."""
 
     dispatch: Dispatch
     module: nn.Module
-    across: Sum  # between the replicas of these experts
+    across: Sum  # sums over the replicas of these experts
     counters: dict[tuple[str, int], Counter[Tensor]] = field(default_factory=dict)
 
     @property
@@ -113,8 +113,8 @@ class _Sums:
         }
 
     def push(self, indices: Sequence[int | None]) -> None:
-        """Push the gradients of a round. `indices` has the micro-batch of each rank, or None for a dummy."""
-        received = self.dispatch.take()
+        """Add the gradients of a round. `indices` contains the micro-batch of each rank, or None for a dummy."""
+        received = self.dispatch.pop_gradients()
         for rank, index in enumerate(indices):
             if index is None:
                 continue
@@ -126,23 +126,23 @@ class _Sums:
                 counter.push(index, gradient.to(sum_dtype(parameter)))
 
     def finish(self, leaves: int) -> None:
-        """Put the sums into `grad`. All ranks must call it."""
+        """Store the sums in `grad`. All ranks must call this method."""
         for name, parameter in self.trained.items():
-            # The ranks of a round have consecutive micro-batches, so merge their blocks before they are sent.
+            # Ranks in a round have consecutive micro-batches. Merge their blocks, so that fewer pieces are sent.
             counter: Counter[Tensor] = Counter(add_)
             for rank in range(self.dispatch.ranks):
                 rank_counter = self.counters.get((name, rank))
                 for block, part in rank_counter.pieces().items() if rank_counter is not None else ():
-                    counter.take(block, part.reshape(-1))
+                    counter.add_block(block, part.reshape(-1))
             like = parameter.new_empty(parameter.numel(), dtype=sum_dtype(parameter))
             parameter.grad = self.across(counter.pieces(), leaves, like).view(parameter.shape)
 
 
 @final
 class _ExpertGradients:
-    """Adds up the gradients of the experts. `shared` adds up the gradients of all other parameters."""
+    """Sums the gradients of the experts. `shared` sums the gradients of all other parameters."""
 
-    def __init__(self, shared: GradientSum, experts: Sequence[_Sums], data_ranks: Sequence[DataRank]) -> None:
+    def __init__(self, shared: GradientSum, experts: Sequence[_ExpertSums], data_ranks: Sequence[DataRank]) -> None:
         self._shared = shared
         self.before_backward = shared.before_backward
         self._experts = experts

@@ -1,19 +1,19 @@
-"""Whole tensors for optimizers that can't update rows: each tensor has an owner, which updates all of it.
+"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates all of its rows.
 
-Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and a fused kernel computes the end of
-a tensor differently. On rows of a tensor, such an optimizer computes something else. This layout is around a layout in
-rows. A step, phase by phase:
+Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and fused kernels compute the end of a
+tensor differently. Therefore the results of such an optimizer on some of the rows differ from its results on the full
+tensor. This layout wraps a layout in rows. A step has these phases:
 
-1. `collect`: The layout in rows has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
-   the owner of the tensor, which puts them together.
-2. The owner updates the whole tensor. Only the owner has the optimizer state of the tensor, so its memory is sharded as
-   before. All other ranks have an empty stand-in without a gradient, which optimizers skip.
+1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
+   the owner of the tensor, which assembles the full gradient.
+2. The owner updates the full tensor. Only the owner has the optimizer state of the tensor, so optimizer memory is still
+   sharded. All other ranks have an empty stand-in without a gradient, which optimizers skip.
 3. `publish`: The owner sends the updated rows to all ranks that hold them.
 
-Tensors get their owners in the order of their sizes, each the rank with the fewest elements so far. This balances the
-work of optimizers whose time depends on the number of elements.
+Owners are assigned in the order of tensor size, from the largest: each tensor is assigned to the rank that owns the
+fewest elements so far. This balances optimizers whose time depends on the number of elements.
 
-Besides its rows, a rank keeps a whole copy of the tensors that it owns: R * C / W elements for W ranks.
+In addition to its rows, a rank keeps a full copy of the tensors that it owns: R * C / W elements for W ranks.
 
 Shapes: a tensor p_RC has R rows on its owner, and p_rC is a rank's part of the rows.
 """
@@ -34,12 +34,12 @@ from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.state import OptimizerNames
 
-_SENT_BYTES: Final = 32 << 20  # the size of the whole tensors whose rows are sent at a time
+_SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are sent at once
 
 
 @dataclass(eq=False)
 class _Tensor:
-    """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and none on all other ranks."""
+    """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and no rows on all other ranks."""
 
     name: str
     owner: int
@@ -54,7 +54,7 @@ class _Tensor:
         return self.shape.numel() * self.rows.element_size()
 
     def empty(self, dtype: torch.dtype, owned: bool) -> Tensor:
-        """Return memory for the whole tensor, laid out as on one process, or for none of its rows."""
+        """Return memory for the full tensor with the strides of a single process, or for no rows if it isn't owned."""
         device = self.rows.device
         if owned:
             return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
@@ -63,7 +63,7 @@ class _Tensor:
 
 @final
 class OwnedLayout:
-    """The layout around `inner`. `strides` are those of the parameters before `inner` sharded them, by name."""
+    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before `inner` sharded them."""
 
     def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
         assert isinstance(inner, SpansRows)
@@ -94,7 +94,7 @@ class OwnedLayout:
 
     @property
     def unowned(self) -> Sequence[Tensor]:
-        """The stand-ins for the tensors that other ranks own."""
+        """The stand-ins for tensors that other ranks own."""
         return [tensor.whole for tensor in self._tensors if tensor.owner != self._world.rank]
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
@@ -110,7 +110,7 @@ class OwnedLayout:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """See Layout. Sends rows of the gradients to the owners."""
+        """See Layout. Sends the rows of the gradients to the owners."""
         self._inner.collect()
         for group in self._groups():
             gradients = {tensor.name: gradient(tensor.rows) for tensor in group}
@@ -133,17 +133,17 @@ class OwnedLayout:
         self._gather_weights()
 
     def optimizer_state(self, slots: Slots, optimizer: Optimizer) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the state of all optimizers: shards of tensors that only their owner has, and the scalars.
+        """Return the optimizer state of all ranks: tensors as shards that only their owner holds, and scalars.
 
-        `slots` has the layout of the tensors of this rank. All ranks must call it.
+        `slots` is the layout of this rank's tensors. All ranks must call this method.
         """
-        self._drop_unowned_state(optimizer)  # some optimizers have a state before their first step
+        self._drop_unowned_state(optimizer)  # some optimizers create their state before the first step
         return OptimizerNames(self.trained, optimizer).state(self._world, slots, optimizer, primary=True)
 
     def load_optimizer_state(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load the state of the tensors that this rank owns from the whole state of a checkpoint."""
+        """Load the state of the tensors that this rank owns from the full state of a checkpoint."""
         OptimizerNames(self.trained, optimizer).load(slots, optimizer, tensors, scalars)
         self._drop_unowned_state(optimizer)
 
@@ -163,7 +163,7 @@ class OwnedLayout:
             self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
 
     def _gather(self, group: Sequence[_Tensor], rows: Mapping[str, Tensor], whole: Callable[[_Tensor], Tensor]) -> None:
-        """Copy the rows of each rank into the whole tensors of the owners."""
+        """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
             for span in tensor.spans:
@@ -176,7 +176,7 @@ class OwnedLayout:
         self._exchange(sent, received)
 
     def _scatter(self, group: Sequence[_Tensor]) -> None:
-        """Copy the whole tensors of the owners into the rows of each rank."""
+        """Copy the full tensors from their owners to the rows of each rank."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
             for span in tensor.spans:
@@ -189,22 +189,22 @@ class OwnedLayout:
         self._exchange(sent, received)
 
     def _exchange(self, sent: "_Messages", received: "_Messages") -> None:
-        """Pass messages between ranks. All tensors that a rank gets from the same rank come as one tensor per dtype."""
+        """Exchange messages between ranks. Messages between two ranks are combined to one tensor per dtype."""
         own = self._world.rank
         device = self._world.device  # rows can be in CPU memory, which NCCL can't send
         outgoing = [
             (torch.cat([each.reshape(-1) for each in tensors]).to(device), rank)
-            for rank, tensors in sent.to_others(own)
+            for rank, tensors in sent.for_peers(own)
         ]
         incoming = [
             (torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype, device=device), rank)
-            for rank, tensors in received.to_others(own)
+            for rank, tensors in received.for_peers(own)
         ]
         self._world.exchange(outgoing, incoming)
-        for (buffer, _), (_, tensors) in zip(incoming, received.to_others(own), strict=True):
+        for (buffer, _), (_, tensors) in zip(incoming, received.for_peers(own), strict=True):
             parts = torch.split(buffer, [each.numel() for each in tensors])
             torch._foreach_copy_(tensors, [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)])
-        for target, source in zip(received.of(own), sent.of(own), strict=True):
+        for target, source in zip(received.for_rank(own), sent.for_rank(own), strict=True):
             target.copy_(source)
 
 
@@ -218,19 +218,19 @@ class _Messages:
     def add(self, rank: int, tensor: Tensor) -> None:
         self._tensors.setdefault((rank, tensor.dtype), []).append(tensor)
 
-    def of(self, rank: int) -> list[Tensor]:
-        """Return the tensors that stay on this rank."""
+    def for_rank(self, rank: int) -> list[Tensor]:
+        """Return the tensors for rank `rank`."""
         return [each for (to, _), tensors in self._tensors.items() if to == rank for each in tensors]
 
-    def to_others(self, own: int) -> list[tuple[int, list[Tensor]]]:
+    def for_peers(self, own: int) -> list[tuple[int, list[Tensor]]]:
         return [(rank, tensors) for (rank, _), tensors in self._tensors.items() if rank != own]
 
 
 def _owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that updates each tensor, given the number of elements of each tensor."""
+    """Return the owner of each tensor, given the number of elements of each tensor."""
     loads = [0] * ranks
     owners = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):  # tensors of the same size stay in the model's order
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # stable: ties keep the model order
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += sizes[name]
     return owners

@@ -1,16 +1,16 @@
-"""The layout of a parameter server: all other ranks push gradients to rank 0, and pull weights from it.
+"""The layout of a parameter server: all other ranks push gradients to rank 0 and pull weights from rank 0.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
-which also computes micro-batches. In addition to the usual data-parallel step:
+which also computes micro-batches. A step differs from data parallelism in these phases:
 
-1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* these pieces to the
-   server, one bucket at a time, as soon as backward has filled it. The server adds up the pieces of all ranks with the
-   tree, so the sum has the bits of a single process.
+1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* the resulting pieces to
+   the server, one bucket at a time, as soon as backward has filled the bucket. The server adds the pieces of all ranks
+   in the order of the tree, so the sum has the same bits as on a single process.
 2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
 3. The workers *pull* the new weights. The server only answers after the update.
 
-Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has none:
-p_0...
+Shapes: the flat pieces of a bucket are g_N. For a parameter p_R..., the server has all R rows, and a worker has no
+rows: p_0...
 """
 
 from collections import defaultdict
@@ -38,7 +38,7 @@ Pieces = Mapping[LeafBlock, Tensor]
 
 
 def parameter_server_layout(world: World, server: "Server", calls: Rpc, bucket_bytes: int) -> MakeLayout:
-    """Return a function that creates the layout. Ranks push gradients to the `server` of rank 0."""
+    """Return a function that creates the layout. Ranks push gradients to the `server` on rank 0."""
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         layout = ServedLayout(model, world, server, calls, dtype)
@@ -57,25 +57,25 @@ class Server:
     def __init__(self, ranks: int, timeout_s: float) -> None:
         self._workers = ranks - 1
         self._timeout_s = timeout_s
-        self._changed = Condition()
+        self._condition = Condition()
         self._pushed: defaultdict[int, list[Pieces]] = defaultdict(list)
         self._weights: list[Tensor] = []
         self._updates = 0
         self._waiting: list[Future[list[Tensor]]] = []
 
     def push(self, number: int, pieces: Pieces) -> None:
-        """Store a worker's pieces of sum `number`."""
-        with self._changed:
+        """Store the pieces that a worker pushes for sum `number`."""
+        with self._condition:
             self._pushed[number].append(pieces)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def collect(self, number: int) -> list[Pieces]:
         """Wait until all workers have pushed their pieces of sum `number`, and return the pieces.
 
-        Raises PeerLostError on a timeout.
+        Raises PeerLostError if this times out.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
+        with self._condition:
+            if not self._condition.wait_for(lambda: len(self._pushed[number]) == self._workers, self._timeout_s):
                 missing = self._workers - len(self._pushed[number])
                 raise PeerLostError(
                     f"got no gradient from {missing} of {self._workers} workers within {self._timeout_s:g} s"
@@ -83,8 +83,8 @@ class Server:
             return self._pushed.pop(number)
 
     def release(self, weights: list[Tensor]) -> None:
-        """Publish the weights of the next update to the workers. The tensors must not change after this call."""
-        with self._changed:
+        """Publish the weights of the next update to the workers. Don't modify these tensors after the call."""
+        with self._condition:
             self._weights = weights
             self._updates += 1
             futures, self._waiting = self._waiting, []
@@ -94,7 +94,7 @@ class Server:
     def pull(self, update: int) -> Future[list[Tensor]]:
         """Return a future for the weights of update number `update`."""
         future: Future[list[Tensor]] = Future()
-        with self._changed:
+        with self._condition:
             if self._updates < update:
                 self._waiting.append(future)
                 return future
@@ -104,19 +104,19 @@ class Server:
 
 @final
 class PushedSum:
-    """The sum over all ranks on the server. On workers, it returns uninitialized memory that isn't read."""
+    """The sum over all ranks, on the server. Workers get uninitialized memory, which they don't read."""
 
     def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
         self._serves = serves
         self._server = server
         self._calls = calls
-        self._number = 0  # the number of the sum, the same on all ranks because they add up in the same order
+        self._number = 0  # index of the sum; the same on all ranks, because all ranks sum in the same order
 
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
         self._number += 1
         if not self._serves:
-            self._calls.ask("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
+            self._calls.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
         all_pieces = dict(pieces)
         for pushed in self._server.collect(self._number):
@@ -126,7 +126,7 @@ class PushedSum:
 
 @final
 class ServedLayout:
-    """A layout in which each rank has the whole model, and rank 0 updates all rows of each parameter."""
+    """A layout in which each rank has the full model, and rank 0 updates all parameters."""
 
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
@@ -172,8 +172,8 @@ class ServedLayout:
         self._updates += 1
         weights = [weight.detach() for _, weight in self._whole]
         if self._serves:
-            # Release copies, because an evaluation can swap in averaged weights before a worker has pulled.
+            # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:
-            torch._foreach_copy_(weights, self._calls.ask("pull", self._updates))
+            torch._foreach_copy_(weights, self._calls.call_server("pull", self._updates))
         self._weights.publish()

@@ -1,4 +1,4 @@
-"""The replicated layout: each rank has the whole model."""
+"""The replicated layout: each rank has the full model."""
 
 import torch
 from torch import nn
@@ -17,11 +17,11 @@ def replicated(
 ) -> MakeLayout:
     """Return a function that creates the layout. Gradients are reduced in buckets of about `bucket_bytes`.
 
-    With `sent`, gradients are added up over the ranks in that dtype. Sequences are split into `chunks` chunks.
+    If `sent` is set, gradients are summed over the ranks in this dtype. Sequences are split into `chunks` chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        weights = Weights(model, dtype)  # first, because it turns parameters into the copies that have the gradients
+        weights = Weights(model, dtype)  # first, because it replaces parameters with the copies that receive gradients
         canonical = world.canonical(mesh, "replicate", "context", chunks=chunks)
         among = canonical if sent is None else HalfPrecisionSum(canonical, sent)
         gradients = Gradients(trainable_parameters(model), among, stream, world.size == 1, bucket_bytes)

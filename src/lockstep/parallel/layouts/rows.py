@@ -1,7 +1,7 @@
-"""The layout of ZeRO stage 1: each rank has the whole model, and updates some rows of each tensor.
+"""The layout of ZeRO stage 1: each rank has the full model, and updates some rows of each tensor.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.1. Each rank
-only keeps the optimizer's state for its rows. After an update, the ranks send each other the updated rows.
+only keeps the optimizer state of its rows. After an update, the ranks send each other the updated rows.
 
 Shapes: a parameter p_R... has R rows. This rank updates p_r..., which is a view of the parameter, or a copy.
 """
@@ -22,14 +22,14 @@ from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
 
-_PACKED_BYTES: Final = 64 << 10  # pack smaller parameters: a message costs as much as a copy of this size
+_PACKED_BYTES: Final = 64 << 10  # smaller parameters are packed, because a message costs as much as a copy of this size
 
 
 def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return a function that creates the layout, with the whole model on each rank and a share of the rows to update.
+    """Return a function that creates the layout. Each rank has the full model, and updates an equal share of the rows.
 
-    With `offload`, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). Sequences are split
-    into `chunks` chunks.
+    If `offload` is set, these rows and their optimizer state are in CPU memory (parallel/offloaded.py). Sequences are
+    split into `chunks` chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -44,8 +44,8 @@ def rows(world: World, mesh: Mesh, bucket_bytes: int, offload: bool, chunks: int
 class RowLayout:
     """A layout that splits the rows of each parameter evenly. Rank r has the r-th part.
 
-    Every rank updates parameters without dims. If the model computes with weight copies in `dtype`, the copies are
-    whole on each rank, and the weights are sharded in rows.
+    Every rank updates 0-dim parameters. If the model computes with weight copies in `dtype`, each rank has the full
+    copies, and the weights are sharded by rows.
     """
 
     def __init__(self, model: nn.Module, world: World, offload: bool, dtype: torch.dtype | None) -> None:
@@ -53,17 +53,17 @@ class RowLayout:
         self._world = world
         self._whole = trainable_parameters(model)
         self._weights = Weights(model, dtype)
-        self._shards = {name: self._cut(parameter) for name, parameter in self._whole}
+        self._shards = {name: self._own_shard(parameter) for name, parameter in self._whole}
         self._copies = dtype is not None
         self._offload = offload
-        self._has_separate_memory = offload or self._copies  # whether the rows have separate memory from the model
-        self.trained = [(name, nn.Parameter(self._rows_here(parameter))) for name, parameter in self._whole]
-        self._weights.let_go()
+        self._has_separate_memory = offload or self._copies  # whether the trained rows don't share the model's memory
+        self.trained = [(name, nn.Parameter(self._trained_rows(parameter))) for name, parameter in self._whole]
+        self._weights.release_weights()
         parts: dict[Tensor, Shard] = {parameter: self._shards[name] for name, parameter in self.trained}
         self.norms = norms_of_rows(world, parts)
-        self._packs = self._sort()
+        self._packs = self._group_for_sending()
         self._keeps_whole = False
-        self._sums: list[Tensor] = []  # whole sums of a step, in the order of `trained`, if they are kept
+        self._sums: list[Tensor] = []  # full gradient sums of a step in the order of `trained`, if they are kept
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -89,13 +89,13 @@ class RowLayout:
                 trained.copy_(self._shards[name].tensor)
 
     def collect(self) -> None:
-        """See Layout. Keeps this rank's rows of the gradients, and frees all other rows during the update."""
+        """See Layout. Keeps this rank's rows of the gradients, and frees all other rows."""
         self._sums.clear()
         for (name, parameter), (_, row) in zip(self._whole, self.trained, strict=True):
             assert parameter.grad is not None
             shard = self._shards[name]
             gradient = parameter.grad[shard.first : shard.first + len(row)] if shard.shape else parameter.grad
-            row.grad = self._copied(gradient)
+            row.grad = self._copy_rows(gradient)
             if self._keeps_whole:
                 self._sums.append(parameter.grad)
             parameter.grad = None
@@ -120,7 +120,7 @@ class RowLayout:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See Layout. Sends the updated rows of this rank to all ranks, and receives theirs."""
+        """See Layout. Sends this rank's updated rows to all ranks, and receives the rows of the other ranks."""
         self._sums.clear()
         if self._has_separate_memory:
             for name, trained in self.trained:
@@ -128,7 +128,7 @@ class RowLayout:
         for rows in self._packs:
             rows.exchange()
 
-    def _cut(self, parameter: Tensor) -> Shard:
+    def _own_shard(self, parameter: Tensor) -> Shard:
         if not parameter.ndim:
             return Shard(parameter.detach(), 0, parameter.shape, primary=self._world.rank == 0)
         return self._rows_of(parameter.detach(), self._world.rank)
@@ -137,31 +137,31 @@ class RowLayout:
         rows = part(len(tensor), self._world.size, rank)
         return Shard(tensor[rows.start : rows.stop], rows.start, tensor.shape)
 
-    def _rows_here(self, parameter: nn.Parameter) -> Tensor:
-        rows = self._cut(self._weights.weight_of(parameter)).tensor
-        return self._copied(rows) if self._has_separate_memory else rows
+    def _trained_rows(self, parameter: nn.Parameter) -> Tensor:
+        rows = self._own_shard(self._weights.weight_of(parameter)).tensor
+        return self._copy_rows(rows) if self._has_separate_memory else rows
 
-    def _copied(self, rows: Tensor) -> Tensor:
+    def _copy_rows(self, rows: Tensor) -> Tensor:
         return host_like(rows).copy_(rows) if self._offload else rows.clone()
 
-    def _sort(self) -> "list[_Packed]":
-        """Group the parameters: one group that is sent directly from memory, and one group per dtype that is packed."""
+    def _group_for_sending(self) -> "list[_RowExchange]":
+        """Group the parameters: one group to send directly from memory, and one group per dtype to pack."""
         kinds: dict[torch.dtype | None, list[Tensor]] = {}
         for parameter in (parameter.detach() for _, parameter in self._whole if parameter.ndim):
-            # A view whose dims are in memory order, except for dim 0, which stays first.
+            # A view whose dims are in memory order, except that dim 0 comes first.
             dense = parameter.permute(0, *sorted(range(1, parameter.ndim), key=parameter.stride, reverse=True))
             is_dense = dense.is_contiguous() and parameter.nbytes >= _PACKED_BYTES
             kinds.setdefault(None if is_dense else parameter.dtype, []).append(dense if is_dense else parameter)
         ranks = range(self._world.size)
         return [
-            _Packed(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
+            _RowExchange(self._world, [[self._rows_of(p, rank).tensor for p in tensors] for rank in ranks], bool(dtype))
             for dtype, tensors in kinds.items()
         ]
 
 
 @final
-class _Packed:
-    """Rows of several parameters by rank. Each rank sends its own rows. If `packed`, they are sent as one tensor."""
+class _RowExchange:
+    """Rows of several parameters by rank. Each rank sends its own rows, as a single tensor if `packed` is set."""
 
     def __init__(self, world: World, by_rank: Sequence[Sequence[Tensor]], packed: bool) -> None:
         self._world = world

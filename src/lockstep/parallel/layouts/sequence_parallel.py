@@ -1,7 +1,8 @@
-"""The layout of a model slice whose ranks split sequences outside of sliced regions (tensor/sequence_parallel.py).
+"""The layout for sequence parallelism: a sliced model whose ranks split sequences outside of the sliced regions.
 
-Each rank computes the gradients of its sliced parameters for all chunks of a sequence. The gradients of all other
-parameters only cover the rank's own chunks. Therefore there are two gradient sums, over different ranks.
+Each rank computes the gradients of its sliced parameters for all chunks of a sequence (tensor/sequence_parallel.py).
+The gradients of all other parameters only cover the rank's own chunks. Therefore there are two gradient sums, over
+different sets of ranks.
 """
 
 from dataclasses import replace
@@ -45,7 +46,7 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
 
 @final
 class SequenceParallelGradients:
-    """Adds up gradients: of `whole` parameters over this rank's leaves, and of `cut` parameters also over dummies."""
+    """Sums gradients: of `whole` parameters over this rank's leaves, and of `cut` parameters also over dummies."""
 
     def __init__(self, whole: GradientSum, cut: GradientSum) -> None:
         self._whole = whole

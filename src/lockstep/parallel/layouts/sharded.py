@@ -1,14 +1,14 @@
-"""The layout of ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded in rows.
+"""The layout of ZeRO stages 2 and 3: parameters, gradients and optimizer state are sharded by rows.
 
 It uses torch's fully_shard: Zhao et al. 2023, "PyTorch FSDP: Experiences on scaling fully sharded data parallel"
-(VLDB). A step, phase by phase:
+(VLDB). A step has these phases:
 
-1. The members of a replica run the step in rounds, with one micro-batch per member in each round. If a member has no
-   micro-batch in a round, it computes a dummy, because parameters are gathered from all members. The results of a dummy
-   don't count.
-2. In the backward of a round, each member receives its rows of the gradients of all members, and pushes them into the
-   tree (core/tree.py). Therefore a member only ever stores rows of the sums.
-3. In the last round, the replicas add up their sums.
+1. The members of a replica run the step in rounds, with one micro-batch per member in each round. A member without a
+   micro-batch in a round computes a dummy, because parameters are gathered from all members. The results of the dummy
+   are discarded.
+2. In the backward of a round, each member receives its rows of the gradients of all members, and adds them to the
+   reduction tree (core/tree.py). Therefore a member only ever stores rows of the sums.
+3. In the last round, the sums are added over the replicas.
 
 A computation outside of a step is a round in which no member has a micro-batch.
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.canonical import CanonicalSum, add_, all_to_all_rows
-from lockstep.comm.fsdp import Narrow, Sharded, own_gradient, rows_per_member
+from lockstep.comm.fsdp import GatherDtype, Sharded, local_gradient, rows_per_member
 from lockstep.comm.stream import CommStream, InlineStream, Pending
 from lockstep.comm.world import World
 from lockstep.common.own_code import refusal
@@ -39,23 +39,23 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
-# How many communications can be pending while backward computes the next unit. This is about two units, and the whole
-# gradients of these units stay in memory.
-_UNDER_WAY: Final = 4
-# If a member calls its units in a different order, it may only pass on its gradients after gathers that this member has
-# to join. Therefore a member that has waited this long stops waiting, and keeps more gradients in memory instead.
-_PATIENCE_S: Final = 10.0
+# How many communications can be pending while backward computes the next unit. This corresponds to about two units,
+# whose full gradients stay in memory.
+_MAX_PENDING: Final = 4
+# A member that calls its units in a different order may hand over its gradients only after gathers that this member has
+# yet to join. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
+_MAX_WAIT_S: Final = 10.0
 
 
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
-    """Return a function that creates the layout: a model in rows on the members of this rank's replica.
+    """Return a function that creates the layout. The model is sharded by rows over the members of this rank's replica.
 
-    With `offload`, the rows are in CPU memory while they aren't used (parallel/offloaded.py). Sequences are split into
-    `chunks` chunks, and each rank computes one of them.
+    If `offload` is set, the rows are in CPU memory while they aren't used (parallel/offloaded.py). Sequences are split
+    into `chunks` chunks, and each rank computes one of the chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
-        # NCCL calls return immediately, and fully_shard only supports buffers on a single stream.
+        # NCCL calls return immediately, and fully_shard only supports communication buffers on a single stream.
         stream = InlineStream() if world.on_gpu else stream
         layout = ShardedLayout(model, world, mesh, keep_gathered, offload, stream, dtype, chunks)
         return layout, layout.gradients
@@ -67,7 +67,7 @@ def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, ch
 class ShardedLayout:
     """A layout in which each member of a replica has some rows of the model. Buffers are replicated.
 
-    With `dtype`, the rows are gathered in that dtype, and the model computes with the gathered weights.
+    If `dtype` is set, rows are gathered in this dtype, and the model computes with the gathered weights.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class ShardedLayout:
         self.gradients = sums = _ShardSums(rank, exchange, across, stream, names, chunks)
         _watch_memory_formats(model)
         with torch.no_grad():
-            for parameter in model.parameters():  # fully_shard supports no other memory format
+            for parameter in model.parameters():  # fully_shard doesn't support other memory formats
                 parameter.data = parameter.data.contiguous()
-        narrow = None if dtype is None else Narrow(dtype, fp32_parameters(model, dtype))
+        narrow = None if dtype is None else GatherDtype(dtype, fp32_parameters(model, dtype))
         members = world.device_mesh(mesh, "shard")
         self._sharded = Sharded(model, units, names, members, sums.receive, keep_gathered, offload, narrow)
         sums.model = self._sharded
@@ -105,7 +105,7 @@ class ShardedLayout:
         self._shards = {name: cut for name, (cut, _) in parts.items()}
         self.trained = [(name, nn.Parameter(cut.tensor)) for name, cut in self._shards.items()]
         self.norms = norms_of_rows(world, {parameter: self._shards[name] for name, parameter in self.trained})
-        self._gradients = [(parameter, partial(own_gradient, parts[name][1])) for name, parameter in self.trained]
+        self._gradients = [(parameter, partial(local_gradient, parts[name][1])) for name, parameter in self.trained]
 
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
@@ -117,14 +117,14 @@ class ShardedLayout:
 
     def spans(self, shape: torch.Size) -> Sequence[Span]:
         """See SpansRows."""
-        found = []
+        row_spans = []
         for number in range(self._world.size):
             rank = self._mesh.data_rank(number)
             height = rows_per_member(shape, rank.members)
             first = min(rank.member * height, shape[0])
             own = min(height, shape[0] - first)
-            found.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
-        return found
+            row_spans.append(Span(number, first, own, primary=not (rank.replica or rank.seat)))
+        return row_spans
 
     def collect(self) -> None:
         """See Layout."""
@@ -134,27 +134,27 @@ class ShardedLayout:
         self._sharded.end_round()
 
     def publish(self) -> None:
-        """See Layout. This is a no-op, because the trained tensors are the rows that are gathered."""
+        """See Layout. This is a no-op, because weights are gathered from the trained tensors."""
 
 
 @final
 @dataclass(eq=False)
 class _ShardSums:
-    """Adds up the gradients of fully_shard's backward, and puts this member's rows of the sums into `grad`.
+    """Sums the gradients of fully_shard's backward, and stores this member's rows of the sums in `grad`.
 
-    Three things happen at the same time:
+    Three things happen concurrently:
 
-    1. Backward, in this thread, passes on the gradients of a unit in each round.
-    2. The stream sends these gradients to the members, and pushes the received rows into the counter of the unit. It
-       keeps the order in which the units were passed on.
-    3. In the last round, once a unit and all units before it in `_order` were passed on, the stream also adds up its
-       rows over the replicas.
+    1. Backward, on this thread, hands over the gradients of a unit in each round.
+    2. The stream sends these gradients to the members, and adds the received rows to the counter of the unit, in the
+       order in which units were handed over.
+    3. In the last round, once a unit and all units before it in `_order` have been handed over, the stream also sums
+       the rows of the unit over the replicas.
 
-    `_under_way` has the communications that this thread hasn't waited for.
+    `_pending` contains the communications that this thread hasn't waited for yet.
     """
 
     rank: DataRank
-    deal: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows of this member
+    scatter_rows: Callable[[Tensor, int], list[Tensor]]  # all_to_all_rows for this member
     across: CanonicalSum
     stream: CommStream
     units: Sequence[str]
@@ -164,18 +164,18 @@ class _ShardSums:
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
     _leaves: int = field(default=0, init=False)
-    _first: int = field(default=0, init=False)  # the leaf of this rank's chunk of the first micro-batch
+    _first: int = field(default=0, init=False)  # the leaf of this rank's chunk of micro-batch 0
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
-    _round: tuple[int, int] = field(default=(0, 0), init=False)  # of no holders
+    _round: tuple[int, int] = field(default=(0, 0), init=False)  # a round without micro-batches
     _remaining: int = field(default=0, init=False)
-    _under_way: deque[Pending[None]] = field(default_factory=deque, init=False)
-    _patient: bool = field(default=True, init=False)
+    _pending: deque[Pending[None]] = field(default_factory=deque, init=False)
+    _may_block: bool = field(default=True, init=False)
     _outputs: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._counters: list[Counter[Tensor]] = [Counter(add_) for _ in self.units]
         last = len(self.units) - 1
-        self._order = [*reversed(range(last)), last]  # the order of most backwards, with the rest of the model last
+        self._order = [*reversed(range(last)), last]  # the usual order in backward, with the rest of the model last
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
@@ -205,13 +205,13 @@ class _ShardSums:
         """Receive the gradients of a unit, [M * N] (comm/fsdp.py). After the last round, `output` [N] is the sum."""
         if self._note is not None:
             self._note(f"gradient of {self.units[unit]}", gradients)
-        while may_wait and self._patient and len(self._under_way) >= _UNDER_WAY:
+        while may_wait and self._may_block and len(self._pending) >= _MAX_PENDING:
             try:
-                self._under_way[0](_PATIENCE_S)
-                self._under_way.popleft()
+                self._pending[0](_MAX_WAIT_S)
+                self._pending.popleft()
             except TimeoutError:
-                self._patient = False
-        self._under_way.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
+                self._may_block = False
+        self._pending.append(self.stream.submit(partial(self._push, unit, *self._round, gradients)))
         if self._remaining == 1:
             self._outputs[unit] = output
             self._complete_ready(everything=False)
@@ -219,20 +219,20 @@ class _ShardSums:
     def finish(self) -> None:
         """See GradientSum."""
         self._complete_ready(everything=True)
-        while self._under_way:
-            self._under_way.popleft()()
+        while self._pending:
+            self._pending.popleft()()
 
     def _complete_ready(self, everything: bool) -> None:
-        # Complete units during backward, so that partial sums and sums of all units aren't in memory at the same time.
-        # The replicas must add up the units in the same order, which can differ from the order of their backwards.
+        # Complete units during backward, so that the partial sums and the sums of all units aren't in memory together.
+        # The replicas must sum the units in the same order, which can differ from the order of their backwards.
         while self._incomplete and (everything or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:
                 job = partial(self._complete, unit, self._outputs.pop(unit))
-                self._under_way.append(self.stream.submit(job))
+                self._pending.append(self.stream.submit(job))
 
     def _push(self, unit: int, first: int, holders: int, gradients: Tensor) -> None:
-        for number, part in enumerate(self.deal(gradients, holders)):
+        for number, part in enumerate(self.scatter_rows(gradients, holders)):
             self._counters[unit].push(self._first + first + number, part)
 
     def _complete(self, unit: int, output: Tensor) -> None:
@@ -262,7 +262,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _check_dtypes(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Raise UsageError if trained parameters that are gathered together have several dtypes."""
+    """Raise UsageError if trained parameters that are gathered together have different dtypes."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     remaining = dict(names)
     for unit in (*units, model):
@@ -286,7 +286,7 @@ def _channels_last(tensor: Tensor) -> bool:
 
 
 def _watch_memory_formats(model: nn.Module) -> None:
-    """Check the inputs of layers with channels_last weights, because rows of these weights are contiguous.
+    """Check the inputs of layers with channels_last weights, because the gathered weights are contiguous.
 
     A convolution runs in channels_last if its input or its weight is channels_last. Therefore its bits don't change if
     its input is channels_last. All other inputs are rejected.

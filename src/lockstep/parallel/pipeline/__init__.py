@@ -1,1 +1,1 @@
-"""The pipeline engine: splitting a model into stages, placing the stages, and communication between them."""
+"""The pipeline engine: splits a model into stages, places the stages on ranks, and communicates between them."""

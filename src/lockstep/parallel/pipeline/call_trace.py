@@ -1,11 +1,11 @@
-"""The forward of a model as a sequence of module calls, recorded by running its code without values.
+"""Records the forward of a model as a sequence of module calls, by running its code without values.
 
-This is for models that can't be traced. Code between modules can use shapes, Python values and everything that only
+This is for models that can't be traced. Code between modules can use shapes, Python values and anything that only
 depends on the inputs, such as a padding mask. Each stage runs this code again. The code can't use values that modules
 have computed.
 
-The code runs on a meta model. Its tensors only have a shape, a dtype and a device. A stage of such a model runs the
-forward of the model, and calls modules of the meta model instead of the modules on other ranks (replay.py).
+The code runs on a meta model, whose tensors only have a shape, a dtype and a device. A stage of such a model runs the
+forward of the full model, and calls modules of the meta model in place of the modules on other ranks (replay.py).
 """
 
 import copy
@@ -31,20 +31,21 @@ from lockstep.parallel.pipeline.part import tensors_in_attributes, tensors_of
 
 @dataclass
 class _TracedCall:
-    """A call of a module that is never split, and the computation between this call and the next."""
+    """A call of a module that is never split, together with the computation between this call and the next call."""
 
     name: str
-    arguments: dict[str, int] = field(default_factory=dict)  # the identity of each argument without values, by path
-    produced: set[int] = field(default_factory=set)  # identities of tensors without values
-    read_behind: set[int] = field(default_factory=set)  # by code outside of these modules
+    arguments: dict[str, int] = field(default_factory=dict)  # path -> identity of each argument without values
+    produced: set[int] = field(default_factory=set)  # identities of the tensors without values that it creates
+    read_after: set[int] = field(default_factory=set)  # identities of the tensors that the code after it uses
     operations: int = 0
 
 
 @final
 class CallTrace:
-    """A recorded forward, with the methods of GraphTrace. `crossing` are the arguments from the meta model.
+    """A recorded forward, with the same methods as GraphTrace.
 
-    Puts the model into training or evaluation mode by `training`. Raises UsageError if the code can't be run like this.
+    `training` selects the mode of the model: training or evaluation. Raises UsageError if the code of the model can't
+    run without values.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -55,10 +56,10 @@ class CallTrace:
         self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
         self._tensors = dict(tensors_of(model))
-        self._alive: list[Any] = []  # keeps tensors alive, so that no id is reused
+        self._alive: list[Any] = []  # keeps tensors alive, so that their ids aren't reused
         self._calls: list[_TracedCall] = []
         self._inside = False
-        # Ones are valid row indices for every table, and masks that mask nothing.
+        # Ones are valid indices into embedding tables, and masks that mask nothing.
         ones = batches.map_tensors(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype), cut.example)
         self.outputs: Any = self._run(ones)
         self.used = [self._tensors_of_call(call) for call in self._calls]
@@ -71,7 +72,7 @@ class CallTrace:
         producers = {key: call.name for call in self._calls[:place] for key in call.produced}
         entering = {*self._calls[place].arguments.values()}
         for call in self._calls[place:]:
-            for key in call.read_behind:
+            for key in call.read_after:
                 if key in producers:
                     return f"code between modules also uses an output of {producers[key]} after {call.name}"
             for key in call.arguments.values():
@@ -80,15 +81,15 @@ class CallTrace:
         return None
 
     def crossing(self, place: int) -> tuple[str, ...]:
-        """Return the paths of the arguments of a call that depend on modules before it."""
+        """Return the paths of the arguments of a call that depend on modules before the call."""
         return tuple(self._calls[place].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See GraphTrace. The operations were counted when the forward ran."""
+        """See GraphTrace. The operations were counted while the forward was recorded."""
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
-        direct_tensors = [self._tensors[self._names[key]] for key in call.read_behind if key in self._names]
+        direct_tensors = [self._tensors[self._names[key]] for key in call.read_after if key in self._names]
         of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 
@@ -97,11 +98,11 @@ class CallTrace:
             intercept(leaf, partial(self._note_call, name))
         states = generators()
         try:
-            with torch.no_grad(), _Reading(self):
+            with torch.no_grad(), _ReadRecorder(self):
                 outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
-        except Exception as error:  # user code can raise any exception if there are no values
+        except Exception as error:  # user code can raise any exception if tensors have no values
             description = describe_error(error, UntraceableError.advice)
             reason = f"its code between modules depends on values that modules compute: {description}"
             raise UntraceableError(reason) from error
@@ -113,7 +114,7 @@ class CallTrace:
         return outputs
 
     def _note_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replaces the forward of a module that is never split."""
+        """Record a call of a module that is never split. Replaces the forward of the module."""
         if self._inside:
             return forward(*args, **kwargs)
         fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if isinstance(leaf, FakeTensor)]
@@ -130,9 +131,9 @@ class CallTrace:
         return outputs
 
     def _read(self, values: Any) -> None:
-        """Record the tensors that code between modules, or the end of the forward, uses."""
+        """Record that code between modules, or the return of the forward, uses these tensors."""
         if self._calls:
-            self._calls[-1].read_behind |= {
+            self._calls[-1].read_after |= {
                 id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
             }
 
@@ -145,18 +146,18 @@ class CallTrace:
 
 
 @final
-class _Reading(TorchFunctionMode):
-    """Records the inputs and outputs of code between modules. Reading a shape isn't a use of a tensor."""
+class _ReadRecorder(TorchFunctionMode):
+    """Records the inputs and outputs of code between modules. Reading only the shape of a tensor doesn't count."""
 
-    def __init__(self, line: CallTrace) -> None:
+    def __init__(self, trace: CallTrace) -> None:
         super().__init__()
-        self._line = line
+        self._trace = trace
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._line._inside and (result is None or batches.tensors_of(result)):
-            self._line._read((args, kwargs))
-            self._line._record_produced(result)
+        if not self._trace._inside and (result is None or batches.tensors_of(result)):
+            self._trace._read((args, kwargs))
+            self._trace._record_produced(result)
         return result
 
 
@@ -187,7 +188,7 @@ class MetaModel:
         self._known: dict[Any, Any] = {}
 
     def call(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of the module `name` for these arguments, as new tensors without values."""
+        """Return new tensors without values that have the shapes of the outputs of module `name`."""
         key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
         if key not in self._known:
             with torch.no_grad(), torch.random.fork_rng([]):
@@ -210,7 +211,7 @@ class MetaModel:
 
 
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Redirect each call of a module to `replacement`, with the original forward and the arguments."""
+    """Redirect each call of a module to `replacement`, which gets the original forward and the arguments."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, replacement, module.forward)
 
@@ -220,7 +221,7 @@ def _unpack(replacement: Any, forward: Forward, arguments: tuple[tuple[Any, ...]
 
 
 def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are never split, by name, for the model and the modules that are entered."""
+    """Yield the modules that are never split, by name, in the model and in the modules that are entered."""
     for child_name, child in module.named_children():
         name = prefix + child_name
         container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has no forward
@@ -231,12 +232,12 @@ def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Itera
 
 
 def _signature(arguments: Any) -> Any:
-    """Return a key for the shapes of the outputs. Objects other than tensors and plain values count by identity."""
+    """Return a key for the output shapes. Objects other than tensors and plain values are compared by identity."""
     leaves, form = pytree.tree_flatten(arguments)
-    return str(form), tuple(_form(leaf) for leaf in leaves)
+    return str(form), tuple(_leaf_key(leaf) for leaf in leaves)
 
 
-def _form(leaf: Any) -> Any:
+def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
     return leaf if isinstance(leaf, int | float | str | bool | None) else id(leaf)

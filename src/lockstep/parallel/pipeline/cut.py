@@ -1,10 +1,10 @@
 """Splits a model into stages, by cost or at given modules.
 
 A model can be split before the first call of a module if only tensors and integers cross the split, and if no weight is
-used on both sides. The cost of a module is the mean of two fractions: its fraction of the operations of the model,
-which stands for time, and its fraction of the parameters, which stands for memory. Modules are only entered
-(graph_trace.py) if this results in more stages or in more even stages. The sequence of costs is split into contiguous
-parts so that the cost of the most expensive part is minimal.
+used on both sides. The cost of a module is the mean of its fraction of the operations of the model (for time) and its
+fraction of the parameters (for memory). A module is only entered (graph_trace.py) if this results in more stages or in
+more even stages. The sequence of costs is split into contiguous parts so that the cost of the most expensive part is
+minimal.
 """
 
 import copy
@@ -31,8 +31,8 @@ from lockstep.parallel.tensor.plan import region_names
 
 Line = CallTrace | GraphTrace  # a forward as a sequence of places
 
-EVEN_ENOUGH: Final = 1.2  # times the mean cost; if the most expensive stage is below, no more modules are entered
-PATIENCE: Final = 8  # modules entered without improvement after the first cut
+EVEN_ENOUGH: Final = 1.2  # stop entering modules if the most expensive stage costs less than this many times the mean
+PATIENCE: Final = 8  # stop after entering this many modules without improving a valid cut
 
 
 def find_cut(
@@ -40,10 +40,10 @@ def find_cut(
 ) -> PipelineCut:
     """Return a cut of `model` into `stages` stages, by cost or before the modules `names`.
 
-    With `whole_blocks`, the model is never split within a block (parallel/blocks.py). It is never split within a region
-    that is computed chunk by chunk (parallel/tensor/chunks.py). Operations are counted on the inputs `example`. If it
-    is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified. Raises
-    UsageError with the reason if the model can't be split like this.
+    If `whole_blocks` is set, the model is never split within a block (parallel/blocks.py). It is never split within a
+    region that is computed chunk by chunk (parallel/tensor/chunks.py). Operations are counted for the inputs `example`.
+    If `example` is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified.
+    Raises UsageError with the reason if there is no such cut.
     """
     with new_tensors_dropped():
         return _find_cut(model, stages, example, names, whole_blocks)
@@ -52,7 +52,7 @@ def find_cut(
 def _find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
 ) -> PipelineCut:
-    blank, runs = _blank(model, example)
+    blank, runs = _meta_copy(model, example)
     blocks = _names_to_compile(blank) if whole_blocks else frozenset()
     regions = region_names(blank)
     if "" in regions:
@@ -62,43 +62,43 @@ def _find_cut(
         )
     start = PipelineCut(kept=blocks | regions, example=example)
 
-    def find(start: PipelineCut, runs: bool) -> "_Found":
-        return _cut_before(blank, stages, names, start, runs) if names else _cheapest(blank, stages, start, runs)
+    def find(start: PipelineCut, runs: bool) -> "_CutResult":
+        return _cut_before(blank, stages, names, start, runs) if names else _cut_by_cost(blank, stages, start, runs)
 
     try:
         traced = find(start, runs)
     except UsageError as error:
         if example is None:
             raise
-        try:  # run the code, which can't be traced
+        try:  # replay the code, because it can't be traced
             return find(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
-    if names or not traced.shut or traced.dearest <= EVEN_ENOUGH / stages:
+    if names or not traced.shut or traced.highest_cost <= EVEN_ENOUGH / stages:
         return traced.cut
-    try:  # try whether running the code allows a better cut
+    try:  # check if replaying the code allows a better cut
         replayed = find(replace(start, replayed=True), True)
     except UsageError:
         return traced.cut
-    return replayed.cut if replayed.dearest < traced.dearest else traced.cut
+    return replayed.cut if replayed.highest_cost < traced.highest_cost else traced.cut
 
 
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
-    """Return the forward of the model as a sequence of calls in its code and in the code of entered modules."""
+    """Return the forward of a model as a sequence of calls, in its own code and in the code of entered modules."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut, training)
     return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
-    """The stage that owns each parameter and buffer, by name, and the second stage that uses it, if there is one."""
+    """The stage that owns each parameter and buffer by name, and the other stage that uses it, if there is one."""
 
     owner: dict[str, int]
     borrower: dict[str, int]
 
 
 def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
-    """Return the stages that use each tensor, for all of its names. The last stage owns tensors that aren't used.
+    """Return the stages that use each tensor, by each of its names. The last stage owns tensors that no stage uses.
 
     Raises UsageError if two stages use a tensor that can't be lent (tied_weights.py).
     """
@@ -125,11 +125,11 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
 
 
 def _lendable(model: nn.Module, line: Line) -> set[int]:
-    """Return the ids of weights that can be used on both sides of a cut.
+    """Return the ids of the weights that may be used on both sides of a cut.
 
-    These are embedding tables that are looked up once and used at one other place. For such a weight, two gradients are
-    added per micro-batch, and a sum of two terms has the same bits in any order. The gradient of the look-up is the
-    last one, regardless of how often the other place uses the weight.
+    These are weights of embeddings that are looked up once and used in one other place. Two gradients of such a weight
+    are added per micro-batch, and a sum of two terms has the same bits in any order. The gradient of the look-up always
+    comes last, regardless of how often the weight is used in the other place.
     """
     places: dict[int, list[int]] = {}
     for place, used in enumerate(line.used):
@@ -147,7 +147,7 @@ def _lendable(model: nn.Module, line: Line) -> set[int]:
 
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
-    """Return the reason why the forward can't be split before `place`, or None if it can."""
+    """Return the reason why the forward can't be split before `place`, or None if it can be split there."""
     keys_before = {key for used in line.used[:place] for key in used}
     keys_behind = {key for used in line.used[place:] for key in used}
     shared = (keys_before & keys_behind) - _lendable(model, line)
@@ -156,19 +156,19 @@ def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
     return line.obstacle(place)
 
 
-def _trains(used: Mapping[int, Tensor]) -> bool:
+def _is_trainable(used: Mapping[int, Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in used.values())
 
 
 def stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
-    """Return a stage in the current mode of the model, from the values that enter to a list of values that leave."""
+    """Return a stage in the current mode of the model, as a module from its incoming values to its outgoing values."""
     line = GraphTrace(model, cut, model.training)
     part = _parts(line, cut)[stage]
     return line.module(part.start, part.stop)
 
 
 def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[StagePart]:
-    """Return the stages of a model whose code is run, with the paths of the values that enter and leave each stage."""
+    """Return the stages of a replayed model, with the paths of the values that enter and leave each stage."""
     line = CallTrace(model, cut, training)
     names = {place: name for name, place in line.calls.items()}
     ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
@@ -180,7 +180,7 @@ def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[Sta
 def _parts(line: Line, cut: PipelineCut) -> list[range]:
     places = [0]
     for name in cut.begins:
-        # The first call of the module or of its first submodule.
+        # The first call of the module itself or of one of its submodules.
         inside = (place for called, place in line.calls.items() if called == name or called.startswith(f"{name}."))
         place = next(inside, None)
         if place is None or place <= places[-1]:
@@ -193,7 +193,7 @@ def _parts(line: Line, cut: PipelineCut) -> list[range]:
     return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
 
 
-def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_Found":
+def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_CutResult":
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
@@ -219,24 +219,24 @@ def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: Pipe
             raise UsageError(
                 f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; name a different module"
             )
-        if not any(map(_trains, line.used[part.start : part.stop])):
+        if not any(map(_is_trainable, line.used[part.start : part.stop])):
             raise UsageError(
                 f"strategy pipeline: cut: stage {number} has no trainable parameter; name different modules"
             )
     ownership(model, cut)
-    return _Found(cut)
+    return _CutResult(cut)
 
 
-class _Found(NamedTuple):
-    """A cut, the cost fraction of its most expensive stage, and whether some code couldn't be followed."""
+class _CutResult(NamedTuple):
+    """A cut, the cost fraction of its most expensive stage, and whether some modules couldn't be entered."""
 
     cut: PipelineCut
-    dearest: float = 0.0
+    highest_cost: float = 0.0
     shut: bool = False
 
 
-def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _Found:
-    # Modules that can't be entered. If the code is run, code in a block would read the values that cross a cut there.
+def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _CutResult:
+    # Modules that can't be entered. With replay, code within a block would read the values that cross a cut there.
     closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     initially_closed = len(closed)
     best, lowest_cost, failures = None, float("inf"), 0
@@ -244,7 +244,7 @@ def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> 
         line = line_of(model, start, training=True)
         costs = _costs(line, start.example if runs else None)
         allowed = {place: name for name, place in line.calls.items() if place and _obstacle(model, line, place) is None}
-        places = balance(costs, stages, allowed, [*map(_trains, line.used)])
+        places = balance(costs, stages, allowed, [*map(_is_trainable, line.used)])
         if places is not None:
             cut = replace(start, begins=tuple(allowed[place] for place in places))
             cost = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
@@ -253,20 +253,20 @@ def _cheapest(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> 
         failures += best is not None
         if lowest_cost <= EVEN_ENOUGH / stages:
             break
-        name = _dearest(model, line, costs, closed)
-        while name is not None and not _can_be_entered(model, _entering(start, name)):
+        name = _most_expensive_module(model, line, costs, closed)
+        while name is not None and not _can_be_entered(model, _with_entered(start, name)):
             closed.add(name)
-            name = _dearest(model, line, costs, closed)
+            name = _most_expensive_module(model, line, costs, closed)
         if name is None:
             break
-        start = _entering(start, name)
+        start = _with_entered(start, name)
     if best is None:
         raise UsageError(_refusal(model, line, stages))
     ownership(model, best)
-    return _Found(best, lowest_cost, len(closed) > initially_closed)
+    return _CutResult(best, lowest_cost, len(closed) > initially_closed)
 
 
-def _entering(cut: PipelineCut, name: str) -> PipelineCut:
+def _with_entered(cut: PipelineCut, name: str) -> PipelineCut:
     return replace(cut, entered=cut.entered | {name})
 
 
@@ -278,7 +278,7 @@ def _costs(line: Line, example: Inputs | None) -> list[float]:
 
 
 def _elements(line: Line) -> list[int]:
-    """Return the number of parameter elements at each place. Each parameter counts where it is used first."""
+    """Return the number of parameter elements at each place. Each parameter is counted where it is first used."""
     counted: set[int] = set()
     counts = []
     for used in line.used:
@@ -292,8 +292,8 @@ def _shares(amounts: list[int]) -> list[float]:
     return [amount / whole for amount in amounts]
 
 
-def _dearest(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
-    """Return the most expensive module with children, except modules of torch, such as attention, which stay whole."""
+def _most_expensive_module(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
+    """Return the most expensive module that could be entered, or None. Modules of torch are never entered."""
     modules = dict(model.named_modules())
     candidates = [
         (costs[place], name)
@@ -339,13 +339,16 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
     return names
 
 
-def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
-    """Return a copy on the meta device, and whether the example runs there, or the model if it can't be copied."""
+def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
+    """Return a copy of the model on the meta device, and whether its forward runs there on `example`.
+
+    If the model can't be copied, returns the model itself and False.
+    """
     tensors = [*(tensor for _, tensor in tensors_of(model)), *tensors_in_attributes(model)]
     memo = {id(tensor): empty_like(tensor) for tensor in tensors}
     try:
         blank = copy.deepcopy(model, memo)
-    except Exception:  # a user model can hold objects that can't be copied
+    except Exception:  # a custom model can contain objects that can't be copied
         return model, False
     if example is None:
         return blank, False
@@ -353,7 +356,7 @@ def _blank(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
         with torch.no_grad():
             blank.train()
             call(blank, example)
-    except Exception:  # the model reads values, which don't exist on the meta device
+    except Exception:  # the forward reads values, which don't exist on the meta device
         return blank, False
     return blank, True
 
@@ -362,17 +365,17 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
     """Return `parts` - 1 ascending positions from `allowed` at which to split, or None if there is no such split.
 
     Position p is before item p. Each part contains at least one item that is `needed`. The split minimizes the cost of
-    the most expensive part. Of all such splits, it has the smallest sum of squared costs, so that the other parts are
-    even, too.
+    the most expensive part. Among these splits, it has the smallest sum of squared costs, so that the other parts are
+    even too.
     """
     length = len(costs)
     sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
     places = [place for place in sorted(set(allowed)) if 0 < place < length]
     ends = [*places, length]
 
-    def cheapest(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Return the smallest sum by `add`, and its positions, among splits without a part above `max_cost`."""
-        # best[end]: the best split of the items before `end` into as many parts as rounds so far.
+    def best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
+        """Return the smallest cost (combined by `add`) of a split with parts up to `max_cost`, and its positions."""
+        # best[end]: the best split of the items before `end`. Its number of parts grows by one in each round.
         best: dict[int, tuple[float, tuple[int, ...]]]
         best = {end: (add(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
         for _ in range(parts - 1):
@@ -388,7 +391,7 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
             best = {end: min(row) for end, row in rows.items() if row}
         return best.get(length)
 
-    # In two passes, because the beginning of the best split isn't always the best split of these items.
-    minimal = cheapest(math.inf, max)
-    split = minimal and cheapest(minimal[0], lambda total, cost: total + cost * cost)
+    # Two passes, because the beginning of an optimal split isn't always an optimal split of its items.
+    minimal = best_split(math.inf, max)
+    split = minimal and best_split(minimal[0], lambda total, cost: total + cost * cost)
     return None if split is None else list(split[1])

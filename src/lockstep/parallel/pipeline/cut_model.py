@@ -1,4 +1,4 @@
-"""The analysis of a model while it is whole, and the code of its stages once a rank only has its own tensors."""
+"""Analyzes a model before it is split, and returns the code of its stages after a rank keeps only its own tensors."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
@@ -13,13 +13,13 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 from lockstep.parallel.pipeline.place import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
-# Takes the values that enter a stage, which are the tensors of the inputs for the first stage, and the inputs. Returns
-# the values that leave the stage, which are the tensors of the outputs for the last stage.
+# The arguments are the values that enter a stage (for the first stage, the tensors of the inputs) and the inputs of the
+# model. Returns the values that leave the stage (for the last stage, the tensors of the outputs).
 StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 
 class StageCode(NamedTuple):
-    """The functions that compute a stage in both modes, and the module with its parameters in training."""
+    """The functions that compute a stage in training and in evaluation, and its module with parameters in training."""
 
     training: StageForward
     evaluating: StageForward
@@ -28,14 +28,17 @@ class StageCode(NamedTuple):
 
 @final
 class CutModel:
-    """Create it while `model` is whole. Call `code` later. `outputs` has the structure of the outputs of the model."""
+    """A model and its cut. Create this object while `model` still has all tensors, and call `code` afterwards.
+
+    `outputs` has the structure of the model's outputs.
+    """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, place: StagePlace, device: torch.device) -> None:
         self._model = model
         self._cut = cut
         self._place = place
         self.owner, self.borrower = ownership(model, cut)
-        # The names of the tensors that the stages of this rank own, and of those that they borrow.
+        # The names of the tensors that the stages of this rank own, and of the tensors that they borrow.
         self.own, self.borrowed = (
             {name for name, stage in stage_by_name.items() if stage in place.stages}
             for stage_by_name in (self.owner, self.borrower)
@@ -43,14 +46,14 @@ class CutModel:
         self._meta = MetaModel(model, device) if cut.replayed else None
         self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
         self.outputs = line_of(model, cut, training=False).outputs
-        model.train()  # the analysis has changed the mode
+        model.train()  # because the analysis has changed the mode
 
     def names_of(self, stage: int) -> set[str]:
         """Return the names of the tensors that a stage owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
     def code(self, names: Collection[str]) -> dict[int, StageCode]:
-        """Return the code of this rank's stages. The tensors `names` must have values. Call this method once."""
+        """Return the code of this rank's stages. The tensors `names` must have values. Call this only once."""
         model, cut = self._model, self._cut
         if self._meta is None:
             code_by_stage = {}

@@ -1,16 +1,16 @@
-"""The engine for a model that is split into stages. Each rank has some of the stages, and micro-batches pass through.
+"""The engine for a model that is split into stages. Each rank has some stages, and micro-batches pass through them.
 
-The recipe sets the micro-batches, and each micro-batch is computed as in one process, stage after stage:
+The recipe sets the micro-batches. Each micro-batch is computed as in a single process, stage after stage:
 
 1. The first stage seeds the generators with (seed, step, micro-batch). Each following stage starts with the generator
-   state at the end of the previous stage. If random numbers were drawn, this state is sent along.
+   state from the end of the previous stage. This state is only sent if random numbers were drawn.
 2. The last stage computes the loss. The gradients of the values that crossed a cut are sent back the same way.
 3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
 
 If a micro-batch is split into several leaves of the tree (parallel/work_units.py), each leaf is sent separately, and
-seeded with its number. The forwards of these leaves run together in a stage.
+seeded with its own number. The forwards of these leaves run interleaved within a stage.
 
-The schedule (parallel/pipeline/schedule.py) sets the order of the work of a rank. It doesn't change the numbers.
+The schedule (parallel/pipeline/schedule.py) determines the order of the work of a rank. It doesn't change the numbers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -51,7 +51,7 @@ from lockstep.parallel.pipeline.links import Links
 from lockstep.parallel.pipeline.part import keep_only, part_of
 from lockstep.parallel.pipeline.place import PipelineShape, StagePlace
 from lockstep.parallel.pipeline.schedule import Action, actions
-from lockstep.parallel.pipeline.stage import Arrived, Forward, Stage
+from lockstep.parallel.pipeline.stage import BackwardInputs, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeights
 from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
@@ -59,8 +59,8 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @dataclass(eq=False)
-class _Passing:
-    """A leaf in a stage of this rank, and the generator states that arrived with it and are sent along with it."""
+class _InFlightLeaf:
+    """A leaf that passes through a stage, the generator states that it arrived with, and the states to send along."""
 
     leaf: MicroBatch
     model_inputs: Inputs
@@ -70,9 +70,9 @@ class _Passing:
 
 @final
 class PipelineEngine:
-    """A model with its stages on the ranks of `world`. Every rank must be passed all micro-batches of its pipeline.
+    """An engine for a model with stages on the ranks of `world`. Pass every rank all micro-batches of its pipeline.
 
-    If the task has no example inputs for counting operations, the cost of stages only depends on their parameters.
+    If the task has no example inputs for counting operations, the cost of a stage only depends on its parameters.
     """
 
     def __init__(
@@ -85,25 +85,25 @@ class PipelineEngine:
         self._pipe = pipe
         self._place = place = StagePlace(pipe, world)
         self._model = problem.build_model()
-        self._model.train()  # not chained, because `train` of a user model may return None
+        self._model.train()  # not chained, because a custom train() may return None
         self._generators = world.generators()
         self._cooperative = Cooperative(self._generators)
         self._leaves = leaves_of(
             problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._cooperative
         )
-        # The model is still whole here. This part needs all of its tensors, or runs its code without other ranks.
+        # At this point, the model still has all of its tensors, which the analysis and the names need.
         cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
         cut_model = CutModel(self._model, cut, place, world.device)
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
-        # From here on, the tensors of other ranks have no memory.
-        own_slice = self._keep_own(cut_model)
+        # From here on, tensors of other ranks have no memory.
+        own_slice = self._keep_own_tensors(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
         self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.stages}
         numerics.prepare(self._model, world.device)
         self._code = cut_model.code(cut_model.own | cut_model.borrowed)
         self._model.train()
-        # The sum over the ranks with the same stages as this rank.
+        # The sum over the ranks with the same stages.
         self._across = world.canonical(place.mesh, "replicate", "context", chunks=self._leaves.count)
         part = part_of(self._model, cut_model.own)
         self._layout = StageLayout(world, self._model, part, place, numerics.copied, own_slice)
@@ -113,24 +113,24 @@ class PipelineEngine:
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._offload = numerics.offload_activations and not pipe.recompute  # recomputation keeps no graph
+        self._offload = numerics.offload_activations and not pipe.recompute  # recomputation saves no activations
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._links = Links(world, place, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
         self._loss_dtypes: list[torch.dtype] = []
-        self._observed = NamedSums()  # the sums of the task in the current step
+        self._observed = NamedSums()  # the metric sums of the task in the current step
         self._losses: Counter[Tensor] = Counter(add_)
 
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
-        """Return the names in the optimizer of the whole model. Raises UsageError if the optimizer can't be split."""
+        """Return the names of the optimizer state of the full model. Raises UsageError if it can't be split."""
         trained = trainable_parameters(self._model)
         if self._place.last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         return OptimizerNames(trained, make_optimizer(trained, whole_norms))
 
-    def _keep_own(self, cut_model: CutModel) -> Slice:
-        """Keep only the tensors that the stages of this rank own or borrow. Returns the slice that this rank has."""
+    def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
+        """Keep only the tensors that this rank's stages own or borrow. Returns this rank's slice of them."""
         if self._pipe.tensor > 1:
             keep_own_chunks(self._model, self._world, self._place.mesh)
         own_slice = Slice.for_rank(self._model, self._world, self._place.mesh)
@@ -158,7 +158,7 @@ class PipelineEngine:
         for action in actions(
             pipe.schedule, place.coordinate.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)
         ):
-            self._act(action, cuts[action.microbatch], step)
+            self._run_action(action, cuts[action.microbatch], step)
         self._links.finish()
         for stage in self._stages.values():
             stage.add_gradients(leaves, self._across)
@@ -190,7 +190,7 @@ class PipelineEngine:
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
-        """See Engine. All ranks must predict the same inputs in the same order, and all ranks get the outputs."""
+        """See Engine. All ranks must predict the same inputs in the same order. All ranks get the outputs."""
         with evaluating(self._model, self._ema, self._reload):
             yield self._predict
 
@@ -228,7 +228,7 @@ class PipelineEngine:
     def close(self) -> None:
         """See Engine."""
 
-    def _act(self, action: Action, leaves: MicroBatches, step: Step) -> None:
+    def _run_action(self, action: Action, leaves: MicroBatches, step: Step) -> None:
         number, microbatch = action.stage, leaves[0].index
         stage = self._stages[number]
         match action.kind:
@@ -240,57 +240,59 @@ class PipelineEngine:
             case "backward" | "backward_input":
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
                 arrived = [
-                    Arrived(self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index))
+                    BackwardInputs(
+                        self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index)
+                    )
                     for leaf in leaves
                 ]
                 with self._model_code:
                     results = backward(microbatch, arrived)
                 for leaf, result in zip(leaves, results, strict=True):
                     for tie, gradient in zip(self._ties.of_borrower(number), result.borrowed, strict=True):
-                        self._links.send([gradient], self._links.of_tie(tie), tie.owner, leaf.index)
+                        self._links.send([gradient], self._links.tied_weight_line(tie), tie.owner, leaf.index)
                     if number:
                         previous = number - 1
-                        self._links.send([*result.inputs], self._links.gradients_of(previous), previous, leaf.index)
+                        self._links.send([*result.inputs], self._links.gradient_line(previous), previous, leaf.index)
 
     def _forward(self, number: int, leaves: MicroBatches, step: Step) -> None:
-        passings, forwards = [], []
+        leaves_in_flight, forwards = [], []
         for leaf in leaves:
             model_inputs = self._numerics.prepare_inputs(self._leaves.inputs(leaf))
             values: Values = [None, *tensors_of(model_inputs)]
             states, *inputs = values if number == 0 else self._links.receive(number, number - 1, leaf.index)
-            passings.append(_Passing(leaf, model_inputs, states))
-            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, passings[-1], step)))
+            leaves_in_flight.append(_InFlightLeaf(leaf, model_inputs, states))
+            forwards.append(Forward(leaf.index, inputs, partial(self._compute, number, leaves_in_flight[-1], step)))
         stage_outputs = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
-        for passing, outputs in zip(passings, stage_outputs, strict=True):
-            index = passing.leaf.index
+        for in_flight, outputs in zip(leaves_in_flight, stage_outputs, strict=True):
+            index = in_flight.leaf.index
             if number == self._place.last:
-                losses = [_tensor(output).detach() for output in outputs]
+                losses = [_as_tensor(output).detach() for output in outputs]
                 loss = losses[0] if step.weights is None else torch.stack([each.double() for each in losses])
                 self._own_losses.append(loss)
                 self._loss_dtypes = [each.dtype for each in losses]
                 self._losses.push(index, loss.to(torch.float64, copy=True).reshape(-1))
             else:
-                self._links.send([passing.drawn, *outputs], number + 1, number + 1, index)
+                self._links.send([in_flight.drawn, *outputs], number + 1, number + 1, index)
 
-    def _compute(self, number: int, passing: _Passing, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Return the values that leave the stage for a leaf. For the last stage, these are the losses."""
-        leaf = passing.leaf
-        initial_states = self._seed(step, leaf.index, passing.arrived)
+    def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
+        """Return the values that leave the stage for a leaf. For the last stage, these are only the losses."""
+        leaf = in_flight.leaf
+        initial_states = self._seed(step, leaf.index, in_flight.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
             self._ties.begin_forward()
             with self._model_code, self._leaves.around():
-                outputs = _check(self._code[number].training(values, passing.model_inputs))
+                outputs = _check(self._code[number].training(values, in_flight.model_inputs))
             self._ties.end_forward()
             if number == self._place.last:
                 outputs = self._losses_of(leaf, step, outputs)
             else:
-                passing.drawn = self._generator_states(initial_states, passing.arrived)
-            # No leaf exits autocast before all leaves are here, because this clears the autocast cache of all leaves.
+                in_flight.drawn = self._generator_states(initial_states, in_flight.arrived)
+            # Don't leave autocast before all leaves have ended, because leaving clears the cache that they share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
     def _losses_of(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
-        prepared = self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in outputs]))
+        prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
         loss = losses_of_task(self._task.loss(prepared, leaf.batch), step)
         if self._observed.enabled and not self._place.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
@@ -298,9 +300,9 @@ class PipelineEngine:
         return [root.loss for root in loss.roots] if isinstance(loss, Losses) else [loss]
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of the outputs of a stage. For each loss, this is its share in the step."""
+        """Return the gradients of the outputs of a stage. For the last stage, these are the seeds of the losses."""
         if number != self._place.last:
-            return self._links.receive(self._links.gradients_of(number), number + 1, index)
+            return self._links.receive(self._links.gradient_line(number), number + 1, index)
         weights = [step.weight] if step.weights is None else step.weights.values()
         return [
             self._updates.scale(share(weight, dtype, self._world.device))
@@ -308,9 +310,9 @@ class PipelineEngine:
         ]
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients of lent parameters that the borrowing stages computed for a leaf."""
+        """Return the gradients of lent parameters that the borrowing stages have computed for a leaf."""
         arrived = [
-            (tie, self._links.receive(self._links.of_tie(tie), tie.borrower, index)[0])
+            (tie, self._links.receive(self._links.tied_weight_line(tie), tie.borrower, index)[0])
             for tie in self._ties.of_owner(number)
         ]
         return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
@@ -320,7 +322,7 @@ class PipelineEngine:
         self._links.send_tied_weights()
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
-        """Set the generators to the state in which this stage starts on leaf `index`, and return their states."""
+        """Set the generators to the initial state of this stage for leaf `index`, and return their states."""
         if not isinstance(states, Tensor):
             self._world.seed(random.extend_key(self._forward_key, step.number, index))
         else:
@@ -330,20 +332,20 @@ class PipelineEngine:
         return [generator.get_state() for generator in self._generators]
 
     def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
-        """Return the states for the next stage, or None if no random number was drawn for the leaf so far."""
+        """Return the generator states for the next stage, or None if no random numbers were drawn for the leaf."""
         current = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)
 
     def _total_losses(self, leaves: int, count: int) -> Tensor:
-        """Return the sums of the `count` losses of a micro-batch on every rank. The last stages have the losses."""
+        """Return the sum of each of the `count` losses on every rank. Only the last stages have losses."""
         loss = torch.zeros(count, dtype=torch.float64, device=self._world.device)
         if self._place.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
             if self._place.whole_primary and not self._place.coordinate.tensor:
                 loss = added
-        # As integers, because all other ranks have zero, and a float sum would turn -0.0 into 0.0.
+        # Sum as integers: all other ranks have zero, and a float sum would change -0.0 to 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)
 
     def _predict(self, inputs: Inputs) -> Any:
@@ -356,7 +358,7 @@ class PipelineEngine:
             if number != self._place.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
         shared_outputs = self._links.share_outputs(outputs)
-        return self._numerics.prepare_outputs(like(self._outputs, [_tensor(output) for output in shared_outputs]))
+        return self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in shared_outputs]))
 
     def _ema_state(self) -> dict[str, MaybeSharded]:
         assert self._ema is not None
@@ -368,7 +370,7 @@ class PipelineEngine:
 
 
 def _check(values: Sequence[object]) -> list[Tensor | int]:
-    """Return the values that leave a stage. Raises TrainingError unless all of them are tensors or integers."""
+    """Return the values that leave a stage. Raises TrainingError unless all values are tensors or integers."""
     fitting = [value for value in values if isinstance(value, Tensor | int)]
     if len(fitting) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))
@@ -379,7 +381,7 @@ def _check(values: Sequence[object]) -> list[Tensor | int]:
     return fitting
 
 
-def _tensor(value: Value) -> Tensor:
+def _as_tensor(value: Value) -> Tensor:
     assert isinstance(value, Tensor)
     return value
 

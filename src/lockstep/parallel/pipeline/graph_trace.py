@@ -1,8 +1,8 @@
-"""The forward of a model as a sequence of large modules, between which it can be split.
+"""Traces the forward of a model as a sequence of large modules, between which it can be split.
 
-The model is traced coarsely with torch.fx. Only the code that connects its modules is traced. The modules stay Python
-modules, so they can contain any code and work for any batch size. Containers are traced. Of all other modules, only the
-model itself and the modules in `entered` are traced.
+The model is traced coarsely with torch.fx: only the code that connects its modules is traced. The modules stay Python
+modules, so they can contain any code and work for any batch size. Containers are traced. Other than containers, only
+the model itself and the modules in `entered` are traced.
 """
 
 import random as python_random
@@ -27,7 +27,7 @@ _ROOT: Final = "model"
 
 
 class UntraceableError(UsageError):
-    """Raised if the code of a model can't be traced. It may still run without values (call_trace.py)."""
+    """Raised if the code of a model can't be traced. The code may still run without values (call_trace.py)."""
 
     advice: ClassVar = "move this code to a separate module, or use a different strategy"
 
@@ -37,26 +37,26 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """The names of the modules at which stages 1, 2, ... begin, and the modules whose code is followed for this."""
+    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run to split within them."""
 
     begins: tuple[str, ...] = ()
     entered: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()  # names of blocks that stay whole
+    kept: frozenset[str] = frozenset()  # names of blocks that are never split
     example: Inputs | None = field(default=None, compare=False)  # example inputs of the model
-    replayed: bool = False  # whether each stage runs the code of the model (replay.py), because it can't be traced
+    replayed: bool = False  # whether each stage runs the model's code (replay.py), because the code can't be traced
 
 
 @final
 class GraphTrace:
     """A traced forward as a sequence of places. Each place is a call of a module, or a computation between two calls.
 
-    - `body`: the nodes in order, without inputs, output and weights.
+    - `body`: the nodes in order, without inputs, outputs and weights.
     - `used`: the parameters and buffers used at each place, by id.
-    - `calls`: the place of the first call of each module, by name, in order.
+    - `calls`: the place of the first call of each module, by name, in call order.
 
-    Puts the model into training or evaluation mode by `training`. Modules in `cut.kept` aren't traced, even if they are
-    containers. `cut.example` are the inputs of the model. If it is None, the model takes one tensor. Raises UsageError
-    if the code can't be traced.
+    `training` selects the mode of the model: training or evaluation. Modules in `cut.kept` aren't traced, even if they
+    are containers. `cut.example` contains the inputs of the model. If it is None, the model takes one tensor. Raises
+    UsageError if the code can't be traced.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -75,9 +75,11 @@ class GraphTrace:
         for place, node in enumerate(self.body):
             if node.op == "call_module":
                 self.calls.setdefault(_name(node), place)
-        self._unfit: frozenset[str] = frozenset()  # nodes that are neither tensors nor integers
-        self._given = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
-        if any(node.target is getattr for node in self._given):  # these can be None, which a trace doesn't show
+        self._unfit: frozenset[str] = frozenset()  # names of nodes whose values are neither tensors nor integers
+        self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
+        if any(
+            node.target is getattr for node in self._output_nodes
+        ):  # these can be None, which a trace can't represent
             raise UntraceableError(
                 "its outputs are attributes of a module's output; return tensors from its forward, or use a different "
                 "strategy"
@@ -85,19 +87,19 @@ class GraphTrace:
 
     @property
     def outputs(self) -> Any:
-        """The outputs of the model, with meaningless tensors."""
+        """The structure of the model's outputs, with empty tensors."""
         empty = torch.empty(0, device="meta")
         return pytree.tree_map_only(fx.Node, lambda _: empty, self._output.args[0])
 
     def obstacle(self, place: int) -> str | None:
-        """Return the reason why the values that cross before `place` prevent a cut there, or None."""
+        """Return the reason why the model can't be split before `place` because of the crossing values, or None."""
         misfits = [node.name for node in self._crossing(place) if node.name in self._unfit]
         return f"'{misfits[0]}', which would cross the split, is neither a tensor nor an integer" if misfits else None
 
     def measure(self, example: Inputs) -> list[int]:
-        """Return the operations of the forward at each place for these inputs. The model must be on the meta device.
+        """Return the number of operations of the forward at each place for these inputs.
 
-        After this call, `obstacle` also checks the types of the values that cross.
+        The model must be on the meta device. After this call, `obstacle` also checks the types of crossing values.
         """
         run = _Measuring(self._root, self._graph)
         run.run(*batches.tensors_of(example))
@@ -105,9 +107,9 @@ class GraphTrace:
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def module(self, start: int, stop: int) -> fx.GraphModule:
-        """Return the module between two places: from the values that enter it to a list of those that leave it.
+        """Return the module between two places. It maps the values that enter to a list of the values that leave.
 
-        The values that leave the last place are the tensors of the outputs in their order. The module shares the
+        The values that leave the last place are the tensors of the model outputs, in order. The module shares the
         submodules and weights of the model.
         """
         graph = fx.Graph()
@@ -118,7 +120,7 @@ class GraphTrace:
                     copied[weight] = graph.node_copy(weight)
             copied[node] = graph.node_copy(node, lambda argument: copied[argument])
         last = stop == len(self.body)
-        results = self._given if last else self._crossing(stop)
+        results = self._output_nodes if last else self._crossing(stop)
         graph.output([copied[node] for node in results])
         return fx.GraphModule(self._root, graph)
 
@@ -139,9 +141,9 @@ class GraphTrace:
 
 @final
 class _FlatInputs(nn.Module):
-    """A model that is called only with its inputs, so that defaults of its forward don't become additional inputs.
+    """A wrapper that only passes inputs to a model, so that default arguments of its forward don't become inputs.
 
-    The inputs are a list of the tensors in `example`. Without an example, it is one tensor.
+    The inputs are a list of the tensors in `example`, or a list of one tensor if there is no example.
     """
 
     def __init__(self, model: nn.Module, example: Inputs | None) -> None:
@@ -158,7 +160,7 @@ class _FlatInputs(nn.Module):
 
 
 def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
-    """Create a separate placeholder for each tensor in the traced list of inputs, and return the placeholders."""
+    """Replace the traced list of inputs with one placeholder per tensor, and return the placeholders."""
     placeholder = next(iter(graph.nodes))
     with graph.inserting_before(placeholder):
         placeholders = [graph.placeholder(f"input_{number}") for number in range(inputs)]
@@ -171,14 +173,14 @@ def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
 
 @final
 class _CoarseTracer(fx.Tracer):
-    proxy_buffer_attributes = True  # otherwise the trace would fix the values of buffers
+    proxy_buffer_attributes = True  # otherwise, the trace would contain the current values of buffers
 
     def __init__(self, cut: PipelineCut) -> None:
         super().__init__()
         self._cut = cut
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module isn't traced."""
+        """Whether a module is kept as a single call instead of being traced."""
         name = module_qualified_name.removeprefix(_ROOT).removeprefix(".")
         if name in self._cut.kept:
             return True
@@ -193,12 +195,12 @@ class _Measuring(fx.Interpreter):
         self.unfit: set[str] = set()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Copy list arguments for a module, as in a normal call, because the lists of the graph are immutable."""
+        """Copy list arguments of a module to plain lists, as in a normal call. Lists in a graph are immutable."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(list(argument) if isinstance(argument, list) else argument for argument in args), kwargs
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and count its operations. Without autograd, the counter fails on views of weights."""
+        """Run a node and count its operations. Autograd must be off, because the counter fails on views of weights."""
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
         self.operations[n.name] = counter.get_total_flops()
@@ -208,17 +210,17 @@ class _Measuring(fx.Interpreter):
 
 
 def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
-    """Trace, and reject code that a trace would silently fix: temporary tensors and random numbers."""
+    """Trace the model. Rejects code whose result a trace would make constant: temporary tensors and random numbers."""
     states = generators()
     try:
         graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
         raise
-    except Exception as error:  # user code can raise any exception without real tensors
+    except Exception as error:  # user code can raise any exception if there are no real tensors
         first = next(iter(str(error).splitlines()), "")
         raise UntraceableError(
-            f"its code {_blame(error)} depends on values or shapes of tensors ({type(error).__name__}: {first}); "
-            f"{UntraceableError.advice}"
+            f"its code {_error_location(error)} depends on values or shapes of tensors ({type(error).__name__}: "
+            f"{first}); {UntraceableError.advice}"
         ) from error
     problem = None
     if generators() != states:
@@ -236,7 +238,7 @@ def generators() -> list[object]:
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 
 
-def _blame(error: Exception) -> str:
+def _error_location(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     library_folders = [Path(torch.__file__).parent, Path(__file__).parent]
     user_frames = [

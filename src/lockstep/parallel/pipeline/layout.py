@@ -1,7 +1,7 @@
 """The trained tensors on a rank of a pipeline: the parameters of its stages, or rows of these parameters.
 
-Ranks with the same stages in parallel pipelines can shard the optimizer state by rows, as in stage 1 of ZeRO
-(parallel/layouts/rows.py). The norms of a step are over the stages of all ranks.
+Ranks with the same stages in parallel pipelines can shard the optimizer state by rows, as in ZeRO stage 1
+(parallel/layouts/rows.py). The norms of a step cover the stages of all ranks.
 """
 
 from dataclasses import replace
@@ -23,9 +23,10 @@ from lockstep.parallel.weights import Weights
 
 @final
 class StageLayout:
-    """The part of `model` on this rank, which is `part`. The other tensors have no memory here.
+    """The layout of `part`, the part of `model` on this rank. All other tensors of the model have no memory here.
 
-    `stage_place` has the stages of this rank, and `own_slice` its slice of them. All ranks must create a layout.
+    `stage_place` contains the stages of this rank, and `own_slice` this rank's slice of the stages. All ranks must
+    create a layout at the same time.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class StageLayout:
         self._stage_place = stage_place
         self._slice = own_slice
         self._all = trainable_parameters(model)
-        # In the dtypes of the weights, because borrowed weights are later converted to the compute dtype.
+        # Created now with the dtypes of the weights, because borrowed weights are later converted to the compute dtype.
         self._absent = {name: own_slice.part(name, absent(tensor)) for name, tensor in model.state_dict().items()}
         sharers = world.among(stage_place.sharers)
         is_alone = sharers.size == 1
@@ -61,7 +62,7 @@ class StageLayout:
         all_norms = norms_of_rows(world, dict(zip(keys, self._parts, strict=True)), trained.values())
         stage_shards: dict[Tensor, Shard] = {tensor: self.as_shard(name, tensor) for name, tensor in self.trained}
         stage_norms = self._rank_layout.norms.of_tensors
-        if stage_place.mesh.tensor > 1:  # other ranks have different slices of the same stages
+        if stage_place.mesh.tensor > 1:  # other ranks hold different slices of the same stages
             slice_world = world.among(stage_place.mesh.groups("replicate", "tensor", "context"))
             stage_norms = norms_of_rows(slice_world, stage_shards).of_tensors
         self.norms = Norms(all_norms.all_rows, stage_norms, all_norms.agree_)
@@ -75,7 +76,7 @@ class StageLayout:
         }
 
     def own_state(self) -> dict[str, MaybeSharded]:
-        """Return the part of the state that is on this rank."""
+        """Return the part of the model state that is on this rank."""
         return {name: self._slice.as_part(name, value) for name, value in self._rank_layout.state().items()}
 
     def as_shard(self, name: str, tensor: Tensor) -> Shard:
@@ -83,7 +84,7 @@ class StageLayout:
         return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
-        """Return the gradients of all parameters of the model, between a backward and an update, as shards."""
+        """Return the gradients of all parameters of the model as shards. Call this between a backward and an update."""
         gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 

@@ -1,4 +1,4 @@
-"""The part of a model on one rank. The tensors of other ranks are on the meta device and have no memory."""
+"""The part of a model that is on one rank. The tensors of other ranks are on the meta device and have no memory."""
 
 from collections.abc import Collection
 
@@ -9,17 +9,17 @@ from lockstep.core.shard import Shard
 
 
 def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a module with the parameters and buffers `names` of `model`, with the same names in the same order.
+    """Return a module with the parameters and buffers `names` of `model`. Names and order stay the same.
 
-    A submodule with all of its tensors in `names` is included itself. A submodule with some of its tensors in `names`
-    is replaced by an empty module with these tensors.
+    If all tensors of a submodule are in `names`, the submodule itself is included. If only some are, the submodule is
+    replaced by an empty module with these tensors.
     """
     part = _part(model, names, "")
     return nn.Module() if part is None else part
 
 
 def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
-    """Move the tensors `names` to `device` like Module.to, and all other tensors to the meta device."""
+    """Move the tensors `names` to `device` like Module.to, and move all other tensors to the meta device."""
     replacements = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -37,18 +37,18 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
 
 
 def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return all parameters and buffers by name. A shared tensor is listed once for each of its names."""
+    """Return all parameters and buffers by name. A shared tensor appears once for each of its names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return non-leaf tensors in module attributes, as kept by the old weight_norm. They can't be deep-copied."""
+    """Return non-leaf tensors in module attributes, such as those of the old weight_norm. They can't be deep-copied."""
     values = (value for submodule in module.modules() for value in vars(submodule).values())
     return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
 def absent(tensor: Tensor) -> Shard:
-    """Return a shard without rows for a tensor of other ranks. It only has the shape and the dtype."""
+    """Return a shard without rows, for a tensor on other ranks. Only its shape and dtype are meaningful."""
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 
@@ -73,7 +73,7 @@ def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module |
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor or parameter of the same form on the meta device."""
+    """Return a tensor or parameter with the same shape, strides and dtype on the meta device."""
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

@@ -11,11 +11,11 @@ from lockstep.parallel.pipeline.schedule import Schedule
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The distribution of a model over pipelines. Stage s is on rank s mod n of each pipeline of n ranks.
+    """The distribution of a model over pipelines. In a pipeline of n ranks, stage s is on rank s mod n.
 
     There are `replicas` times `sharers` pipelines, and each group of `sharers` consecutive pipelines shards the
     optimizer state. `tensor` ranks share the chunks of each stage, and `context` ranks share the leaves of a
-    micro-batch. `cut` are the names of the modules that begin the stages, except for the first stage. If it is empty,
+    micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If it is empty,
     the model is split by cost.
     """
 
@@ -31,28 +31,28 @@ class PipelineShape:
 
 @final
 class StagePlace:
-    """The place of this rank in the pipelines of a world. It has `stages` out of `last` + 1 stages."""
+    """The place of this rank in the pipelines of a world. It has the `stages`. The stages are numbered 0 to `last`."""
 
     def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers
-        self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # of one pipeline
+        self.ranks = world.size // (pipelines * pipe.tensor * pipe.context)  # number of ranks in a pipeline
         self.mesh = Mesh(replicate=pipelines, pipe=self.ranks, tensor=pipe.tensor, context=pipe.context)
         self.coordinate = self.mesh.coordinate(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
         self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
-        # One of the ranks with the same rows of the same stages reports on behalf of all of them, and so does one of
-        # the ranks with the same whole stages.
+        # Among the ranks with the same rows of the same stages, one rank reports on behalf of all of them. The same
+        # applies to the ranks with the same full stages.
         self.rows_primary = self.coordinate.replicate < pipe.sharers and self.coordinate.context == 0
         self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
-        # The ranks that shard the optimizer state of the same stages. In this Mesh, they are along the axis `pipe`.
+        # The ranks that shard the optimizer state of the same stages, expressed as the `pipe` axis of a different mesh.
         lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
         self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
 
     def rank_of(self, stage: int) -> int:
-        """Return the rank of this pipeline that has a stage."""
+        """Return the rank in this pipeline that has `stage`."""
         return self.mesh.rank(self.coordinate._replace(pipe=stage % self.ranks))
 
     def ranks_of(self, stages: Collection[int]) -> set[int]:
-        """Return the other ranks that have these stages. Numbers of stages that don't exist are ignored."""
+        """Return the other ranks that have these stages. Stage numbers that don't exist are ignored."""
         own_rank = self.rank_of(self.coordinate.pipe)
         return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {own_rank}

@@ -1,8 +1,8 @@
-"""Stages that run the forward of the model: without values up to their first module, then with values to their end.
+"""Stages that run the forward of the full model: without values up to their first module, and then with values.
 
-The values that enter a stage are the arguments of its first module that depend on earlier modules. Everything else,
-such as a mask, only depends on the inputs of the model. Each rank has the inputs, and computes it again as in one
-process.
+The values that enter a stage are the arguments of its first module that depend on earlier modules. All other values,
+such as a mask, only depend on the inputs of the model. Each rank has the inputs, and computes these values again in the
+same way as a single process.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +24,7 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage: the modules at whose first call it begins and ends, and the paths of the values that cross there."""
+    """A stage: the modules at whose first calls it begins and ends, and the paths of the values that cross there."""
 
     begin: str | None  # None for the first stage
     arriving: tuple[str, ...]
@@ -34,25 +34,25 @@ class StagePart:
 
 @dataclass
 class _Run:
-    """A forward of a stage. `real` maps the ids of tensors without values in code between modules to their values."""
+    """A forward of a stage. `real` maps the ids of fake tensors in code between modules to the values that arrived."""
 
     part: StagePart
     values: list[Any]
     begun: bool
-    drawn: Tensor  # the state of the generator at the beginning
+    drawn: Tensor  # the generator state at the beginning
     real: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @final
 class _ThreadState(local):
-    """The current forward of this thread. Each of several leaves has a separate thread (parallel/cooperative.py)."""
+    """The forward that is running on this thread. Each leaf has a separate thread (parallel/cooperative.py)."""
 
     run: _Run | None = None
     inside = False  # whether a module that is never split is running
 
 
 class _StageEnd(BaseException):
-    """Ends a forward at the first module of the next stage. An `except Exception` in the model doesn't catch it."""
+    """Ends a forward at the first module of the next stage. User code with `except Exception` doesn't catch it."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _StageEnd(BaseException):
 
 @final
 class Replay:
-    """Runs stages of `model`. The tensors in `own` have values on this rank. `meta` is a copy without values."""
+    """Runs stages of `model`. The tensors in `own` have values on this rank. `meta` is a copy of the model on meta."""
 
     def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
         self._model = model
@@ -73,10 +73,10 @@ class Replay:
         leaf_modules_inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
             if module not in leaf_modules_inside:
-                self._hide(path, module, own)
+                self._hide_tensors(path, module, own)
 
     def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
-        """Return the function of a stage, from the values that enter and the model inputs to the values that leave."""
+        """Return the function of a stage, which maps incoming values and the model inputs to outgoing values."""
         return partial(self._run, part)
 
     def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
@@ -91,36 +91,36 @@ class Replay:
             current.run, current.inside = None, False
         if part.end is not None:
             _refuse(f"{part.end}, at which the next stage begins, was not called")
-        return batches.tensors_of(batches.map_tensors(partial(_real, run), outputs))
+        return batches.tensors_of(batches.map_tensors(partial(_arrived_value, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replaces the forward of a module that is never split."""
+        """Run, skip or end at a module that is never split. Replaces the forward of the module."""
         run = self._current.run
         if run is None or self._current.inside:
             return forward(*args, **kwargs)
         if not run.begun and name == run.part.begin:
-            _begin(run, args, kwargs)
+            _begin_stage(run, args, kwargs)
         if not run.begun:
             return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
             leaves = dict(paths_of((args, kwargs)))
-            raise _StageEnd([_real(run, leaves[path]) for path in run.part.leaving])
-        args, kwargs = batches.map_tensors(partial(_real, run), (args, kwargs))
+            raise _StageEnd([_arrived_value(run, leaves[path]) for path in run.part.leaving])
+        args, kwargs = batches.map_tensors(partial(_arrived_value, run), (args, kwargs))
         self._current.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
             self._current.inside = False
 
-    def _hide(self, path: str, module: nn.Module, own: Collection[str]) -> None:
-        """Replace tensors of other ranks by tensors without values, for code between modules."""
+    def _hide_tensors(self, path: str, module: nn.Module, own: Collection[str]) -> None:
+        """Replace tensors of other ranks with fake tensors, which code between modules can then use."""
         blank = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in own:
-                vars(module)[name] = getattr(blank, name)  # hides the parameter or buffer of the module
+                vars(module)[name] = getattr(blank, name)  # takes precedence over the module's parameter or buffer
 
 
-def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.equal(run.drawn, torch.get_rng_state()):
         _refuse("code between modules draws random numbers before this stage begins")
     leaves = dict(paths_of((args, kwargs)))
@@ -129,9 +129,9 @@ def _begin(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     run.begun = True
 
 
-def _real(run: _Run, value: Any) -> Any:
-    """Return the value itself, or the value that arrived if it is a tensor without values."""
-    if not isinstance(value, FakeTensor):  # fake tensors come from a meta model
+def _arrived_value(run: _Run, value: Any) -> Any:
+    """Return the value that arrived for a fake tensor, or any other value unchanged."""
+    if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value
     if id(value) not in run.real:
         _refuse("the values that a stage needs from earlier stages differ between micro-batches")

@@ -1,18 +1,19 @@
 """Pipeline schedules: the order of the forwards and backwards of stages that each rank runs in a step.
 
-Stage s is on rank s mod ranks, so a rank with several stages sees a micro-batch several times. A rank waits for values
-that it receives, but never for values that it sends. Therefore an order is valid if some rank can always continue.
+Stage s is on rank s mod n of n ranks, so a rank with several stages processes a micro-batch several times. A rank waits
+for values that it receives, but never for values that it sends. Therefore an order is valid if some rank can always
+continue.
 
 - naive: one micro-batch at a time passes through all stages, while the other ranks wait.
 - gpipe: all forwards, then all backwards (Huang et al. 2019, "GPipe").
 - 1f1b: from the first possible backward on, forwards and backwards alternate. A stage holds at most as many
-  micro-batches as there are stages from it to the end (Narayanan et al. 2019, "PipeDream"; 2021, "Efficient Large-Scale
-  Language Model Training on GPU Clusters Using Megatron-LM").
-- interleaved: 1f1b with several stages on each rank, in rounds of micro-batches. The number of stages per rank divides
-  the idle time at both ends of a step (Narayanan et al. 2021, section 2.2.2).
-- zero_bubble: the backward is split. The gradient of the input comes first, because the previous rank waits for it. The
-  gradient of the weights comes later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-  ZB-H1).
+  micro-batches as the number of stages from it to the end (Narayanan et al. 2019, "PipeDream"; 2021, "Efficient
+  Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
+- interleaved: 1f1b with several stages on each rank, in rounds of micro-batches. With n stages per rank, the idle time
+  at both ends of a step is divided by n (Narayanan et al. 2021, section 2.2.2).
+- zero_bubble: the backward is split in two. The input gradient is computed first, because the previous rank waits for
+  it. The weight gradient is computed later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline
+  Parallelism", ZB-H1).
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ _BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
-    """One piece of work. `backward` combines `backward_input` and `backward_weight`."""
+    """One unit of work. `backward` consists of `backward_input` and `backward_weight`."""
 
     kind: Kind
     stage: int
@@ -36,14 +37,14 @@ class Action(NamedTuple):
 
 
 def stages_of_each(schedule: Schedule, stages_per_rank: int | None) -> int:
-    """Return the number of stages of each rank. If it isn't set, this is the default of the schedule."""
+    """Return the number of stages per rank. If `stages_per_rank` is None, this is the default of the schedule."""
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
 def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, begins: Sequence[str]) -> None:
     """Raise UsageError if the schedule doesn't support this number of stages per rank.
 
-    Also raises UsageError if `begins` is set and isn't one module for each stage except for the first stage.
+    Also raises UsageError if `begins` is set and doesn't contain one module for each stage except the first stage.
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
@@ -66,7 +67,7 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
 def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
     """Return the actions of `rank` in a step. Only interleaved and zero_bubble support several stages per rank.
 
-    For each stage, the forwards are in the order of the micro-batches, and so are the backwards of each kind.
+    For each stage, the forwards are in micro-batch order, and so are the backwards of each kind.
     """
     if schedule in ("naive", "gpipe"):
         forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
@@ -77,12 +78,12 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     rounds = cut(microbatches, max(1, microbatches // ranks))
     forward_actions = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
     backward_actions = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
-    # Two per following rank if interleaved: with several stages, the next forward arrives from the previous rank at the
-    # same time as the backward from the following rank.
+    # If interleaved, warm up with two forwards per following rank: with several stages, the next forward arrives from
+    # the previous rank at the same time as the backward from the following rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
     order = _alternating(forward_actions, backward_actions, warm_up)
-    return list(_weights_later(order, rank) if schedule == "zero_bubble" else order)
+    return list(_delay_weight_gradients(order, rank) if schedule == "zero_bubble" else order)
 
 
 def _in_rounds(kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]) -> Iterator[Action]:
@@ -100,8 +101,8 @@ def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) 
         yield backward
 
 
-def _weights_later(order: Iterator[Action], delay: int) -> Iterator[Action]:
-    """Delay the gradient of the weights by `delay` backwards after the gradient of the input."""
+def _delay_weight_gradients(order: Iterator[Action], delay: int) -> Iterator[Action]:
+    """Delay each weight gradient until `delay` more backwards have run."""
     delayed: list[Action] = []
     for action in order:
         yield action

@@ -1,11 +1,11 @@
 """The computation of a stage: its forwards, its backwards, and the canonical sums of their results.
 
-The inputs of a stage enter its graph through an autograd function that catches their gradients exactly as autograd
-computed them. A leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't modify a
+The inputs of a stage enter its graph through an autograd function that stores their gradients exactly as autograd
+computes them. A leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't modify a
 leaf in place.
 
-If a micro-batch is split into several leaves of the tree (parallel/work_units.py), the forwards of the leaves run
-together, and one backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
+If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forwards of the leaves
+run interleaved, and a single backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -39,28 +39,28 @@ from lockstep.parallel.isolated_grads import IsolatedGradients
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
-Lent = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that another stage also uses, with its gradients
+LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that a borrowing stage also uses, with its gradients
 
-_SENT_BYTES: Final = 32 << 20  # per sum, so that not all gradients of a stage are in memory twice
+_SENT_BYTES: Final = 32 << 20  # bucket size of a sum, so that not all gradients of a stage are in memory twice
 
 
 class Forward(NamedTuple):
-    """The forward of the leaf `number`, from the values that enter the stage."""
+    """The forward of leaf `number`. `compute` maps the values that enter the stage to the values that leave."""
 
     number: int
     inputs: Values
     compute: Compute
 
 
-class Arrived(NamedTuple):
-    """The inputs of a backward: the gradients of the outputs of the forward, and the gradients from borrowers."""
+class BackwardInputs(NamedTuple):
+    """The inputs of a backward: the gradients of the stage's outputs, and the gradients of borrowing stages."""
 
     gradients: Values
-    lent: Lent = ()
+    lent: LentGradients = ()
 
 
-class Back(NamedTuple):
-    """The results of a backward: the gradients of the inputs of the stage and of borrowed parameters."""
+class BackwardResult(NamedTuple):
+    """The results of a backward: the gradients of the stage's inputs, and the gradients of borrowed parameters."""
 
     inputs: Gradients
     borrowed: Gradients
@@ -72,9 +72,9 @@ class _Leaf:
 
     number: int
     differentiable_inputs: list[Tensor]  # the inputs that require a gradient
-    caught: dict[int, Tensor]  # the gradient of each input that has one
+    caught: dict[int, Tensor]  # the gradients of inputs, by index
     width: int  # number of inputs
-    edges: list[GradientEdge | None]  # of the outputs that require a gradient
+    edges: list[GradientEdge | None]  # graph edges of the outputs; None if an output requires no gradient
 
     def input_gradients(self) -> Gradients:
         return [self.caught.get(index) for index in range(self.width)]
@@ -82,7 +82,7 @@ class _Leaf:
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward and its backward. With several leaves, `isolated` isolates their gradients."""
+    """A micro-batch between its forward and its backward. If it has several leaves, `isolated` is set."""
 
     leaves: list[_Leaf]
     isolated: IsolatedGradients | None
@@ -92,9 +92,9 @@ class _InFlight:
 @final
 @dataclass(eq=False)
 class Stage:
-    """A stage of a model with the tensors of `part`. With `recompute`, it keeps inputs instead of a graph.
+    """A stage of a model with the tensors of `part`. If `recompute` is set, it saves inputs instead of activations.
 
-    `borrowed` are parameters of a different stage. The gradients of these are returned to that stage.
+    `borrowed` are parameters that a different stage owns. Their gradients are returned, to be sent to that stage.
     """
 
     part: InitVar[nn.Module]
@@ -108,7 +108,7 @@ class Stage:
         self.running = RunningStatistics(part, counted=not compiled)
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        self.observations = torch.empty(0)  # mean per sample in the last step
+        self.observations = torch.empty(0)  # mean of the statistics over the samples of the last step
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
         self._split: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
@@ -117,29 +117,29 @@ class Stage:
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
         """Compute the leaves of a micro-batch with `samples` samples, with the parameters of `module`.
 
-        Returns the detached values that leave the stage for each leaf. From here on, the micro-batch is identified by
-        the number of its first leaf. With recomputation, each leaf is computed again in the backward, and must have the
-        same results.
+        Returns the detached values that leave the stage, for each leaf. In later calls, the micro-batch is identified
+        by the number of its first leaf. With recomputation, each leaf is computed again in the backward, and must have
+        the same results.
         """
         number = forwards[0].number
         self.running.before_forward()
         with self._guarded():
             if self.recompute:
-                _, outputs = self._start([_forgetting(forward) for forward in forwards], module)
+                _, outputs = self._start([_without_saved_tensors(forward) for forward in forwards], module)
                 self._in_flight[number] = lambda: self._start(forwards, module)[0]
             else:
                 in_flight, outputs = self._start(forwards, module)
                 self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observations(samples))
-        return [[_cut_off(output) for output in leaf_outputs] for leaf_outputs in outputs]
+        return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
-    def backward(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
-        """Run the whole backward of micro-batch `number`, and return its results for each leaf."""
+    def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
+        """Run the full backward of micro-batch `number`, and return the results for each leaf."""
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
-        _run_back([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _pairs(leaf, gradients)])
+        _run_backward([pair for leaf, (gradients, _) in leaves_and_inputs for pair in _gradient_pairs(leaf, gradients)])
         if isolated is not None:
             isolated.check()
         results = []
@@ -147,41 +147,41 @@ class Stage:
             if isolated is not None:
                 isolated.hand(index)
             self._gradients.push(leaf.number, _take_gradients(self.parameters, borrowed_gradients))
-            results.append(Back(leaf.input_gradients(), self._of_borrowed()))
+            results.append(BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients()))
         return results
 
-    def backward_input(self, number: int, inputs: Sequence[Arrived]) -> list[Back]:
-        """Return the same results as `backward`, but defer the computation that only the weights need.
+    def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
+        """Return the same results as `backward`, but defer computation that only the weight gradients need.
 
         If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf.
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
-        pairs = _pairs(leaf, gradients)
+        pairs = _gradient_pairs(leaf, gradients)
         if not leaf.differentiable_inputs and not self.borrowed:
-            in_flight.finish = lambda: _finish_whole(pairs, self.parameters, borrowed_gradients)
+            in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, borrowed_gradients)
-        else:  # torch would lose the weight gradients of an output that doesn't depend on an input
-            taken_gradients = _finish_whole(pairs, self.parameters, borrowed_gradients)
+        else:  # torch's split backward would lose the weight gradients of outputs that don't depend on an input
+            taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
             in_flight.finish = lambda: taken_gradients
         self._split[number] = in_flight
-        return [Back(leaf.input_gradients(), self._of_borrowed())]
+        return [BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
-        """Run the part that `backward_input` deferred."""
+        """Run the part of the backward that `backward_input` deferred."""
         in_flight = self._split.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
 
     def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Set `grad` to the canonical sums of a step with `leaves` leaves.
+        """Store the canonical gradient sums of a step with `leaves` leaves in `grad`.
 
-        `across` adds over the ranks with the same stage. All of these ranks must call this method.
+        `across` sums over the ranks with the same stage. All of these ranks must call this method.
         """
         pieces = self._gradients.pieces()
-        if across.alone:  # no flat buffers are needed
+        if across.alone:  # no flat buffers are necessary
             give_gradients(self.parameters, total(pieces, leaves, add_parts_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}
@@ -193,7 +193,7 @@ class Stage:
             give_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
-        """Set `observations` to the mean of the statistics of a step. Ranks must call it like `add_gradients`."""
+        """Set `observations` to the mean of the statistics of a step. Call it on the same ranks as `add_gradients`."""
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
@@ -201,7 +201,7 @@ class Stage:
             self.observations = whole / samples
 
     def move(self, applied: bool) -> None:
-        """Update the running statistics with the observations of the step, or keep them if the step wasn't applied."""
+        """Update the running statistics with the observations of a step. No-op if the step wasn't applied."""
         self.running.settle(applied, self.observations)
 
     def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
@@ -214,8 +214,8 @@ class Stage:
                 started = self.cooperative.run([partial(_start_forward, forward) for forward in forwards], isolated.use)
         return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
-    def _of_borrowed(self) -> Gradients:
-        """Return the gradients of borrowed parameters, and clear them."""
+    def _pop_borrowed_gradients(self) -> Gradients:
+        """Return the gradients of the borrowed parameters, and clear the gradients."""
         gradients = []
         for tensor in self.borrowed:
             gradients.append(tensor.grad)
@@ -225,7 +225,7 @@ class Stage:
 
 @final
 class _Enter(torch.autograd.Function):
-    """The identity at the input of a stage. Its backward puts the gradient into `caught`, and stops there."""
+    """The identity at the input of a stage. Its backward stores the gradient in `caught`, and stops there."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], index: int) -> Tensor:
@@ -255,50 +255,52 @@ def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
     return _Leaf(number, leaves, caught_gradients, len(inputs), edges), outputs
 
 
-def _cut_off(output: Tensor | int) -> Tensor | int:
+def _detach(output: Tensor | int) -> Tensor | int:
     return output.detach().requires_grad_(output.requires_grad) if isinstance(output, Tensor) else output
 
 
-def _forgetting(forward: Forward) -> Forward:
+def _without_saved_tensors(forward: Forward) -> Forward:
     """Return a forward that saves no tensors for a backward, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
-        with saved_tensors_hooks(_drop, _drop):
+        with saved_tensors_hooks(_discard, _discard):
             return forward.compute(values)
 
     return Forward(forward.number, [_copy(value) for value in forward.inputs], compute)
 
 
 def _copy(value: Value) -> Value:
-    """Copy an input that the stage can modify in place, because the input is read again."""
+    """Copy an input, because the stage may modify it in place before it is read again."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _drop(_: Any) -> Any:
+def _discard(_: Any) -> Any:
     return None
 
 
-def _pairs(leaf: _Leaf, gradients: Values) -> Pairs:
+def _gradient_pairs(leaf: _Leaf, gradients: Values) -> Pairs:
     pairs = zip(leaf.edges, gradients, strict=True)
     return [(edge, gradient) for edge, gradient in pairs if edge is not None and isinstance(gradient, Tensor)]
 
 
-def _run_back(pairs: Pairs) -> None:
+def _run_backward(pairs: Pairs) -> None:
     if pairs:
         torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
 
 
-def _finish_whole(pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
-    _run_back(pairs)
+def _run_full_backward(
+    pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
+) -> list[Tensor]:
+    _run_backward(pairs)
     return _take_gradients(parameters, borrowed_gradients)
 
 
 def _split(
-    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: Lent
+    leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
-    # The gradient of a weight can be the tensor that is being sent to the previous stage, and sums are in place.
+    # The gradient of a weight can be a tensor that is being sent to the previous stage. Clone it: sums are in place.
     pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
 
     def finish() -> list[Tensor]:
@@ -315,10 +317,10 @@ def _reaches_input(node: Node) -> bool:
     return any(reachable.name() == "_EnterBackward" for reachable in nodes_behind(node))
 
 
-def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: Lent) -> list[Tensor]:
-    """Return the gradients and clear them. A missing gradient is zero, and strides are those of the parameter.
+def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
+    """Return the gradients and clear them. Missing gradients are zeros. Each result has the strides of its parameter.
 
-    The gradients of lent parameters from the borrowing stage are added as in autograd, in their dtype.
+    For lent parameters, the gradients of the borrowing stage are added in their dtype, in autograd's order.
     """
     for parameter, gradient in borrowed_gradients:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

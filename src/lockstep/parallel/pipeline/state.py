@@ -1,4 +1,4 @@
-"""The optimizer state of a rank in a pipeline, with the parameter names and group numbers of a single process."""
+"""The optimizer state of a rank in a pipeline, with the same parameter names and group numbers as a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -20,11 +20,12 @@ from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
     """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks.
 
-    Updates tiny parameters of `dims` dims, together and one by one, with gradients large enough for any clipping.
+    Compares updates of small parameters with `dims` dims, together and one by one. Their gradients are large enough to
+    be clipped.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
-    joint = [_tiny(*shape) for shape in shapes]
-    one_by_one = [_tiny(*shape) for shape in shapes]
+    joint = [_small_parameter(*shape) for shape in shapes]
+    one_by_one = [_small_parameter(*shape) for shape in shapes]
     optimizers = [make_optimizer([(f"{index}", parameter)], whole_norms) for index, parameter in enumerate(one_by_one)]
     joint_optimizer = make_optimizer([(f"{index}", parameter) for index, parameter in enumerate(joint)], whole_norms)
     for optimizer in [joint_optimizer, *optimizers] * 3:
@@ -39,7 +40,7 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
 
 @final
 class OptimizerNames:
-    """The parameter groups, by name, of an optimizer for all parameters of the model."""
+    """The names of the parameters in each group of an optimizer for all parameters of the model."""
 
     def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
@@ -50,15 +51,15 @@ class OptimizerNames:
     def state(
         self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the same as optimizer_state in one process, with tensors as shards. All ranks must call this method.
+        """Return the same as optimizer_state in a single process, with tensors as shards. All ranks must call this.
 
-        `optimizer` is the optimizer of this rank, and `slots` has the layout of its tensors. If several ranks have the
-        same tensors, one of the ranks is `primary`.
+        `optimizer` is the optimizer of this rank, and `slots` is the layout of its tensors. If several ranks have the
+        same tensors, set `primary` on one of these ranks.
         """
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
         groups = self._own_groups(slots.trained, optimizer)
         tensors = {
-            self._whole_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
+            self._global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
         report = {
             "tensors": {
@@ -82,7 +83,7 @@ class OptimizerNames:
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load this rank's part of a result of `state`, with whole tensors."""
+        """Load this rank's part of the result of `state`, with full tensors."""
         groups = self._own_groups(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
@@ -103,14 +104,14 @@ class OptimizerNames:
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
     def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
-        """Return the numbers of the groups of this rank in the optimizer for all parameters."""
+        """Return the numbers of this rank's groups in the optimizer for all parameters."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
             self._group_of[by_parameter[group["params"][0]]] if group["params"] else number
             for number, group in enumerate(optimizer.param_groups)
         ]
 
-    def _whole_name(self, name: str, groups: list[int]) -> str:
+    def _global_name(self, name: str, groups: list[int]) -> str:
         owner, _, slot = name.rpartition("/")
         if not owner.startswith(GROUP):
             return name
@@ -123,7 +124,7 @@ class OptimizerNames:
         return self._place[owner]
 
 
-def _tiny(dim: int, number: int) -> Parameter:
+def _small_parameter(dim: int, number: int) -> Parameter:
     values = torch.linspace(-1.0, 1.0 + number, 2**dim).view((2,) * dim)
     parameter = Parameter(values)
     parameter.grad = 100.0 * values.flip(0) if dim else 100.0 * values

@@ -1,11 +1,12 @@
-"""Tensor parallelism: matrix products are split into chunks of features, and ranks share the chunks.
+"""Tensor parallelism: matrix products are split into chunks of features, which are distributed over ranks.
 
-Shapes, by letters: `inputs_NI` has shape [n, i].
+Shape suffixes: `inputs_NI` has shape [n, i].
 
-    N   rows: samples times positions            C   chunks of a region, of which a rank has some
-    I   inputs of a layer                        E   entries of a table, or of logits
-    O   outputs of a layer, of one chunk         D   features of a row of a table, or of an expert
-    K   experts chosen for a row                 P   pairs of a row and an expert of a group
+    N   rows: samples times positions            C   chunks of a region, or those that a rank holds
+    I   input features of a layer                E   entries of a table, or of logits
+    O   output features of a layer or a chunk    D   features of a table row, or of an expert
+    K   experts selected for a row               P   pairs of a row and an expert of a group
 
-If the inputs of a layer are split, I are the inputs of one chunk. Weights have torch's layout: weight_OI.
+If the inputs of a layer are split, I is the number of input features of one chunk. Weights have torch's layout:
+weight_OI.
 """

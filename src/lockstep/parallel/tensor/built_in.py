@@ -1,4 +1,4 @@
-"""Built-in plans: by module class for timm and Lockstep models, and from their own plans for transformers models."""
+"""Built-in plans: by module class for models of timm and Lockstep, and from the model's own plan for transformers."""
 
 from fnmatch import fnmatchcase
 from typing import Final
@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.parallel.tensor.experts import takes_pairs
 
-# By module class: the kinds of the module and of its layers, with names relative to the module.
+# By module class: the kind of the module (name "") and of its layers. Names are relative to the module.
 _MODULES: Final = {
     "timm.layers.attention.Attention": {
         "": "heads:num_heads,attn_dim",
@@ -21,22 +21,22 @@ _MODULES: Final = {
     "lockstep.models.gpt.Attention": {"": "heads:heads", "queries_keys_values": "colwise:3", "out": "rowwise"},
     "lockstep.models.gpt.Block": {"": "region:feed_forward", "up": "colwise", "down": "rowwise"},
 }
-# The kinds of transformers that Lockstep supports. If a group of layers has any other kind, the group isn't split.
+# The kinds of transformers that Lockstep supports, and its own names. A group with any other kind isn't split.
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
 def built_in_plan(model: nn.Module) -> dict[str, str]:
-    """Return the built-in plan of a model by module name. It is empty if no layer of the model is known."""
+    """Return the built-in plan of a model by module name, or {} if Lockstep knows none of its layers."""
     plan = {}
     for name, module in model.named_modules():
         for layer, kind in _MODULES.get(f"{type(module).__module__}.{type(module).__qualname__}", {}).items():
             if not layer or isinstance(getattr(module, layer), nn.Module):
                 plan[".".join(filter(None, (name, layer)))] = kind
-    return plan | _of_transformers(model)
+    return plan | _transformers_plan(model)
 
 
-def _of_transformers(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a transformers model, without groups of layers whose kinds aren't supported."""
+def _transformers_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan of a transformers model, without groups that contain unsupported kinds."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix_dot = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""
@@ -45,10 +45,12 @@ def _of_transformers(model: nn.Module) -> dict[str, str]:
         kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, f"{prefix_dot}{pattern}")), None)
         if kind is not None:
             groups.setdefault(name.rpartition(".")[0], {})[name] = kind
-    experts = {name: "experts" for group in groups.values() for name in group if _are_experts(model, name, group[name])}
+    experts = {
+        name: "experts" for group in groups.values() for name in group if _is_expert_module(model, name, group[name])
+    }
     usable = [group for group in groups.values() if {"colwise", "rowwise"} <= {*group.values()} <= {*_KINDS}]
     return experts | {name: _KINDS[kind] for group in usable for name, kind in group.items()}
 
 
-def _are_experts(model: nn.Module, name: str, kind: str) -> bool:
+def _is_expert_module(model: nn.Module, name: str, kind: str) -> bool:
     return kind == "moe_tp_experts" and takes_pairs(model.get_submodule(name))

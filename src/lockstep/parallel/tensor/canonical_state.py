@@ -1,4 +1,4 @@
-"""Wraps the engine of a model in chunks, so that its state has the same shapes as without chunks."""
+"""Wraps the engine of a chunked model, so that its state has the same shapes as without chunks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,16 +32,16 @@ class CanonicalState:
 
     def state(self) -> State:
         """See Engine."""
-        return _changed(self._engine.state(), self._restore)
+        return _map_state(self._engine.state(), self._restore)
 
     def load(self, state: State) -> None:
         """See Engine."""
-        self._engine.load(_changed(state, self._rearrange))
+        self._engine.load(_map_state(state, self._rearrange))
 
     def _restore(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         canonical = dict(tensors)
         for name, tensor in tensors.items():
-            chunked = self._of(name)
+            chunked = self._chunked_for(name)
             if chunked is None or tensor.shape.numel() != prod(chunked.shape):  # e.g. a step counter
                 continue
             if isinstance(tensor, Shard):
@@ -53,16 +53,16 @@ class CanonicalState:
     def _rearrange(self, tensors: NamedTensors) -> dict[str, MaybeSharded]:
         rows = dict(tensors)
         for name, tensor in tensors.items():
-            chunked = self._of(name)
+            chunked = self._chunked_for(name)
             if chunked is not None and isinstance(tensor, Tensor) and tensor.shape == chunked.shape:
                 rows[name] = chunked.to_rows(tensor)
         return rows
 
-    def _of(self, name: str) -> Chunked | None:
-        """Return the Chunked of a parameter, or of an optimizer slot (`<parameter>/<slot>`), or None."""
+    def _chunked_for(self, name: str) -> Chunked | None:
+        """Return the Chunked of a parameter or optimizer slot (`<parameter>/<slot>`), or None if it isn't chunked."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 
-def _changed(state: State, change: Callable[[NamedTensors], dict[str, MaybeSharded]]) -> State:
+def _map_state(state: State, change: Callable[[NamedTensors], dict[str, MaybeSharded]]) -> State:
     ema = None if state.ema is None else change(state.ema)
     return replace(state, model=change(state.model), optimizer=change(state.optimizer), ema=ema)

@@ -1,20 +1,20 @@
 """Regions: parts of a model that a recipe splits into chunks of features, and that are computed chunk by chunk.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3: a layer with split outputs needs no communication, and a layer with split
-inputs computes partial sums. Different from Megatron-LM, the unit of computation is a chunk. The model's code between
-such a pair of layers, a *region*, is called once for each chunk, on the rank that has the chunk. Therefore products,
-activations, attention and dropout have the shape and the random numbers of one chunk on any rank. The tree
-(core/tree.py) adds up the partial sums, first within a rank and then over the ranks of the mesh's tensor axis. This
-means that the number of these ranks doesn't change any bits.
+inputs computes partial sums. Unlike in Megatron-LM, the unit of computation is a chunk. The code between such a pair of
+layers, a *region*, is called once for each chunk, on the rank that holds the chunk. Therefore products, activations,
+attention and dropout have the shape and the random numbers of one chunk on any rank. The reduction tree (core/tree.py)
+adds the partial sums, first within a rank and then over the ranks along the tensor axis of the mesh. This means that
+the number of these ranks doesn't change any bits.
 
 For example, a rank with chunks 2 and 3 computes a region in these phases:
 
 1. It calls the region for chunk 2. The first layers (`ColumnLinear`) compute the outputs of both chunks, and return the
-   outputs of chunk 2. From here on, the generators have the seed of chunk 2.
+   outputs of chunk 2. From here on, the generators are seeded for chunk 2.
 2. At the last layer (`RowLinear`), the call ends. The layer stores its inputs.
 3. It calls the region for chunk 3. The first layers return the stored outputs of chunk 3.
-4. Now the last layer has the inputs of all chunks of this rank. It returns their sum over all ranks. The generators
-   continue from their state before chunk 2 was seeded, and the rest of the region is computed once.
+4. Now the last layer has the inputs of all chunks of this rank, and returns the sum over all ranks. The generators
+   continue from their state before they were seeded for chunk 2, and the rest of the region is computed once.
 """
 
 import threading
@@ -34,9 +34,9 @@ from lockstep.core.tree import Counter, LeafBlock
 
 
 class Forwards(Protocol):
-    """The `count` forwards that go through a region together. This rank has the forwards in `own`.
+    """The `count` forwards that go through a region together. `own` are the forwards of this rank.
 
-    There is one forward by default. If ranks split sequences outside of regions (sequence_parallel.py), there is one
+    By default, there is one forward. If ranks split sequences outside of regions (sequence_parallel.py), there is one
     forward for each chunk of a sequence.
     """
 
@@ -47,27 +47,27 @@ class Forwards(Protocol):
     def own(self) -> range: ...
 
     @property
-    def under_way(self) -> bool: ...
+    def in_progress(self) -> bool: ...
 
     def enter(self, chunks: "Region", call: partial[Any]) -> None:
-        """Announce the call of a region for a forward of this rank, so that other forwards can call it, too."""
+        """Announce that a forward of this rank calls a region, so that the other forwards can call it too."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
-        """Return this forward's item of the result of `joint`, which gets the `inputs` of all forwards."""
+        """Return this forward's result of `joint`, which is called with the `inputs` of all forwards."""
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all forwards. `local` has the tensors of this rank's forwards, with the same shape."""
+        """Return the tensors of all forwards. `local` contains those of this rank's forwards, of the same shape."""
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
-        """Return the sum over all `chunks` of a region for each forward of this rank.
+        """Return the sum over all `chunks` chunks of a region, for each forward of this rank.
 
-        `pieces` has this rank's pieces of the sums of all forwards.
+        `pieces` contains this rank's partial sums for each forward.
         """
 
 
 @final
 class Region:
-    """The `count` chunks of a region. This rank computes the chunks in `own`, which are all chunks before `share`."""
+    """The `count` chunks of a region. `own` are the chunks that this rank computes, which are all chunks by default."""
 
     def __init__(self, count: int, name: str) -> None:
         self.count = count
@@ -79,17 +79,17 @@ class Region:
         self._calls = _RegionCalls()
 
     def share(self, rank: int, ranks: int, across: CanonicalSum) -> None:
-        """Split the chunks over `ranks` ranks. This is rank `rank`, and `across` adds up over the ranks."""
+        """Split the chunks over `ranks` ranks. This rank is `rank`, and `across` sums over the ranks."""
         self.own = part(self.count, ranks, rank)
         self._across = across
 
-    def before(self, call: partial[Any]) -> None:
-        """Call the region for all chunks except the last. The caller then calls it for the last chunk."""
+    def call_for_earlier_chunks(self, call: partial[Any]) -> None:
+        """Call the region for all chunks of this rank except the last. The caller then calls it for the last chunk."""
         self.forwards.enter(self, call)
         self._call(call, len(self.own) - 1)
 
     def visit(self, call: partial[Any]) -> None:
-        """Call the region for all chunks, on behalf of a forward of a different rank (sequence_parallel.py)."""
+        """Call the region for all chunks of this rank, on behalf of a forward elsewhere (sequence_parallel.py)."""
         self._call(call, len(self.own))
 
     def _call(self, call: partial[Any], times: int) -> None:
@@ -109,18 +109,18 @@ class Region:
     @property
     def forwards(self) -> Forwards:
         """The forwards that go through the region together."""
-        return self.visited if self.visited is not None and self.visited.under_way else self._alone
+        return self.visited if self.visited is not None and self.visited.in_progress else self._alone
 
     @property
     def computing(self) -> bool:
-        """Whether a call of the region is in progress, from its first layers to its last layer."""
+        """Whether a call of the region is in progress, i.e. between its first layers and its last layer."""
         return self._calls.active is not None
 
     def begin(self, layer: nn.Module, compute: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the outputs of `layer` for the current chunk.
 
-        When `layer` is called for the first chunk, `compute` computes the outputs of all chunks of this rank, chunk by
-        chunk, with the same number of tensors for each chunk.
+        When `layer` is called for the first chunk, `compute` is called for the outputs of all chunks of this rank, in
+        the order of the chunks. It must return the same number of tensors for each chunk.
         """
         region_call = self._calls.active
         if region_call is None:
@@ -135,7 +135,7 @@ class Region:
         return region_call.outputs[layer][region_call.current * count : (region_call.current + 1) * count]
 
     def gather(self, inputs: Tensor) -> list[Tensor]:
-        """Return the inputs of the last layer for all chunks of this rank. Before the last chunk, raise ChunkDone."""
+        """Return the inputs of the last layer for all chunks of this rank. Raises ChunkDone before the last chunk."""
         region_call = self._calls.active
         if region_call is None:
             raise RuntimeError(
@@ -145,43 +145,43 @@ class Region:
         region_call.inputs.append(inputs)
         if region_call.current < len(self.own) - 1:
             raise ChunkDone
-        region_call.draws.go_on()
+        region_call.draws.resume()
         del self._calls.active
         return region_call.inputs
 
     def iterate(self, training: bool) -> Iterator[tuple[int, int]]:
-        """Yield the position and the index of each chunk of this rank. In training, seed the generators for it."""
+        """Yield the position and index of each chunk of this rank. In training, seeds the generators for the chunk."""
         draws = Draws()
         for index, chunk in enumerate(self.own):
             if training:
                 draws.for_chunk(chunk)
             yield index, chunk
-        draws.go_on()
+        draws.resume()
 
     def rows(self, length: int) -> list[range]:
-        """Return the range of rows in each chunk of this rank. `length` doesn't have to be a multiple of `count`."""
+        """Return the range of rows for each chunk of this rank. `length` doesn't have to be a multiple of `count`."""
         return [part(length, self.count, chunk) for chunk in self.own]
 
     def gather_all(self, tensor: Tensor) -> Tensor:
-        """Gather the tensors of all chunks, in order along dim 0. All ranks must call it with their own chunks."""
-        return self._across.side_by_side(tensor).flatten(0, 1)
+        """Gather the tensors of all chunks in order along dim 0. All ranks must call this with their own chunks."""
+        return self._across.stack_ranks(tensor).flatten(0, 1)
 
     def total(self, partials: Iterable[Tensor]) -> Tensor:
-        """Return the sum of tensors of the same shape over all chunks. The tensors in `partials` may be overwritten.
+        """Return the sum of tensors with the same shape over all chunks. The tensors in `partials` may be overwritten.
 
-        `partials` is consumed lazily, so that only a few tensors are in memory at a time. All ranks that share the
-        chunks must call this in the same order.
+        `partials` is consumed lazily, so that only a few tensors are in memory at the same time. All ranks that share
+        the chunks must call this method in the same order.
         """
         return self.add(self.pieces(partials))
 
     def add(self, pieces: Mapping[LeafBlock, Tensor]) -> Tensor:
-        """Return the sum over all chunks, from this rank's pieces and the pieces of all other ranks."""
+        """Return the sum over all chunks, given this rank's pieces of the sum. The other ranks pass their pieces."""
         like = next(iter(pieces.values()))
         flat = {block: piece.reshape(-1) for block, piece in pieces.items()}
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
 
     def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
-        """Return the partial sums that this rank can compute by itself, by block of the tree."""
+        """Return the partial sums that this rank can compute without communication, by block of the tree."""
         counter: Counter[Tensor] = Counter(add_)
         for chunk, partial_sum in zip(self.own, partials, strict=True):
             counter.push(chunk, partial_sum)
@@ -190,10 +190,10 @@ class Region:
 
 @final
 class _OneForward:
-    """A single forward, without communication between forwards."""
+    """A single forward, which needs no communication between forwards."""
 
     def __init__(self, chunks: Region) -> None:
-        self.count, self.own, self.under_way = 1, range(1), True
+        self.count, self.own, self.in_progress = 1, range(1), True
         self._chunks = chunks
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
@@ -204,7 +204,7 @@ class _OneForward:
         return joint([inputs])[0]
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """See Forwards. Tensors are made contiguous like gathered tensors, since strides can change a kernel's bits."""
+        """See Forwards. Makes tensors contiguous like gathered tensors, because strides can change a kernel's bits."""
         return [tensor.contiguous() for tensor in local]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
@@ -214,7 +214,7 @@ class _OneForward:
 
 @dataclass(eq=False)
 class _RegionCall:
-    """A call of a region: its random numbers, the outputs of its first layers, and the inputs of its last layer."""
+    """A call of a region, with its random numbers, the outputs of its first layers and the inputs of its last layer."""
 
     draws: "Draws"
     outputs: dict[nn.Module, Sequence[Tensor]] = field(default_factory=dict)  # for all chunks of this rank
@@ -223,7 +223,7 @@ class _RegionCall:
 
 
 class _RegionCalls(threading.local):
-    """The call in progress. Each forward that runs in a separate thread has its own (parallel/cooperative.py)."""
+    """The call in progress. It is thread-local, because interleaved forwards have threads (parallel/cooperative.py)."""
 
     active: _RegionCall | None = None
 
@@ -233,15 +233,15 @@ class _RegionCalls(threading.local):
 
 
 class ChunkDone(BaseException):
-    """Ends a call of a region. It isn't an Exception, because the region's own code may catch those."""
+    """Ends a call of a region. A BaseException, because the code of the region may catch any Exception."""
 
 
 @final
 class Draws:
     """The random numbers of a region.
 
-    Before its first layers and after its last layer, the generators aren't changed. In between, each chunk seeds them
-    with its index and `key`. The key is drawn when the first chunk begins.
+    The generators don't change before its first layers and after its last layer. In between, they are seeded for each
+    chunk with `key` and the index of the chunk. The key is drawn when the first chunk begins.
     """
 
     def __init__(self) -> None:
@@ -249,41 +249,41 @@ class Draws:
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._saved_states = self._states()
-        self._after: list[Tensor] = []
+        self._states_after_key: list[Tensor] = []
         self._key: int | None = None
-        self._drawing: int | None = None
+        self._seeded_chunk: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
-        """Seed the generators for a chunk, unless they already are."""
-        if chunk != self._drawing:
-            self._drawing = chunk
-            self.draw_by(self.key, chunk)
+        """Seed the generators for a chunk, unless they are already seeded for it."""
+        if chunk != self._seeded_chunk:
+            self._seeded_chunk = chunk
+            self.seed_chunk(self.key, chunk)
 
     @property
     def key(self) -> int:
-        """The key of the seeds of this call. It is drawn on first access."""
+        """The key for the seeds of this call. It is drawn on first access."""
         if self._key is None:
             self._key = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
-            self._after = self._states()
+            self._states_after_key = self._states()
         return self._key
 
-    def draw_by(self, key: int, chunk: int) -> None:
+    def seed_chunk(self, key: int, chunk: int) -> None:
         """Seed the generators with this key and chunk."""
         for generator in self._generators:
             generator.manual_seed(random.torch_seed(random.extend_key(key, chunk)))
 
     def rewind(self) -> None:
-        """Restore the state before the first layers."""
-        self._set(self._saved_states)
+        """Restore the generator states from before the first layers."""
+        self._set_states(self._saved_states)
 
-    def go_on(self) -> None:
-        """Continue from the state after the key was drawn, as if the chunks hadn't drawn any numbers."""
-        if self._after:
-            self._set(self._after)
+    def resume(self) -> None:
+        """Restore the generator states from after the key was drawn, as if the chunks hadn't drawn any numbers."""
+        if self._states_after_key:
+            self._set_states(self._states_after_key)
 
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _set(self, states: Sequence[Tensor]) -> None:
+    def _set_states(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

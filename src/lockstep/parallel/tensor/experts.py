@@ -1,22 +1,22 @@
 """Mixture of experts: the chunks of an expert module are groups of experts.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer". The inputs of an
-expert module are rows of features and, for each row, the indices and the weights of the experts that a gate chose. The
-unit of computation is a call of the module's own code for a *group* of experts. Its inputs are only the pairs of a row
-and an expert of the group, in the order of the rows. Therefore the call has the same shape and the same order on any
-rank. The tree (chunks.py) adds up the outputs of the groups, and the gradients of the rows and weights.
+expert module are rows of features and, for each row, the indices and weights of the experts that a gate selected. The
+unit of computation is a call of the module's own code for a *group* of experts. The inputs of this call are only the
+pairs of a row and an expert of the group, in the order of the rows. Therefore the call has the same shape and order on
+any rank. The reduction tree (chunks.py) sums the outputs of the groups, and the gradients of the rows and weights.
 
 With expert parallelism, each rank has different micro-batches and some groups of the experts: Lepikhin et al. 2021,
 "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). In a call of the module, all
 ranks run these phases together:
 
-1. Each rank sends its rows to the ranks that have the chosen experts, with the indices and the weights of the experts.
+1. Each rank sends its rows, with the indices and weights of the selected experts, to the ranks that hold the experts.
 2. Each rank calls its groups, separately for the rows of each source rank, i.e. of each micro-batch. Therefore a call
    has the same shape, order and random numbers as in a single process.
 3. Each rank sends the outputs back to the source ranks.
 
-Backward takes the same route in reverse. Each rank keeps the gradients of its experts separate by micro-batch, and the
-tree adds them up.
+Backward takes the same route in reverse. Each rank keeps the gradients of its experts separate for each micro-batch,
+and the tree sums them.
 
 Shapes: n rows, d features, k experts for each row, p pairs of a group.
 """
@@ -36,41 +36,41 @@ from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
 from lockstep.parallel.linear_map import linear_map
 from lockstep.parallel.tensor.chunks import Draws, Region
-from lockstep.parallel.tensor.layers import align, by_chunk, calling_with, copies
+from lockstep.parallel.tensor.layers import align, by_chunk, copies, replaced_parameters
 
 
 class Pairs(NamedTuple):
-    """The inputs of a group: `rows` [p, d], `experts` [p] as indices in the group, and `weights` [p]."""
+    """The inputs of a group: `rows` [p, d], `experts` [p] as indices within the group, and `weights` [p]."""
 
     rows: Tensor
     experts: Tensor
     weights: Tensor
 
 
-# Maps the pairs of several groups to the outputs of these groups, [p, d] for each group.
+# Maps the pairs of several groups to the outputs of these groups: [p, d] for each group.
 Make = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
-    """Return whether the module's forward has three arguments: rows, expert indices and weights."""
+    """Return whether the forward of a module has three arguments, as for rows, expert indices and weights."""
     return len(inspect.signature(module.forward).parameters) == 3
 
 
 @final
 class Experts:
-    """Replaces the forward of `module`. Its parameters must have one row of dim 0 for each expert.
+    """Replaces the forward of `module`, whose parameters must have one row along dim 0 for each expert.
 
     By default, this rank computes the groups in `chunks.own`. To dispatch rows to other ranks, replace `make` (see
     Dispatch).
     """
 
     def __init__(self, module: nn.Module, chunks: Region, group_size: int) -> None:
-        """`group_size` is the number of experts that the module's own code computes with."""
+        """`group_size` is the number of experts in a group, which the module's own code computes with."""
         self.module = module
         self.chunks = chunks
         self.make: Make = self._make
         self._forward: Callable[..., Tensor] = module.forward
-        self._of_group = group_size
+        self._group_size = group_size
 
     def __call__(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
@@ -82,8 +82,8 @@ class Experts:
         inputs = copies(self.chunks, [rows, weights.reshape(-1)])
         pairs_by_group, row_indices = [], []
         for index, group in enumerate(self.chunks.own):
-            relative = experts.reshape(-1) - group * self._of_group
-            pairs = _pairs(relative, self._of_group)
+            relative = experts.reshape(-1) - group * self._group_size
+            pairs = _pairs(relative, self._group_size)
             row_indices.append(pairs // experts.shape[-1])
             pairs_by_group.append(
                 Pairs(inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs])
@@ -97,15 +97,15 @@ class Experts:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's part of the module's parameters."""
+        """The parameters of the module, with this rank's experts."""
         return dict(self.module.named_parameters(recurse=False))
 
     def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-        """Return the outputs [p, d] of the group with these parameters for its pairs."""
+        """Return the outputs [p, d] of a group for its pairs. `parameters` are the parameters of the group."""
         rows, experts, weights = pairs
-        if not len(rows):  # keep the graph to rows and weights, so that all ranks do the same in backward
+        if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward
             return rows * weights[:, None]
-        with calling_with(self.module, {**self.module._parameters, **parameters}):
+        with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
 
     def _make(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
@@ -121,8 +121,8 @@ class Experts:
 
 
 def _pairs(relative: Tensor, count: int) -> Tensor:
-    """Return the indices of the pairs whose `relative` expert index is in [0, count)."""
-    if not has_values(relative):  # without values, only shapes matter: select all pairs
+    """Return the indices of the pairs with a `relative` expert index in [0, count)."""
+    if not has_values(relative):  # select all pairs, because only shapes matter on the meta device
         return torch.arange(len(relative), device=relative.device)
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
@@ -131,12 +131,12 @@ def _repeat(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
     return [*gradients] * count
 
 
-Gradients = dict[str, Tensor]  # by the names of a module's parameters
+Gradients = dict[str, Tensor]  # by parameter name
 
 
 @final
 class Dispatch:
-    """Dispatches rows to the ranks that have the experts. Rank r of `ranks` has the r-th part of the groups."""
+    """Dispatches rows to the ranks that hold their experts. Rank r of `ranks` holds the r-th part of the groups."""
 
     def __init__(self, experts: Experts, rank: int, ranks: int, carrier: Carrier) -> None:
         self._experts = experts
@@ -144,11 +144,11 @@ class Dispatch:
         self.ranks = ranks
         self._carrier = carrier
         self._local_count = experts.chunks.count // ranks
-        # Gradients of the current round by source rank. They accumulate, because a module can be called several times.
-        self._arrived: dict[int, Gradients] = {}
+        # Gradients of the current round by source rank. They are accumulated over several calls of the module.
+        self._gradients_by_source: dict[int, Gradients] = {}
 
     def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        """See Make. `pairs_by_group` has the pairs of all groups of all ranks."""
+        """See Make. `pairs_by_group` contains the pairs of all groups on all ranks."""
         draws = Draws()
         training = self._experts.module.training
         counts = [len(pairs.rows) for pairs in pairs_by_group]
@@ -168,7 +168,7 @@ class Dispatch:
         [experts] = self.exchange(
             sent_counts, received_counts, [torch.cat([pairs.experts for pairs in pairs_by_group])]
         )
-        # Rows arrive and go back in the order of source ranks, and of groups for each source rank.
+        # Rows arrive and return in the order of source ranks, and for each source rank in the order of groups.
         lengths = [length for source_counts in counts_by_source for length in source_counts[:-1]]
         parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
         received_pairs = (Pairs(*fields) for fields in parts)
@@ -180,19 +180,19 @@ class Dispatch:
             groups = zip(*(parameter.tensor_split(self._local_count) for parameter in source_parameters), strict=True)
             for group, group_parameters in enumerate(groups, start=self._rank * self._local_count):
                 if training:
-                    draws.draw_by(counts_by_source[source][-1], group)
+                    draws.seed_chunk(counts_by_source[source][-1], group)
                 named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
                 outputs.append(self._experts.compute(named_parameters, next(received_pairs)))
-        draws.go_on()
+        draws.resume()
         [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join(outputs)])
         return list(_split(counts, rows_back))
 
     def exchange(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send `out[r]` rows of each tensor to rank r, and return the received tensors with `back[r]` rows from rank r.
+        """Send `sent_counts[r]` rows of each tensor to rank r, and receive `received_counts[r]` rows from rank r.
 
-        Rows for this rank itself are copied.
+        Returns the received tensors. Rows from this rank to itself are copied.
         """
         arrived = [tensor.new_empty(sum(received_counts), *tensor.shape[1:]) for tensor in tensors]
         sent, received = [], []
@@ -214,7 +214,7 @@ class Dispatch:
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `exchange`. Its backward exchanges the gradients in the opposite direction."""
+        """Return the result of `exchange`. In backward, the gradients are exchanged in the opposite direction."""
         return linear_map(
             partial(self.exchange, sent_counts, received_counts),
             partial(self.exchange, received_counts, sent_counts),
@@ -222,21 +222,21 @@ class Dispatch:
         )
 
     def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of the parameters for the micro-batch of rank `source`."""
-        gradients_of_source = self._arrived.setdefault(source, {})
+        """Accumulate the gradients of the parameters for the micro-batch of rank `source`."""
+        gradients_of_source = self._gradients_by_source.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
                 gradients_of_source[name] = (
                     gradients_of_source[name] + gradient if name in gradients_of_source else gradient
                 )
 
-    def take(self) -> Mapping[int, Gradients]:
-        """Return the gradients of a round by source rank, and clear them."""
-        received, self._arrived = self._arrived, {}
+    def pop_gradients(self) -> Mapping[int, Gradients]:
+        """Return the gradients of a round by source rank, and clear the gradients."""
+        received, self._gradients_by_source = self._gradients_by_source, {}
         return received
 
     def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:
-        """Send each rank the numbers of rows for its groups, and the key. Return the numbers and keys of all ranks."""
+        """Send each rank the number of rows for its groups and the key. Returns the counts and keys from all ranks."""
         device = next(iter(self._experts.parameters.values())).device
         announcement = [
             [*counts[rank * self._local_count : (rank + 1) * self._local_count], key] for rank in range(self.ranks)
@@ -247,7 +247,7 @@ class Dispatch:
 
 
 class _BySource(torch.autograd.Function):
-    """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of adding them up."""
+    """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of summing them."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -264,12 +264,12 @@ class _BySource(torch.autograd.Function):
 
 
 def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into parts with separate memory, as in a process that has only this part (layers.py, align)."""
+    """Split a tensor into parts with separate memory, as in a process that only has this part (align in layers.py)."""
     return linear_map(partial(_parts, lengths), _cat, [tensor])
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts. In backward, the gradient of each part has separate memory."""
+    """Concatenate parts. In backward, each part gets a gradient with separate memory."""
     [joined] = linear_map(_cat, partial(_parts, [len(part) for part in parts]), parts)
     return joined
 

@@ -1,9 +1,9 @@
 """The layers of a region: linear layers with split outputs, a linear layer with split inputs, and shared layers.
 
-A pair of layers has six matrix products in forward and backward. Only two of them add over the split dimension: the sum
-of the last layer, and the gradient of the input of a first layer. These two are computed chunk by chunk. The other four
-are also computed chunk by chunk. A single product for all chunks of a rank could give the same numbers, but this
-depends on the kernel, and would have to be shown for each shape.
+A pair of layers has six matrix products in forward and backward. Two of them sum over the split dimension: the output
+of the last layer, and the input gradient of the first layer. They must be computed chunk by chunk. The other four are
+also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this depends on
+the kernel, and would have to be verified for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _ALIGNED: Final = 16  # bytes
 
 @final
 class ColumnLinear(nn.Module):
-    """A first layer of a region. Its weight has the shape [chunks * outputs of a chunk, inputs]."""
+    """A first layer of a region. The weight has the shape [chunks * outputs per chunk, inputs]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class ColumnLinear(nn.Module):
 
 @final
 class RowLinear(nn.Module):
-    """The last layer of a region. Its weight has the shape [chunks * outputs, inputs of a chunk].
+    """The last layer of a region. The weight has the shape [chunks * outputs, inputs per chunk].
 
-    The bias is added once, to the sum.
+    The bias is added once, to the sum over all chunks.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
@@ -54,7 +54,7 @@ class RowLinear(nn.Module):
         self.chunks = chunks
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs, the same on all ranks that share the chunks."""
+        """Return the outputs, which are the same on all ranks that share the chunks."""
         inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.chunks.gather(inputs)]
         bias, weight, *inputs_by_chunk = _cast(self.bias, self.weight, *inputs_by_chunk)
         label = f"the last layer of {self.chunks.name}"
@@ -68,7 +68,7 @@ class RowLinear(nn.Module):
 
 
 def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
-    """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` has the rows of these chunks."""
+    """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` contains the rows of these chunks."""
     operands = _cast(bias, weight, inputs.contiguous())
     outputs: Sequence[Tensor] = chunks.forwards.exchange(
         f"a layer of {chunks.name}", partial(_columns, chunks), operands
@@ -77,28 +77,28 @@ def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: 
 
 
 def share_parameters(layer: nn.Module, chunks: Region) -> None:
-    """Share `layer`, e.g. a norm of each head, between all chunks. Its gradients are added up over the chunks."""
-    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance, so its names don't change
+    """Share `layer` between all chunks, e.g. a norm of each head. Its gradients are summed over all chunks."""
+    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance, so that names don't change
 
 
 def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -> Any:
     parameters = layer._parameters
     present = {name: parameter for name, parameter in parameters.items() if parameter is not None}
     copied = chunks.begin(layer, partial(copies, chunks, [*present.values()]))
-    with calling_with(layer, parameters | dict(zip(present, copied, strict=True))):
+    with replaced_parameters(layer, parameters | dict(zip(present, copied, strict=True))):
         return forward(*inputs)
 
 
 def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return `tensors` once for each chunk of this rank. Their gradients are added up over all chunks."""
+    """Return `tensors` once for each chunk of this rank. Their gradients are summed over all chunks."""
     label = f"a shared layer of {chunks.name}"
     copied: Sequence[Tensor] = chunks.forwards.exchange(label, partial(_copies, chunks), tensors)
     return copied
 
 
 @contextmanager
-def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
-    """Replace the parameters of a module by these tensors inside the block."""
+def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
+    """Replace the parameters of a module with these tensors within the block."""
     original = module._parameters
     module._parameters = parameters
     try:
@@ -107,8 +107,8 @@ def calling_with(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None
         module._parameters = original
 
 
-# The functions below compute all forwards that go through a region together (chunks.py, Forwards): one forward, or the
-# chunks of a sequence. Only forwards of this rank have inputs of a first layer, and get outputs of the last layer.
+# The functions below compute all forwards that go through a region together (Forwards in chunks.py): a single forward,
+# or the chunks of a sequence. Only this rank's forwards have inputs of a first layer, and outputs of the last layer.
 
 
 def _columns(chunks: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
@@ -167,15 +167,15 @@ def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> S
 
 
 def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any]]:
-    """Return the part of each forward of the tensors, which are as many for each."""
+    """Split tensors evenly into the tensors of each forward."""
     count = len(tensors) // forwards.count
     return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
 
 
 class _ColumnMultiply(torch.autograd.Function):
-    """Multiplies inputs_NI by the transpose of each chunk of weight_OI and adds its chunk of bias_O: outputs_NO each.
+    """Multiplies inputs_NI by the transpose of each chunk of weight_OI, and adds the chunk of bias_O: outputs_NO.
 
-    All forwards pass the same weight and bias, but get different gradients for them.
+    All forwards pass the same weight and bias, but receive different gradients for them.
     """
 
     @staticmethod
@@ -199,7 +199,7 @@ class _ColumnMultiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, chunks = ctx.forwards, ctx.chunks
         weight, *local_NI = ctx.saved_tensors
-        gradients_by_forward = _by_forward(gradients, forwards)  # for each forward, the gradients of its outputs_NO
+        gradients_by_forward = _by_forward(gradients, forwards)  # gradients of the outputs_NO of each forward
         no_gradients = [None] * forwards.count
         bias_grads = (
             [
@@ -230,7 +230,7 @@ class _ColumnMultiply(torch.autograd.Function):
 
 
 class _RowMultiply(torch.autograd.Function):
-    """Multiplies given_NI of each chunk by the transpose of its chunk of weight_OI, and sums all chunks: outputs_NO."""
+    """Multiplies inputs_NI of each chunk by the transpose of its chunk of weight_OI, and returns the sum outputs_NO."""
 
     @staticmethod
     def forward(ctx: Any, forwards: Forwards, chunks: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -264,21 +264,22 @@ class _RowMultiply(torch.autograd.Function):
 
 
 def by_chunk(tensor: Tensor, chunks: Region) -> tuple[Tensor, ...]:
-    """Return this rank's part of a parameter, chunk by chunk."""
+    """Return this rank's rows of a parameter, split into chunks."""
     return tuple(align(part) for part in tensor.tensor_split(len(chunks.own)))
 
 
 def align(part: Tensor) -> Tensor:
-    """Return a part of a tensor with the alignment of a separate tensor. If it isn't aligned, return a copy.
+    """Return a part of a tensor with the same alignment as a separate tensor. Copies the part if it isn't aligned.
 
-    Kernels depend on the address: on a CPU, a product with one row has different bits if the matrix doesn't start at a
-    multiple of 16 bytes. A chunk after other chunks may not be aligned. On a rank that has only this chunk, it is.
+    Kernels depend on the address. For example, a product with one row on a CPU has different bits if the matrix doesn't
+    start at a multiple of 16 bytes. A chunk that follows other chunks may not be aligned, but it is aligned on a rank
+    that only has this chunk.
     """
     return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
 def _cast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-    """If autocast is enabled, convert the tensors to the dtype that it would multiply them in."""
+    """If autocast is enabled, cast the operands to its dtype, as it does for matrix products."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
         return bias, weight, *inputs

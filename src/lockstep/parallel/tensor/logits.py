@@ -1,11 +1,12 @@
-"""Logits in chunks, and a cross entropy that never gathers them.
+"""Chunked logits, and a cross entropy that never gathers them.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, a chunk computes three numbers: its largest
-logit, the sum of its exponentials, and the logit of the target if the chunk has it. All ranks gather these numbers of
-all chunks, and the tree adds up the sums. The gradient of a chunk is its part of the softmax, minus one at the target.
+logit, the sum of its exponentials, and the logit of the target if it is in this chunk. All ranks gather these numbers
+of all chunks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus one at
+the target.
 
 A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. It has the
-shape of all logits, but holds only the chunks of this rank. Operations that need the other chunks are rejected.
+shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an error.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from lockstep.parallel.tensor.chunks import Region
 
 @final
 class Logits(Tensor):
-    """Logits of shape [..., entries]. `parts` has this rank's chunks of shape [..., entries of a chunk]."""
+    """Logits of shape [..., entries]. `parts` are this rank's chunks, of shape [..., entries per chunk]."""
 
     parts: tuple[Tensor, ...]
     chunks: Region
 
     @staticmethod
     def __new__(cls, parts: Sequence[Tensor], chunks: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
-        """`dtype` is the dtype that the loss is computed in. It defaults to the dtype of the parts."""
+        """`dtype` is the dtype in which the loss is computed. Defaults to the dtype of the parts."""
         first = parts[0]
         logits: Logits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
@@ -47,10 +48,10 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Compute functions that work by chunk. For all other functions, torch may only need the shape."""
+        """Run functions that work chunk by chunk. torch runs all other functions, which may only use the shape."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
-        if function_of_parts := _OF_EACH.get(function):
+        if function_of_parts := _PART_FUNCTIONS.get(function):
             return function_of_parts(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -58,16 +59,16 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        """Reject operations that compute with values."""
+        """Reject operations that read values."""
         logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
-        _refuse(logits, f"{function} computes with them")
+        _raise_unsupported(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the shape and the chunks, because the values aren't all on this rank."""
+        """Return the shape and the chunks, because this rank doesn't have all values."""
         return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
 
 
-def _refuse(logits: Logits, reason: str) -> NoReturn:
+def _raise_unsupported(logits: Logits, reason: str) -> NoReturn:
     raise UsageError(
         f"recipe.model.plan: {logits.chunks.name} is vocab, so its logits are in chunks during training, but {reason}; "
         f"use these logits only in a cross entropy, or set {logits.chunks.name} to whole"
@@ -82,37 +83,37 @@ def _index(logits: Logits, index: Any) -> Logits:
     items = index if isinstance(index, tuple) else (index,)
     is_supported = all(item is Ellipsis or isinstance(item, slice) for item in items)
     if not is_supported or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
-        _refuse(logits, f"they are indexed by [{index}]")
+        _raise_unsupported(logits, f"they are indexed by [{index}]")
     return _like(logits, [part[index] for part in logits.parts])
 
 
 def _reshape(logits: Logits, *shape: Any) -> Logits:
-    return _in_shape(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
+    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").reshape(*shape))
 
 
 def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
-    return _in_shape(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
+    return _reshape_parts(logits, torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim))
 
 
-def _in_shape(logits: Logits, like: Tensor) -> Logits:
+def _reshape_parts(logits: Logits, like: Tensor) -> Logits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
-        _refuse(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
+        _raise_unsupported(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
     return _like(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
     dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), dtype)
     if any(argument not in (dtype, logits.device) for argument in args):
-        _refuse(logits, f"to({', '.join(map(str, args))}) is called on them")
+        _raise_unsupported(logits, f"to({', '.join(map(str, args))}) is called on them")
     return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
-    """Register `hook` on each part, because fully_shard registers hooks on the outputs of a module."""
+    """Register `hook` on each part. fully_shard registers hooks on the outputs of a module."""
     return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
-_OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
+_PART_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.__getitem__: _index,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
@@ -128,14 +129,16 @@ _OF_EACH: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
-    """Compute F.cross_entropy from its arguments by name. All sums are in float32 or wider."""
+    """Compute F.cross_entropy, given its arguments by name. All sums are in float32 or wider."""
     logits, targets = arguments["input"], arguments["target"]
     for name, value in arguments.items():
         default = inspect.signature(F.cross_entropy).parameters[name].default
         if name not in ("input", "target", "ignore_index", "reduction") and value is not default and value != default:
-            _refuse(logits, f"the cross entropy sets {name}")
+            _raise_unsupported(logits, f"the cross entropy sets {name}")
     if logits.ndim != 2 or targets.ndim != 1 or targets.is_floating_point():
-        _refuse(logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}")
+        _raise_unsupported(
+            logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}"
+        )
     ignored = arguments.get("ignore_index", -100)
     losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
     match arguments.get("reduction", "mean"):
@@ -149,7 +152,7 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross entropy [n] of `targets` [n], from this rank's chunks [n, e] of logits. `ignored` targets have 0."""
+    """The cross entropy [n] of `targets` [n], given this rank's chunks [n, e] of logits. 0 for `ignored` targets."""
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
@@ -159,7 +162,7 @@ class _CrossEntropy(torch.autograd.Function):
         statistics = [
             _chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)
         ]
-        # By chunk, [chunks, n]. From here on, all ranks compute the same.
+        # Shapes are [chunks, n]. From here on, all ranks compute the same values.
         chunk_max, sums, target_logits = chunks.gather_all(torch.stack(statistics)).unbind(1)
         row_max = chunk_max.amax(0)
         sums = sums * (chunk_max - row_max).exp()
@@ -184,15 +187,15 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a chunk with these rows, and their positions in it, or 0 for all other targets."""
+    """Return which targets are in the chunk with these rows, and their positions within it (0 for other targets)."""
     inside = (targets >= rows.start) & (targets < rows.stop)
     return inside, (targets - rows.start).where(inside, 0)
 
 
 def _chunk_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
-    """Return the largest logit m of a chunk, the sum of exp(logit - m), and the logit of the target: [3, n]."""
+    """Return the largest logit m of a chunk, the sum of exp(logit - m), and the target logit: shape [3, n]."""
     logits = part.to(torch.promote_types(part.dtype, torch.float32))
-    row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # all may be minus infinity
+    row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # because all logits may be minus infinity
     exp_sum = (logits - row_max[:, None]).exp_().sum(1)
     target_logits = logits.gather(1, positions[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
     return torch.stack([row_max, exp_sum, target_logits])

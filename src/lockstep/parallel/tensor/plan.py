@@ -1,20 +1,20 @@
-"""Plans: which layers of a model are split into chunks, and how.
+"""Tensor-parallel plans: which layers of a model are split into chunks, and how.
 
 A plan maps patterns of module names (common/patterns.py) to kinds:
 
-| kind | of a module | meaning |
+| kind | applies to | meaning |
 |---|---|---|
 | `colwise` | nn.Linear | split the outputs; `colwise:3` splits three concatenated outputs of the same size |
-| `rowwise` | nn.Linear | split the inputs, and add up the outputs of the chunks |
-| `heads:NAMES` | any | divide the attributes NAMES, which count heads or features of all heads |
+| `rowwise` | nn.Linear | split the inputs, and sum the outputs of the chunks |
+| `heads:NAMES` | any | divide the attributes NAMES, which are numbers of heads or features of all heads |
 | `shared` | any | each chunk uses the module, e.g. a norm of each head |
-| `whole` | any | the module is used before the first or after the last split layer of its region |
+| `whole` | any | the module is only used before the first or after the last split layer of its region |
 | `experts` | any | parameters have one row per expert; `num_experts` or `experts:NAME` is the number of experts |
 | `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that computes the logits |
-| `region:METHOD` | any | split the layers inside this method, which must have no keyword arguments |
+| `region:METHOD` | any | split the layers within this method, which must have no keyword arguments |
 
-The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that also has colwise layers, or the
-named method of this module.
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module around it that also contains colwise
+layers, or the named method of this module.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,57 +38,57 @@ from lockstep.parallel.tensor.vocab import Head, LookUp
 Plan = Mapping[str, str]
 KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "vocab", "whole", "region")
 _KEY: Final = "recipe.model.plan"
-_SHOWN: Final = 64  # the largest number of chunks in a message
+_MAX_SHOWN_CHUNKS: Final = 64  # maximum number of chunks suggested in a message
 
 
 class _Kind(NamedTuple):
-    """The kind of a module. For `colwise:3`, `what` is `colwise` and `more` is `3`."""
+    """The kind of a module. For example, `colwise:3` has `label` `colwise` and `argument` `3`."""
 
-    what: str
-    more: str
+    label: str
+    argument: str
 
 
 Kinds = Mapping[str, _Kind]  # by module name
 
 
 class _Region(NamedTuple):
-    """A part of a model that is computed chunk by chunk: a module or one of its methods, and the modules inside."""
+    """A part of a model that is computed chunk by chunk: a module or one of its methods, with the modules inside."""
 
     name: str
     method: str
     inside: Kinds
 
     def modules_of(self, kind_name: str) -> list[tuple[str, str]]:
-        """Return the names of the modules of a kind, and their text after the colon."""
-        return [(name, kind.more) for name, kind in self.inside.items() if kind.what == kind_name]
+        """Return the names of the modules of this kind, and the text after the colon of their kind."""
+        return [(name, kind.argument) for name, kind in self.inside.items() if kind.label == kind_name]
 
 
 def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Split the layers of a plan into `count` chunks, in place. Returns how parameters are rearranged, by name.
+    """Split the layers of a plan into `count` chunks, in place. Returns the rearrangement of each split parameter.
 
     Raises UsageError if a layer can't be split.
     """
     kinds = _kinds(model, plan)
-    regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.what == "rowwise"]
+    regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.label == "rowwise"]
     names_in_regions = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
-        if kind.what not in ("experts", "vocab", "whole") and name not in names_in_regions:
+        if kind.label not in ("experts", "vocab", "whole") and name not in names_in_regions:
             raise UsageError(
-                f"{_KEY}: {name} is {kind.what}, but its module has no rowwise layer; add one to the plan, or set "
+                f"{_KEY}: {name} is {kind.label}, but its module has no rowwise layer; add one to the plan, or set "
                 f"{name} to whole"
             )
-        if kind.what == "heads":
-            for attribute in kind.more.split(","):
-                _fewer(model.get_submodule(name), name, attribute, count)
+        if kind.label == "heads":
+            for attribute in kind.argument.split(","):
+                _divide_attribute(model.get_submodule(name), name, attribute, count)
     _check_untied(model, kinds)
     chunked: dict[str, Chunked] = {}
     for region in regions:
-        chunked |= _cut(model, region, count)
+        chunked |= _split_region(model, region, count)
     for name, kind in kinds.items():
-        if kind.what == "experts":
-            _group(model.get_submodule(name), name, kind.more or "num_experts", count)
-        if kind.what == "vocab":
-            _by_rows(model.get_submodule(name), name, count)
+        if kind.label == "experts":
+            _split_experts(model.get_submodule(name), name, kind.argument or "num_experts", count)
+        if kind.label == "vocab":
+            _split_rows(model.get_submodule(name), name, count)
     chunked_by_parameter = {model.get_parameter(name): layout for name, layout in chunked.items()}
     named_parameters = model.named_parameters(remove_duplicate=False)  # a module can have several names
     return {
@@ -99,7 +99,7 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, or that have such a method."""
+    """Return the names of the modules that are computed chunk by chunk, or that have a method that is."""
     names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
@@ -109,13 +109,13 @@ def region_names(model: nn.Module) -> frozenset[str]:
 
 
 def _check_untied(model: nn.Module, kinds: Kinds) -> None:
-    """Raise UsageError if a split layer shares a parameter with a layer that isn't split by the same rows."""
+    """Raise UsageError if a split layer shares a parameter with a layer that isn't split in the same way."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {*module.parameters(recurse=False)}:
             owners.setdefault(parameter, []).append(name)
-    by_rows = {name for name, kind in kinds.items() if kind.what == "vocab"}
-    for name in [name for name, kind in kinds.items() if kind.what in ("colwise", "rowwise", "vocab")]:
+    by_rows = {name for name, kind in kinds.items() if kind.label == "vocab"}
+    for name in [name for name, kind in kinds.items() if kind.label in ("colwise", "rowwise", "vocab")]:
         for parameter in model.get_submodule(name).parameters():
             sharers = [sharer for sharer in owners[parameter] if sharer != name]
             if name in by_rows and (
@@ -133,7 +133,7 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
 
 
 def _kinds(model: nn.Module, plan: Plan) -> Kinds:
-    """Return the kinds of the modules in a plan. If several patterns match, the first pattern applies."""
+    """Return the kind of each module in the plan. If several patterns match a module, the first pattern applies."""
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
@@ -147,24 +147,24 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
 
 
 def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
-    """Return the region that ends with the layer `last`. Smaller modules are searched for colwise layers first."""
-    for name in _above(last):
+    """Return the region that ends with the rowwise layer `last`, searching from the smallest module to the largest."""
+    for name in _parent_names(last):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
-        if region_kind is not None and region_kind.what == "region":
-            # A method calls layers of its own module. It isn't known which other modules it calls.
+        if region_kind is not None and region_kind.label == "region":
+            # The method calls layers of its own module. Which other modules it calls isn't known.
             inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
-            if not callable(getattr(model.get_submodule(name), region_kind.more, None)):
+            if not callable(getattr(model.get_submodule(name), region_kind.argument, None)):
                 raise UsageError(
-                    f"{_KEY}: {name} is region:{region_kind.more}, but has no such method; use the name of a method of "
-                    f"this module"
+                    f"{_KEY}: {name} is region:{region_kind.argument}, but has no such method; use the name of a "
+                    f"method of this module"
                 )
-            if any(kind.what == "colwise" for kind in inside.values()):
-                return _Region(name, region_kind.more, inside)
+            if any(kind.label == "colwise" for kind in inside.values()):
+                return _Region(name, region_kind.argument, inside)
             continue
-        if any(kind.what == "colwise" for kind in inside.values()):
-            if sum(kind.what == "rowwise" for kind in inside.values()) > 1:
+        if any(kind.label == "colwise" for kind in inside.values()):
+            if sum(kind.label == "rowwise" for kind in inside.values()) > 1:
                 raise UsageError(
                     f"{_KEY}: {name or 'the model'} has several rowwise layers; move each one, with the colwise layers "
                     f"before it, to a separate module"
@@ -177,14 +177,14 @@ def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
     )
 
 
-def _above(name: str) -> Iterator[str]:
+def _parent_names(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
-    """Raise UsageError if a parameter of a region isn't in the plan, as it isn't known how to add its gradients."""
+    """Raise UsageError if a parameter of a region isn't in the plan, because its gradients couldn't be summed."""
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
         if not any(owner == planned or owner.startswith(f"{planned}.") for planned in inside):
@@ -194,7 +194,7 @@ def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
             )
 
 
-def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
+def _split_region(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
     chunks = Region(count, region.name or "the model")
     module = model.get_submodule(region.name)
     chunked: dict[str, Chunked] = {}
@@ -204,7 +204,7 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
     for name, _ in region.modules_of("rowwise"):
         chunked |= _replace(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
     for name, _ in region.modules_of("shared"):
-        _share(model.get_submodule(name), name, chunks)
+        _share_module(model.get_submodule(name), name, chunks)
     if region.method:
         setattr(module, region.method, _Method(getattr(module, region.method), chunks))
     else:
@@ -215,29 +215,29 @@ def _cut(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
 @final
 @dataclass(frozen=True)
 class _Hook:
-    """The forward pre-hook of a region."""
+    """The forward pre-hook of a module that is a region."""
 
     chunks: Region
 
     def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self.chunks.before(partial(module.forward, *arguments, **named))
+        self.chunks.call_for_earlier_chunks(partial(module.forward, *arguments, **named))
 
 
 @final
 @dataclass(frozen=True)
 class _Method:
-    """Replaces a method that is a region."""
+    """Replaces a method that is a region, instead of a module."""
 
     method: Callable[..., Any]
     chunks: Region
 
     def __call__(self, *arguments: Any) -> Any:
-        self.chunks.before(partial(self.method, *arguments))
+        self.chunks.call_for_earlier_chunks(partial(self.method, *arguments))
         return self.method(*arguments)
 
 
-def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Split experts into groups. Experts keep their order, so parameters aren't rearranged."""
+def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> None:
+    """Split experts into groups. Their order doesn't change, so parameters aren't rearranged."""
     if not takes_pairs(module):
         raise UsageError(
             f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
@@ -248,7 +248,7 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
             f"{_KEY}: {name} is experts, but has submodules with parameters; store the experts as rows of the module's "
             f"own parameters, or set {name} to whole"
         )
-    _fewer(module, name, attribute, count)
+    _divide_attribute(module, name, attribute, count)
     group_size: int = vars(module)[attribute]
     for key, parameter in module.named_parameters():
         if not parameter.ndim or parameter.shape[0] != group_size * count:
@@ -256,11 +256,11 @@ def _group(module: nn.Module, name: str, attribute: str, count: int) -> None:
                 f"{_KEY}: {name} is experts with {attribute}={group_size * count}, but its parameter {key} has shape "
                 f"{[*parameter.shape]}; use one row of dim 0 for each expert"
             )
-    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so its names don't change
+    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so that names don't change
 
 
-def _by_rows(module: nn.Module, name: str, count: int) -> None:
-    """Split an embedding or a head. Rows keep their order, so parameters aren't rearranged."""
+def _split_rows(module: nn.Module, name: str, count: int) -> None:
+    """Split an embedding or a head by rows. The order of rows doesn't change, so parameters aren't rearranged."""
     forward: LookUp | Head
     if type(module) is nn.Embedding:
         forward = LookUp(module, Region(count, name))
@@ -280,7 +280,7 @@ def _by_rows(module: nn.Module, name: str, count: int) -> None:
             f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
             f"{name} to whole in {_KEY}"
         )
-    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance: its class and ties stay
+    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance, to keep its class and ties
 
 
 def _parts(name: str, parts_text: str) -> int:
@@ -291,7 +291,7 @@ def _parts(name: str, parts_text: str) -> int:
     return int(parts_text or 1)
 
 
-def _share(module: nn.Module, name: str, chunks: Region) -> None:
+def _share_module(module: nn.Module, name: str, chunks: Region) -> None:
     own_parameters, all_parameters = list(module.parameters(recurse=False)), list(module.parameters())
     if len(own_parameters) < len(all_parameters):
         raise UsageError(f"{_KEY}: {name} is shared, but has submodules with parameters; set these to shared instead")
@@ -299,12 +299,12 @@ def _share(module: nn.Module, name: str, chunks: Region) -> None:
         share_parameters(module, chunks)
 
 
-def _fewer(module: nn.Module, name: str, attribute: str, count: int) -> None:
+def _divide_attribute(module: nn.Module, name: str, attribute: str, count: int) -> None:
     number = vars(module).get(attribute)
     if not isinstance(number, int):
         raise UsageError(f"{_KEY}: {name} has no integer attribute {attribute!r}; use the name of such an attribute")
     if number % count:
-        raise _not_divided(count, f"{name}.{attribute} = {number}", number)
+        raise _indivisible_error(count, f"{name}.{attribute} = {number}", number)
     setattr(module, attribute, number // count)
 
 
@@ -321,12 +321,14 @@ Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
 def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) -> Cut:
-    """Split the outputs of a layer: `parts` outputs of the same size. Heads of `head` features aren't split."""
+    """Split the outputs of a layer, which are `parts` outputs of the same size. Doesn't split heads of size `head`."""
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     length = outputs // parts
     if outputs % parts or length % (count * head):
         size_text = f"{length} outputs" if head == 1 else f"{length // head} heads"
-        raise _not_divided(count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head)
+        raise _indivisible_error(
+            count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head
+        )
     chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
     weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
@@ -338,7 +340,7 @@ def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) 
 def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
     outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
     if inputs % count:
-        raise _not_divided(count, f"the {inputs} inputs of {name}", inputs)
+        raise _indivisible_error(count, f"the {inputs} inputs of {name}", inputs)
     chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
     return RowLinear(chunked.to_rows(layer.weight.detach()), bias, chunks), {"weight": chunked}
@@ -355,6 +357,6 @@ def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
     return {f"{name}.{key}": chunked for key, chunked in layer_chunks.items()}
 
 
-def _not_divided(count: int, subject: str, number: int) -> UsageError:
-    divisors_text = ", ".join(str(divisor) for divisor in divisors(number) if 1 < divisor <= _SHOWN)
+def _indivisible_error(count: int, subject: str, number: int) -> UsageError:
+    divisors_text = ", ".join(str(divisor) for divisor in divisors(number) if 1 < divisor <= _MAX_SHOWN_CHUNKS)
     return UsageError(f"recipe.model.chunks: {count} does not divide {subject}; use {divisors_text or 1}")

@@ -1,9 +1,10 @@
 """Sequence parallelism: the ranks that share the chunks of regions also split the sequences outside of regions.
 
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
-4.2. Outside of regions, a rank computes its own chunks of each sequence. In regions, it computes its chunks of features
-for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all ranks, and the last
-layer reduces the outputs for a chunk of a sequence on the rank that has the chunk. Backward does the opposite.
+4.2. Outside of regions, a rank computes its own chunks of each sequence. Within regions, it computes its chunks of
+features for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all ranks, and
+the last layer reduces the outputs for a chunk of a sequence to the rank that holds the chunk. Backward does the
+opposite.
 
 The following example has two ranks, two chunks of each sequence (A on rank 0, B on rank 1), and two chunks of features
 (0 and 1). Each rank has a thread for each chunk of a sequence (parallel/cooperative.py). The thread of the rank's own
@@ -20,10 +21,10 @@ behalf of the forward on the other rank.
     goes on with A      waits                   waits               goes on with B
 
 The threads of a rank wait for each other at `=====`, and autograd records one node for all of them. Therefore all ranks
-communicate in the same order, in backward too. To end the visits, a forward calls `leave`, which is an `enter` without
+communicate in the same order, also in backward. To end the visits, a forward calls `leave`, which is an `enter` without
 a region.
 
-The tree adds up the sums in the same way as if each rank had all chunks of the sequence, so the bits are the same.
+The reduction tree adds the same sums as if each rank had all chunks of the sequence, so the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -63,9 +64,9 @@ _NEXT: Final = "its next region or its end"
 def sequence_parallel_leaves(
     slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
 ) -> WorkUnits:
-    """Return the work units of this rank. `mesh` is the spread form of `slices` (core/mesh.py).
+    """Return the work units of this rank. `mesh` is `slices.spread` (core/mesh.py).
 
-    Sets `visited` of the model's regions. All ranks must call this in the same way.
+    Sets `visited` in all regions of the model. All ranks must call this function with the same arguments.
     """
     coordinate = slices.coordinate(world.rank)
     carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
@@ -81,7 +82,7 @@ def sequence_parallel_leaves(
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
-    """Raise UsageError if a model doesn't support this. The model and its inputs `example` are on the meta device."""
+    """Raise UsageError if a model can't use sequence parallelism. The model and `example` are on the meta device."""
     layers = cut_layers(model)
     for name, layer in layers.items():
         if not isinstance(layer.module, ColumnLinear | RowLinear):
@@ -92,17 +93,17 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
     if example is None:
         return
     try:
-        with torch.no_grad(), _InRegions(layers.values()):
+        with torch.no_grad(), _AttentionCheck(layers.values()):
             call(model, example)
     except LockstepError:
         raise
-    except Exception:  # the model reads values: in this case, its first forward raises (parallel/cooperative.py)
+    except Exception:  # the forward reads values, so the check happens in training instead (parallel/cooperative.py)
         return
 
 
 @final
-class _InRegions(TorchFunctionMode):
-    """A context that raises UsageError if torch's attention is called outside of the regions of these layers."""
+class _AttentionCheck(TorchFunctionMode):
+    """A torch function mode that raises UsageError if attention is called outside of the regions of these layers."""
 
     def __init__(self, layers: Iterable[CutLayer]) -> None:
         super().__init__()
@@ -120,7 +121,7 @@ class _InRegions(TorchFunctionMode):
 
 @final
 class SpreadChunks:
-    """The work units of all chunks of a sequence. The chunks of other ranks are dummies, which only visit regions."""
+    """The work units for all chunks of a sequence. Chunks of other ranks are dummies, which only visit regions."""
 
     def __init__(self, sequences: SequenceChunks, spread: "Spread") -> None:
         self.count, self.around = sequences.count, sequences.around
@@ -145,7 +146,7 @@ class SpreadChunks:
 
 
 class _Visit(NamedTuple):
-    """A call of a region, and the initial states of its generators."""
+    """A call of a region, and the generator states at its beginning."""
 
     chunks: Region
     call: partial[Any]
@@ -155,10 +156,9 @@ class _Visit(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The forwards of the `count` chunks of a sequence, which go through regions together. This rank has `own`.
+    """The forwards of the `count` chunks of a sequence, which go through regions together. See Forwards.
 
-    This is rank `rank` of `ranks`. The ranks have the same number of consecutive chunks. A single rank needs no
-    carrier.
+    This rank is `rank` of `ranks`. Each rank has the same number of consecutive chunks. A single rank needs no carrier.
     """
 
     count: int
@@ -171,26 +171,26 @@ class Spread:
 
     @property
     def own(self) -> range:
-        """The indices of this rank's chunks."""
+        """The indices of the sequence chunks of this rank."""
         return part(self.count, self.ranks, self.rank)
 
     @property
-    def under_way(self) -> bool:
-        """Whether forwards of chunks are in progress. This isn't the case in evaluation, which uses whole sequences."""
-        return self.cooperative.under_way
+    def in_progress(self) -> bool:
+        """Whether forwards of chunks are running. They aren't in evaluation, which uses full sequences."""
+        return self.cooperative.in_progress
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
-        """Announce the call of a region for a forward of this rank, so that the threads of other forwards visit it."""
+        """Announce that a forward of this rank calls a region, so that threads of other forwards visit the region."""
         states = [generator.get_state() for generator in self.generators]
-        self.cooperative.exchange(_NEXT, self._visits, _Visit(chunks, call, states))
+        self.cooperative.exchange(_NEXT, self._share_visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
-        """Announce that a forward of this rank calls no more regions."""
-        self.cooperative.exchange(_NEXT, self._visits, None)
+        """Announce that a forward of this rank won't call any more regions."""
+        self.cooperative.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
-        """Visit all regions that the forward of a different rank calls, until it leaves."""
-        while (visit := self.cooperative.exchange(_NEXT, self._visits, None)) is not None:
+        """Visit all regions that the forward on a different rank calls, until that forward leaves."""
+        while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
             visit.chunks.visit(visit.call)
@@ -201,7 +201,7 @@ class Spread:
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
         """See Forwards."""
-        return [align(tensor) for tensor in self.across.side_by_side(torch.stack([*local])).flatten(0, 1)]
+        return [align(tensor) for tensor in self.across.stack_ranks(torch.stack([*local])).flatten(0, 1)]
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
         """See Forwards."""
@@ -228,8 +228,8 @@ class Spread:
             all_pieces |= zip(blocks(part(chunks, self.ranks, rank)), tensor[index], strict=True)
         return total(all_pieces, chunks, add_)
 
-    def _visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
-        """Return the region call for each forward. For forwards of other ranks, use the arguments on these ranks."""
+    def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
+        """Return the region call for each forward. For forwards of other ranks, the arguments come from these ranks."""
         own_visits = [visits_by_forward[number] for number in self.own]
         visits = [visit for visit in own_visits if visit is not None]
         if not visits:
@@ -241,14 +241,14 @@ class Spread:
                 f"has not; with sequence_parallel, make every chunk go through the same layers in the same order"
             )
         flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.states)) for visit in visits]
-        columns = [self._of_all(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
+        columns = [self._gather_argument(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
         all_visits = [*visits_by_forward]
         for number in set(range(self.count)).difference(self.own):
             inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
             all_visits[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
         return all_visits
 
-    def _of_all(self, local: Sequence[Any]) -> Sequence[Any]:
+    def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
         """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
         first = local[0]
         if not isinstance(first, Tensor):

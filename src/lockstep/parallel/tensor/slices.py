@@ -1,4 +1,4 @@
-"""Model slices: this rank's chunks of a model, and their place in the whole model."""
+"""Model slices: the chunks of a model on this rank, and their location in the full model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -23,9 +23,9 @@ from lockstep.tasks.base import Build
 
 
 class CutLayer(NamedTuple):
-    """A layer that is split into chunks, and the names of its parameters that are split.
+    """A layer that is split into chunks, with the names of its parameters that are split.
 
-    If chunks can have different numbers of rows, `rows` is the number of rows of the whole parameters.
+    If chunks can have different numbers of rows, `rows` is the number of rows of the full parameters.
     """
 
     module: nn.Module
@@ -35,7 +35,7 @@ class CutLayer(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """The place of a rank's rows in the whole parameter of `shape`. They start at row `first`."""
+    """The location of a rank's rows in a full parameter of shape `shape`. They start at row `first`."""
 
     shape: Size
     first: int
@@ -59,7 +59,7 @@ def cut_layers(model: nn.Module) -> dict[str, CutLayer]:
 
 
 def places(model: nn.Module, layers: Mapping[str, CutLayer], rank: int, ranks: int) -> dict[str, RowPlace]:
-    """Return the places of the split parameters of rank `rank` out of `ranks`, under all of their names."""
+    """Return the locations of the split parameters on rank `rank` of `ranks`, under all of their names."""
     row_places = {}
     for layer in layers.values():
         for key in layer.parameters:
@@ -89,7 +89,7 @@ def check_shared(layers: Mapping[str, CutLayer], ranks: int, strategy: str = "te
 
 
 def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
-    """Keep only this rank's chunks along the tensor axis, in place. Returns the model. All ranks must call it."""
+    """Keep only this rank's chunks along the tensor axis, in place. Returns the model. All ranks must call this."""
     rank = mesh.coordinate(world.rank).tensor
     across = world.canonical(mesh, "tensor", side_stream=False)
     layers = cut_layers(model)
@@ -101,8 +101,8 @@ def keep_own_chunks(model: nn.Module, world: World, mesh: Mesh) -> nn.Module:
 
 
 def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
-    """Keep only the part of rank `rank` out of `ranks` of the split parameters, in place."""
-    kept_parameters: dict[nn.Parameter, nn.Parameter] = {}  # two layers can share a weight
+    """Keep only the rows of the split parameters that belong to rank `rank` of `ranks`, in place."""
+    kept_parameters: dict[nn.Parameter, nn.Parameter] = {}  # shared, because two layers can share a weight
     for layer in layers:
         for key in layer.parameters:
             parameter = getattr(layer.module, key)
@@ -114,19 +114,19 @@ def keep_part(layers: Iterable[CutLayer], rank: int, ranks: int) -> None:
 
 
 def _own_rows(rows: int, layer: CutLayer, rank: int, ranks: int) -> range:
-    """Return the range of rows that are in the chunks of a rank. `rows` is the number of all rows."""
+    """Return the range of rows in the chunks of a rank, out of `rows` rows."""
     count = layer.chunks.count
     chunk_indices = part(count, ranks, rank)
     return range(part(rows, count, chunk_indices[0]).start, part(rows, count, chunk_indices[-1]).stop)
 
 
 def own_slice(build: Build, world: World, mesh: Mesh) -> nn.Module:
-    """Build a model and keep only this rank's chunks. All ranks must call it."""
+    """Build a model and keep only this rank's chunks. All ranks must call this function."""
     return keep_own_chunks(build(), world, mesh)
 
 
 def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
-    """Return a function that creates the layout of this rank's slice with `make`, as part of the whole model."""
+    """Return a function that creates the layout of this rank's slice with `make`, as rows of the full model."""
 
     def make_sliced(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         own_slice = Slice.for_rank(model, world, mesh)
@@ -138,29 +138,29 @@ def slice_layout(world: World, mesh: Mesh, make: MakeLayout) -> MakeLayout:
 
 @final
 class Slice:
-    """The part of a model that a rank has: some rows of the split parameters, and all replicated tensors."""
+    """The part of a model on this rank: some rows of the split parameters, and all replicated tensors."""
 
     def __init__(self, cut: Mapping[str, RowPlace], rank: int, primary: bool = True) -> None:
-        """`cut` has the places of the split parameters of rank `rank`."""
-        self.first = not rank  # whether this rank reports the tensors that are the same on all ranks of the axis
-        self.primary = primary  # whether it reports its chunks, among the ranks that have the same chunks
+        """`cut` maps split parameters to the locations of the rows on rank `rank`."""
+        self.first = not rank  # whether this rank reports tensors that are the same on all ranks along the axis
+        self.primary = primary  # whether this rank reports its chunks, among the ranks with the same chunks
         self._cut = cut
 
     @classmethod
     def for_rank(cls, model: nn.Module, world: World, mesh: Mesh) -> Self:
-        """Return this rank's slice along the mesh's tensor axis."""
+        """Return this rank's slice along the tensor axis of the mesh."""
         coordinate = mesh.coordinate(world.rank)
         primary = not (coordinate.replicate or coordinate.context)
         return cls(places(model, cut_layers(model), coordinate.tensor, mesh.tensor), coordinate.tensor, primary)
 
     def as_part(self, name: str, tensor: MaybeSharded) -> MaybeSharded:
-        """Return a tensor of the slice as a part of the whole tensor."""
+        """Return a tensor of the slice as rows of the full tensor, or unchanged if it is replicated."""
         if isinstance(tensor, Shard):
             return self.part(name, tensor)
         return self.part(name, Shard(tensor.detach(), 0, tensor.shape, self.primary)) if name in self._cut else tensor
 
     def part(self, name: str, shard: Shard) -> Shard:
-        """Return rows of a tensor of the slice as rows of the whole tensor."""
+        """Return rows of a tensor of the slice as rows of the full tensor."""
         if name not in self._cut:
             return replace(shard, primary=shard.primary and self.first)
         row_place = self._cut[name]
@@ -169,7 +169,7 @@ class Slice:
 
 @final
 class SlicedLayout:
-    """Wraps the `layout` of a rank's slice, and reports its tensors as rows of the whole model."""
+    """Wraps the `layout` of a rank's slice, and reports its tensors as rows of the full model."""
 
     def __init__(self, world: World, own_slice: Slice, layout: Layout) -> None:
         self._place = own_slice
@@ -187,7 +187,7 @@ class SlicedLayout:
         return self._place.as_part(name, self._layout.as_shard(name, tensor))
 
     def _part(self, name: str, tensor: Tensor) -> Shard:
-        """Return a trained tensor as a Shard, including whether this rank reports it."""
+        """Return a trained tensor as a Shard that also records whether this rank reports it."""
         shard = self.as_shard(name, tensor)
         primary = self._place.primary and self._place.first
         return shard if isinstance(shard, Shard) else Shard(shard, 0, shard.shape, primary)

@@ -1,12 +1,12 @@
 """Tables whose rows are split into chunks: embeddings, and heads that compute logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows doesn't have to be a multiple of the number of chunks.
-Only the forwards of modules are replaced. Modules keep their names and their weights, and two modules can share a
-weight.
+Only the forwards of modules are replaced. Modules keep their names and weights, and two modules can share a weight.
 
-- Embedding: each chunk returns the rows that it has, and zeros for all other rows. The tree adds up the chunks.
+- Embedding: each chunk returns the rows that it contains, and zeros for all other rows. The reduction tree sums the
+  chunks.
 - Head: each chunk returns the logits of its rows. In training, the logits stay in chunks (logits.py). In evaluation,
-  all ranks get all logits. The gradient of the inputs is added up over the chunks.
+  all ranks gather the full logits. The gradient of the inputs is summed over the chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ from lockstep.parallel.tensor.logits import Logits
 
 @final
 class LookUp:
-    """Replaces the forward of an embedding whose weight has only this rank's rows."""
+    """Replaces the forward of an embedding whose weight only contains this rank's rows."""
 
     def __init__(self, module: nn.Embedding, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-        self.rows = module.num_embeddings  # the number of rows of the whole table
+        self.rows = module.num_embeddings  # number of rows of the full table
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the row of each id: [..., d]."""
@@ -43,15 +43,15 @@ class LookUp:
 
 @final
 class Head:
-    """Replaces the forward of a linear layer whose weight and bias have only this rank's rows."""
+    """Replaces the forward of a linear layer whose weight and bias only contain this rank's rows."""
 
     def __init__(self, module: nn.Linear, chunks: Region) -> None:
         self.module = module
         self.chunks = chunks
-        self.rows = module.out_features  # the number of rows of the whole weight
+        self.rows = module.out_features  # number of rows of the full weight
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the logits: in chunks in training, and whole in evaluation."""
+        """Return the logits: chunked in training, and full in evaluation."""
         module = self.module
         flat = column_outputs(self.chunks, module.bias, module.weight, inputs.reshape(-1, inputs.shape[-1]))
         parts = [logits.view(*inputs.shape[:-1], -1) for logits in flat]
@@ -64,14 +64,14 @@ class Head:
 
 
 class _LookUp(torch.autograd.Function):
-    """Looks up the rows [n, d] of `ids` [n]. The row of the id `padding` gets no gradient."""
+    """Looks up the rows [n, d] for `ids` [n]. The row of the id `padding` receives no gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunks: Region, length: int, padding: int | None, ids: Tensor, weight: Tensor) -> Tensor:
         torch._assert_async(((ids >= 0) & (ids < length)).all(), f"an id is not in [0, {length})")
         ctx.rows, ctx.padding = chunks.rows(length), padding
         ctx.save_for_backward(ids)
-        # Adding zeros doesn't change any bits, except that -0.0 becomes 0.0.
+        # Adding zeros changes no bits, except that -0.0 becomes 0.0.
         return chunks.total(_chunk_embeddings(ctx.rows, by_chunk(weight, chunks), ids))
 
     @staticmethod
@@ -99,7 +99,7 @@ def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[T
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in cut(length, chunks.count)]
-    # No chunk is longer than the first chunk.
+    # The first chunk is the longest.
     padded = [F.pad(chunk, (0, lengths[0] - chunk.shape[-1])) for chunk in parts]
     all_chunks = chunks.gather_all(torch.stack(padded))
     return [torch.cat([chunk[..., :count] for chunk, count in zip(all_chunks, lengths, strict=True)], -1)]

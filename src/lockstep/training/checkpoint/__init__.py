@@ -1,1 +1,1 @@
-"""Checkpoints: folders that are complete or absent, with the names of a single process, hashed and signed."""
+"""Checkpoints: hashed and signed folders that are complete or absent, in the format of a single process."""

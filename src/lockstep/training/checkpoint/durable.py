@@ -1,4 +1,4 @@
-"""Atomic files: a file is complete or absent, even after a kill, a power failure or a full disk."""
+"""Atomic writes: a file is complete or absent, even after a kill, a power failure or a full disk."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ from lockstep.common.platforms import reserve
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The hash and size of a file, which is enough to verify it later."""
+    """The hash and size of a written file, as needed to verify it later."""
 
     sha256: str
     bytes: int
 
 
 def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file, hash its content, and return once it is on disk. The folder isn't synced."""
+    """Write a new file, sync it to disk, and return its hash and size. The folder isn't synced."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -30,15 +30,15 @@ def write(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     return Written(digest.hexdigest(), size)
 
 
-def allot(path: Path, head: bytes, length: int) -> None:
+def create_sized(path: Path, head: bytes, length: int) -> None:
     """Create a new file of `length` bytes that starts with `head`, for `write_at` to fill."""
     with path.open("xb") as file:
         file.write(head)
-        reserve(file.fileno(), length)  # a full disk is detected here, not in the middle of writing
+        reserve(file.fileno(), length)  # detects a full disk here, not in the middle of writing
 
 
 def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
-    """Write each part at its offset in a file, and return once it is on disk. Other ranks may write different parts."""
+    """Write each part at its offset in a file, and sync the file to disk. Other ranks may write different parts."""
     with path.open("r+b") as file:
         for start, data in parts:
             file.seek(start)
@@ -48,14 +48,14 @@ def write_at(path: Path, parts: Iterable[tuple[int, memoryview]]) -> None:
 
 
 def hash_file(path: Path) -> Written:
-    """Return the hash and size of a file as it is now."""
+    """Return the current hash and size of a file."""
     with plainfile.reader(path) as file:
         digest = hashlib.file_digest(file, "sha256")
         return Written(digest.hexdigest(), file.tell())
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Atomically replace the content of `path` by `data`. A reader sees all of the old or all of the new content."""
+    """Atomically replace the content of `path` with `data`. A reader sees either the old or the new content."""
     temporary = _temporary(path)
     temporary.unlink(missing_ok=True)
     try:
@@ -68,7 +68,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def point(link: Path, target: str) -> None:
-    """Atomically make `link` a symbolic link to `target` in the same folder. The folder isn't synced."""
+    """Atomically make `link` a symbolic link to `target`, which is in the same folder. The folder isn't synced."""
     temporary = _temporary(link)
     temporary.unlink(missing_ok=True)
     os.symlink(target, temporary)
@@ -76,7 +76,7 @@ def point(link: Path, target: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the entries of a folder to disk, since fsync of a file doesn't save the folder entry that names it."""
+    """Sync the entries of a folder to disk. fsync of a file doesn't save the folder entry of the file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -85,5 +85,5 @@ def sync_folder(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    # In the same folder, because a rename is atomic only within a file system.
+    # The file must be in the same folder, because a rename is atomic only within a file system.
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")

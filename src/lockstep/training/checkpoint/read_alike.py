@@ -11,6 +11,6 @@ from lockstep.training.checkpoint.store import Snapshot
 def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
     """Read the checkpoint that the run resumes from. All ranks call it."""
     manifest = store.manifest(path, key)
-    # If each host has a separate run folder, the folder of a host may hold a different run.
+    # If each host has a separate run folder, the folders may hold different runs.
     rendezvous.compare({str(path): asdict(manifest)})
     return manifest, store.read(path, key)

@@ -1,4 +1,4 @@
-"""The content of state.json, with strict validation: types, ranges, and the progress that is possible for a step."""
+"""The content of state.json, with strict validation of types, of ranges, and of the progress at a step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from lockstep.training.checkpoint import store
 from lockstep.training.progress import Progress
 
 _STRICT: Final = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-_SHOWN: Final = 5  # maximum number of problems listed for a file
+_MAX_PROBLEMS: Final = 5  # maximum number of problems listed for a file
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Figure = Annotated[float, Field(allow_inf_nan=True)]
@@ -36,7 +36,7 @@ class _Progress(BaseModel):
 
 
 class SavedOptimizer(BaseModel):
-    """The part of an optimizer's state that isn't a tensor."""
+    """The non-tensor part of an optimizer's state."""
 
     model_config = _STRICT
 
@@ -45,18 +45,18 @@ class SavedOptimizer(BaseModel):
 
 
 class SavedEngine(BaseModel):
-    """The part of an engine's state that isn't a tensor."""
+    """The non-tensor part of an engine's state."""
 
     model_config = _STRICT
 
     optimizer: SavedOptimizer
-    loss_scale: dict[str, int | float]  # empty except for fp16
+    loss_scale: dict[str, int | float]  # empty unless the precision is fp16
 
 
 class SavedState(BaseModel):
-    """The state of a checkpoint: its progress, the non-tensor state of its engine, and the inputs to its numbers.
+    """The state in a checkpoint: the progress, the non-tensor state of the engine, and the inputs of the run.
 
-    `recipe`, `numerics`, `data` and `source` record everything that decided the numbers of the run.
+    `recipe`, `numerics`, `data` and `source` record everything that affects the numerical results of the run.
     """
 
     model_config = _STRICT
@@ -76,17 +76,14 @@ class SavedState(BaseModel):
 
 
 def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
-    """Return the state of the checkpoint `path`. Raise UsageError if this version doesn't write such a state.
-
-    The hash of the file was already verified, so an invalid state isn't caused by damage.
-    """
+    """Return the parsed state of the checkpoint `path`. Raise UsageError if its format isn't that of this version."""
     schemas.check(state.get("schema"), path / store.STATE)
     try:
         saved = SavedState.model_validate(state)
     except ValidationError as error:
         lines = [
             f"{'.'.join(map(str, detail['loc']))}: {detail['msg'].lower()}, got {repr(detail['input'])[:60]}"
-            for detail in error.errors()[:_SHOWN]
+            for detail in error.errors()[:_MAX_PROBLEMS]
         ]
         raise UsageError(
             "\n".join([f"{path / store.STATE}: does not match the format of this version:", *lines])
@@ -101,9 +98,9 @@ def parse_state(path: Path, state: Mapping[str, Any]) -> SavedState:
 
 
 def progress_problems(progress: Progress, steps: Steps, task: Task, may_skip: bool) -> Iterator[str]:
-    """Yield the contradictions in `progress` for a run of these `steps`.
+    """Yield the reasons why `progress` isn't possible for a run with these `steps`.
 
-    `task` decides which evaluation is the best. `may_skip` says whether the run may skip updates.
+    `task` decides which evaluation is the best. `may_skip` is whether the run may skip updates.
     """
     step = progress.step
     if step > steps.total:

@@ -1,12 +1,17 @@
-"""Saves the state of a run, either before training continues or in the background.
+"""Saves the state of a run, either synchronously or in the background.
 
 A background save has these phases:
+
 1. The main thread waits for the previous save. There is at most one save at a time.
+
 2. The main thread copies the data of the checkpoint to the CPU. Training waits only for these two phases.
-3. A background thread hashes the weights and compares them with the other ranks, in a separate process group. If ranks
-   disagree, nothing is saved.
-4. The thread writes the files, while the main thread continues with the next steps.
-5. The end of the save, or its error, is returned by the next call of `save`, `poll` or `wait`.
+
+3. A background thread hashes the weights and compares the hash across ranks, in a separate process group. If ranks
+disagree, nothing is saved.
+
+4. The background thread writes the files, while the main thread continues with the next steps.
+
+5. The next call of `save`, `poll` or `wait` returns the event of the completed save, or raises its error.
 """
 
 import time
@@ -30,10 +35,10 @@ from lockstep.training.progress import Progress
 @final
 @dataclass(eq=False)
 class Saver:
-    """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks create it and call it in the same way.
+    """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks create it and make the same calls.
 
     `buffers` are the names of tensors that aren't parameters, for the message if ranks disagree. If `key` is set, each
-    checkpoint is signed.
+    checkpoint is signed with it.
     """
 
     world: World
@@ -49,26 +54,26 @@ class Saver:
         self._running: Future[Saved] | None = None
 
     def save(self, progress: Progress, snapshot: Snapshot) -> list[Saved]:
-        """Save, or start a background save. Return the saves that have completed.
+        """Save, or start a background save. Return the events of the saves that have completed.
 
-        If a save fails, raises TrainingError. In the background, the call returns the previous save, or raises its
-        error.
+        If a save fails, raises TrainingError. In the background, the call returns the event of the previous save, or
+        raises its error.
         """
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         fields, best = progress.at, progress.best_at == progress.step
         if self._executor is None:
-            return [self._write(fields, best, snapshot, began)]
+            return [self._write(fields, best, snapshot, start_time)]
         completed = self.wait()
         copied = _copy_snapshot(snapshot)
-        self._running = self._executor.submit(self._write, fields, best, copied, began)
+        self._running = self._executor.submit(self._write, fields, best, copied, start_time)
         return completed
 
     def poll(self) -> list[Saved]:
-        """Return the background save that has completed since the last call, if any. Doesn't wait."""
+        """Return the event of the background save that has completed since the last call, if any. Doesn't wait."""
         return self.wait() if self._running is not None and self._running.done() else []
 
     def wait(self) -> list[Saved]:
-        """Wait for the running background save, and return it."""
+        """Wait for the background save that is running, and return its event."""
         running, self._running = self._running, None
         return [] if running is None else [running.result()]
 
@@ -77,22 +82,22 @@ class Saver:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, began: float) -> Saved:
+    def _write(self, fields: dict[str, Any], best: bool, snapshot: Snapshot, start_time: float) -> Saved:
         step, weights = fields["step"], store.weights_sha256(whole_tensors(snapshot.model))
         if (difference := disagreement(self._world, snapshot.model, weights)) is not None:
-            raise HostError(_not_saved(step, difference, self.buffers))
+            raise HostError(_disagreement_message(step, difference, self.buffers))
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         else:
-            with self._world.untimed():  # else the other ranks would wait in a collective, which times out
+            with self._world.untimed():  # the other ranks wait in a collective, which may time out
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
-        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - began
+        path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - start_time
         return Saved(**fields, path=path, weights_sha256=weights, best=best, seconds=seconds)
 
 
-def _not_saved(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
-    """Return the message for ranks that disagree: the tensors, the odd rank, the likely cause, and what to do."""
+def _disagreement_message(step: int, difference: Disagreement, buffers: frozenset[str]) -> str:
+    """Return the message for ranks that disagree: the tensors, the differing rank, the likely cause, and what to do."""
     fault = "a processor or memory fault"
     if buffers.issuperset(difference.names):
         kind = "buffer"

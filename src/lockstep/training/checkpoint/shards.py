@@ -1,10 +1,13 @@
 """Saves a sharded model: each rank writes its rows at their offsets in the files, without gathering.
 
-The files are byte for byte those of a single process, so a run can resume from them with any strategy and any number of
-processes. All ranks must see the run folder, as they must to resume. A save has these phases:
+The files are byte-identical to the files that a single process writes, so a run can resume from them with any strategy
+and any number of processes. All ranks must have access to the run folder, as for resuming. A save has these phases:
+
 1. Rank 0 creates the files at their full size, and broadcasts the path of the temporary folder.
+
 2. Each rank writes its rows.
-3. Rank 0 reads the files to hash them, and gives the checkpoint its name.
+
+3. Rank 0 reads the files to hash them, and renames the folder to its final name.
 
 After each phase, all ranks wait for each other. If a rank fails, all ranks raise an error.
 """
@@ -28,7 +31,7 @@ T = TypeVar("T")
 def save(
     world: World, folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None
 ) -> str:
-    """Write the checkpoint of `step` like store.save, and return the SHA-256 of the weights. All ranks call it.
+    """Write the checkpoint of `step`, as store.save does, and return the SHA-256 of the weights. All ranks call it.
 
     If a rank can't write, all ranks raise HostError.
     """
@@ -38,7 +41,7 @@ def save(
     def prepare() -> str:
         temporary = store.prepare(final)
         for name, frame in frames.items():
-            durable.allot(temporary / name, frame.head, frame.bytes)
+            durable.create_sized(temporary / name, frame.head, frame.bytes)
         return str(temporary)
 
     def write(temporary: Path) -> None:
@@ -47,7 +50,7 @@ def save(
 
     def publish(temporary: Path) -> str:
         files = {name: durable.hash_file(temporary / name) for name in frames}
-        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # mapped: read one by one
+        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # memory-mapped
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
@@ -58,11 +61,11 @@ def save(
     except OSError as error:
         if world.rank == 0:
             store.abandon(final)
-        raise HostError(store.not_written(final, error)) from error
+        raise HostError(store.write_error_message(final, error)) from error
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:
-    """Return the result of `action` once all ranks have run theirs. If one rank fails, raise OSError on all ranks."""
+    """Run `action` on all ranks and return its result. If it fails on any rank, raise OSError on all ranks."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     result: T | OSError
     with world.untimed():  # a write may take longer than the timeout of a collective

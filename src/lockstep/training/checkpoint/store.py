@@ -5,9 +5,9 @@
 │   ├── model.safetensors       same names as in a single process, for every strategy
 │   ├── optimizer.safetensors   <parameter>/<slot>, such as layer1.weight/momentum_buffer
 │   ├── ema.safetensors         if the recipe averages weights
-│   ├── feedback.safetensors    what each rank holds back of its gradients, with compress: powersgd
-│   ├── state.json              step, epoch, samples, recipe, ...: nothing about placement or time
-│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights; with a key, an HMAC of these
+│   ├── feedback.safetensors    error feedback of each rank, with compress: powersgd
+│   ├── state.json              step, epoch, samples, recipe and so on, but not the placement or the time
+│   └── manifest.json           SHA-256 and size of each file, SHA-256 of the weights, and an HMAC if there is a key
 ├── latest -> step-00000120
 └── best -> step-00000060
 
@@ -64,22 +64,22 @@ SCRIPT: Final = "script.safetensors"  # tensors of a user's script
 
 _FORMAT: Final = 1
 _HMAC: Final = "hmac_sha256"
-_LARGEST_MANIFEST: Final = 1 << 16  # bytes; a manifest lists at most six files
-_LARGEST_STATE: Final = 1 << 26  # bytes; some optimizers keep a number per parameter
+_MAX_MANIFEST_BYTES: Final = 1 << 16  # bytes; a manifest lists at most six files
+_MAX_STATE_BYTES: Final = 1 << 26  # bytes; some optimizers keep a scalar for each parameter
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _STEP: Final = re.compile(r"step-(\d{8,})")
-# .tmp: being written or removed. .old: replaced by a newer checkpoint of the same step, and valid until that is in
-# place.
+# .tmp is a folder that is being written or removed. .old is a checkpoint that is being replaced by a newer checkpoint
+# of the same step. It stays valid until the new checkpoint is in place.
 _LEFTOVER: Final = re.compile(r"\.(step-(\d{8,}))\.(tmp|old)-\d+")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state that a run needs to resume at the next step.
+    """The state from which a run can resume at the next step.
 
-    Tensors can be on any device and in any memory format. Loaded tensors are contiguous and on the CPU. `state` is
-    JSON, and NaN or infinite figures are kept as Python's json writes them. A snapshot to be saved holds the shards of
-    this rank if tensors are sharded. Loaded tensors are always whole.
+    Tensors can be on any device and in any memory format. Loaded tensors are contiguous, unsharded, and on the CPU. A
+    snapshot to save holds the local shards of this rank if tensors are sharded. `state` is JSON. NaN and infinite
+    metrics are written the way that Python's json module writes them.
     """
 
     model: NamedTensors
@@ -103,7 +103,7 @@ class Snapshot:
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that passed its hashes, and the problems of newer checkpoints that didn't."""
+    """An intact checkpoint, and the problems of newer checkpoints that are damaged."""
 
     snapshot: Snapshot
     path: Path
@@ -121,23 +121,23 @@ class Manifest:
 def save(folder: Path, step: int, snapshot: Snapshot, keep: int, best: bool, key: bytes | None = None) -> Path:
     """Write the checkpoint of `step` into `folder` (<run>/checkpoints), and return its path once it is on disk.
 
-    The snapshot must be whole. For a sharded snapshot, see shards.py. Keeps the newest `keep` checkpoints by step, and
-    always those that `latest` and `best` point to. With keep=0, only these are kept. An existing checkpoint of the same
-    step is replaced. Leftovers of killed runs are removed, so only one process may call it, and it must hold the lock
-    of the run. If `key` is set, the manifest is signed. A full disk or any other write error raises HostError, and
-    existing checkpoints stay unchanged.
+    The snapshot must be unsharded. For a sharded snapshot, see shards.py. Keeps the newest `keep` checkpoints by step,
+    and always the checkpoints that `latest` and `best` point to. With keep=0, only these are kept. An existing
+    checkpoint of the same step is replaced. Leftovers of killed runs are removed, so only one process may call it, and
+    this process must hold the lock of the run. If `key` is set, the manifest is signed. A full disk or any other write
+    error raises HostError, and existing checkpoints stay unchanged.
     """
     final = folder / step_name(step)
     try:
         temporary = prepare(final)
         files = {
             name: durable.write(temporary / name, tensorfile.chunks(tensors))
-            for name, tensors in whole_files(snapshot).items()
+            for name, tensors in unsharded_files(snapshot).items()
         }
         publish(final, files, weights_sha256(snapshot.model), snapshot.state, keep, best, key)
     except OSError as error:
         abandon(final)
-        raise HostError(not_written(final, error)) from error
+        raise HostError(write_error_message(final, error)) from error
     return final
 
 
@@ -147,9 +147,9 @@ def step_name(step: int) -> str:
 
 
 def prepare(final: Path) -> Path:
-    """Remove leftovers, and create the temporary folder in which the checkpoint `final` is written."""
-    final.parent.mkdir(exist_ok=True)  # never creates the run folder: if it is missing, it was removed
-    _clear(final.parent)
+    """Remove leftovers, and create the temporary folder for writing the checkpoint `final`."""
+    final.parent.mkdir(exist_ok=True)  # fails if the run folder doesn't exist, because then it was removed
+    _remove_leftovers(final.parent)
     temporary = _hidden_path(final, "tmp")
     temporary.mkdir()
     return temporary
@@ -184,18 +184,18 @@ def publish(
     if best:
         durable.point(folder / BEST, final.name)
     durable.sync_folder(folder)
-    for path in _unneeded(folder, keep):
+    for path in _removable_checkpoints(folder, keep):
         remove(path)
 
 
 def abandon(final: Path) -> None:
     """Remove the files of a checkpoint that failed to save."""
     with suppress(OSError):
-        _clear(final.parent)
+        _remove_leftovers(final.parent)
 
 
-def not_written(final: Path, error: OSError) -> str:
-    """Return the message for a checkpoint that failed to save."""
+def write_error_message(final: Path, error: OSError) -> str:
+    """Return the error message for a checkpoint that failed to save."""
     if not final.parent.parent.is_dir():
         return f"{final.parent.parent}: the run folder was removed during training, with its checkpoints; start again"
     earlier = [path.name for path in checkpoints(final.parent)]
@@ -204,19 +204,19 @@ def not_written(final: Path, error: OSError) -> str:
     return f"{final}: checkpoint not written: {error.strerror}; {intact}; {remedy} and start again"
 
 
-def whole_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of each file of a snapshot that is whole."""
+def unsharded_files(snapshot: Snapshot) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of each file of an unsharded snapshot."""
     return {
         name: {key: local_tensor(value) for key, value in tensors.items()} for name, tensors in snapshot.files.items()
     }
 
 
 def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
-    """Load the newest intact checkpoint of `folder` (<run>/checkpoints), or return None if it holds no checkpoint.
+    """Load the newest intact checkpoint of `folder` (<run>/checkpoints). Return None if there is no checkpoint.
 
-    `problems` names each newer checkpoint that failed its hashes. If no checkpoint is intact, raises DataError, because
-    silently starting over would lose the run. If `key` is set, a checkpoint that isn't signed with it raises
-    UsageError.
+    The result lists the problem of each newer checkpoint that is damaged. If all checkpoints are damaged, raises
+    DataError, because silently starting over would lose the run. If `key` is set, a checkpoint that isn't signed with
+    it raises UsageError.
     """
     problems: list[str] = []
     for path in _candidates(folder):
@@ -232,10 +232,10 @@ def newest(folder: Path, key: bytes | None = None) -> FoundCheckpoint | None:
 
 
 def load(path: Path, prefer: Literal["newest", "best"] = "newest", key: bytes | None = None) -> FoundCheckpoint:
-    """Load the checkpoint at a path: a checkpoint, a link such as `latest`, a run folder, or its checkpoints folder.
+    """Load the checkpoint at `path`: a checkpoint, a link such as `latest`, a run folder, or its checkpoints folder.
 
-    In a run folder, `prefer` selects the newest intact checkpoint or the best one. A checkpoint that is given by name
-    is never replaced by a different one. If it is damaged, raises TrainingError.
+    In a run folder, `prefer` selects the newest intact checkpoint or the best checkpoint. If `path` is a checkpoint
+    itself and is damaged, raises TrainingError instead of falling back to a different checkpoint.
     """
     if path.is_symlink():
         path = path.parent / path.readlink()
@@ -257,9 +257,9 @@ def read(path: Path, key: bytes | None = None) -> Snapshot:
         _verify(path / name, written)
     read_errors = (SafetensorError, ValueError, OSError)
     with error_as(TrainingError, read_errors, f"{path}: cannot be read, although its hashes match"):
-        # Memory-mapped, so that a caller that needs only some rows reads no more than these.
+        # The files are memory-mapped, so that a caller that only needs some rows only reads these rows.
         tensors = {name: _tensors(path / name) for name in expected.files if name != STATE}
-        state = _mapping(path / STATE, _LARGEST_STATE)
+        state = _read_json_object(path / STATE, _MAX_STATE_BYTES)
         snapshot = Snapshot(
             tensors[MODEL], tensors[OPTIMIZER], tensors.get(EMA), state, tensors.get(FEEDBACK), tensors.get(SCRIPT)
         )
@@ -272,7 +272,7 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
     """Return the manifest of the checkpoint folder `path`, without checking its files. For `key`, see `read`."""
     manifest_path = path / MANIFEST
     try:
-        content = _mapping(manifest_path, _LARGEST_MANIFEST)
+        content = _read_json_object(manifest_path, _MAX_MANIFEST_BYTES)
         signed = content.pop(_HMAC, None)
         match content:
             case {"format": int(version)} if type(version) is int and version != _FORMAT:
@@ -298,22 +298,22 @@ def manifest(path: Path, key: bytes | None = None) -> Manifest:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step that a checkpoint folder is named after, or None if the user renamed it."""
+    """Return the step in the name of a checkpoint folder, or None if the user renamed the folder."""
     name = leftover[1] if (leftover := _LEFTOVER.fullmatch(path.name)) else path.name
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def weights_sha256(model: NamedTensors) -> str:
-    """Return the SHA-256 of a model: of the name, dtype, shape and bytes of each tensor, in the order of names.
+    """Return the SHA-256 of the names, dtypes, shapes and bytes of all tensors of a model, in the order of their names.
 
     It doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, it covers the
-    parts that this rank holds.
+    local shards of this rank.
     """
     digest = hashlib.sha256()
     for name in sorted(model):
         tensor = local_tensor(model[name])
-        # The end of the line is unambiguous, because JSON escapes line ends inside a name.
+        # The line break is an unambiguous separator, because JSON escapes line breaks inside a name.
         digest.update(json.dumps([name, tensorfile.dtype_name(name, tensor), list(tensor.shape)]).encode() + b"\n")
         digest.update(tensorfile.raw(tensor))
     return digest.hexdigest()
@@ -324,8 +324,8 @@ def _json(content: Mapping[str, JSON]) -> bytes:
 
 
 def _install(final: Path) -> None:
-    # Two renames, because a rename can't replace a folder that isn't empty. If the process is killed between them, the
-    # previous checkpoint of the step remains under its .old name, and `newest` finds it there.
+    # Two renames are needed, because a rename can't replace a folder that isn't empty. If the process is killed between
+    # them, the previous checkpoint of the step keeps its .old name, and `newest` finds it there.
     if final.exists():
         os.rename(final, _hidden_path(final, "old"))
     os.rename(_hidden_path(final, "tmp"), final)
@@ -337,7 +337,7 @@ def _hidden_path(final: Path, kind: Literal["tmp", "old"]) -> Path:
     return final.with_name(f".{final.name}.{kind}-{os.getpid()}")
 
 
-def _clear(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         if _is_leftover(path):
             _remove(path)
@@ -348,7 +348,7 @@ def _clear(folder: Path) -> None:
 
 
 def _is_leftover(path: Path) -> bool:
-    """Return whether a path was left by a killed save and isn't the only copy of the step that was to be replaced."""
+    """Return whether `path` is left over from a killed save and isn't the only copy of its step."""
     leftover = _LEFTOVER.fullmatch(path.name)
     return leftover is not None and not (leftover[3] == "old" and not path.with_name(leftover[1]).exists())
 
@@ -361,18 +361,18 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def surplus(folder: Path, keep: int) -> list[Path]:
-    """Return the paths in `folder` (<run>/checkpoints) that can be removed while no run writes.
+def find_surplus(folder: Path, keep: int) -> list[Path]:
+    """Return the paths in `folder` (<run>/checkpoints) that can be removed while no process writes to the run.
 
-    These are all checkpoints except the newest `keep` and those that `latest` and `best` point to, and the leftovers of
-    killed saves. The caller must hold the lock of the run. If there are surplus checkpoints, the newest checkpoint is
-    verified first. If it is damaged, raises TrainingError, because then an older checkpoint is needed.
+    These are the leftovers of killed saves, and all checkpoints except the newest `keep` and those that `latest` and
+    `best` point to. The caller must hold the lock of the run. If there are checkpoints to remove, the newest checkpoint
+    is verified first. If it is damaged, raises TrainingError, because an older checkpoint is needed then.
     """
-    unneeded = _unneeded(folder, keep)
+    unneeded = _removable_checkpoints(folder, keep)
     if unneeded:
-        newest_one = checkpoints(folder)[0]
-        for name, written in manifest(newest_one).files.items():
-            _verify(newest_one / name, written)
+        newest_checkpoint = checkpoints(folder)[0]
+        for name, written in manifest(newest_checkpoint).files.items():
+            _verify(newest_checkpoint / name, written)
     leftovers = sorted(folder.iterdir()) if folder.is_dir() else []
     return [*unneeded, *(path for path in leftovers if _is_leftover(path))]
 
@@ -383,16 +383,16 @@ def size(path: Path) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover of a killed save. If a part can't be removed, the next save tries again."""
+    """Remove a checkpoint or a leftover of a killed save. The next save removes anything that couldn't be removed."""
     if _STEP.fullmatch(path.name):
-        # Renamed first, so that a kill during the removal leaves no partial checkpoint under a valid name.
+        # Rename it first, so that a kill during the removal doesn't leave a partial checkpoint under a valid name.
         doomed = _hidden_path(path, "tmp")
         os.rename(path, doomed)
         path = doomed
     _remove(path)
 
 
-def _unneeded(folder: Path, keep: int) -> list[Path]:
+def _removable_checkpoints(folder: Path, keep: int) -> list[Path]:
     linked = {os.readlink(folder / name) for name in (LATEST, BEST) if (folder / name).is_symlink()}
     return [path for path in checkpoints(folder)[keep:] if path.name not in linked]
 
@@ -406,10 +406,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the checkpoints, and those that a killed save moved away, by step, newest first."""
+    """Return the checkpoints, including those that a killed save renamed to .old, newest step first."""
     paths = folder.iterdir() if folder.is_dir() else ()
     moved = [path for path in paths if (leftover := _LEFTOVER.fullmatch(path.name)) and leftover[3] == "old"]
-    # For the same step, the name without a dot comes first.
+    # For the same step, the folder with the final name comes before the .old folder.
     return sorted([*checkpoints(folder), *moved], key=lambda path: (step_of(path) or 0, path.name), reverse=True)
 
 
@@ -461,8 +461,8 @@ def _verify(path: Path, expected: Written) -> None:
         raise DataError(_describe_damage(path, "sha256", expected.sha256, digest))
 
 
-def _mapping(path: Path, limit: int) -> dict[str, JSON]:
-    """Return the JSON object in a file. Raise ValueError if the file holds anything else."""
+def _read_json_object(path: Path, limit: int) -> dict[str, JSON]:
+    """Return the JSON object in a file. Raise ValueError if the content isn't a JSON object."""
     with _reading(path):
         data = plainfile.content(path, limit)
     content = plainfile.parse_json(data, _unique_keys)

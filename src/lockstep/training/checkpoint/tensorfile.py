@@ -1,8 +1,8 @@
-"""Tensors as bytes: writes the safetensors format, one tensor at a time.
+"""Writes tensors in the safetensors format, one tensor at a time.
 
-The writer of the safetensors library holds the bytes of all tensors at once, rejects tensors that share memory (tied
-weights), and computes no hash. The format is a length, a JSON header and the raw bytes, so Lockstep writes it itself.
-The library reads it. The format is little-endian, and so is every platform that torch is built for.
+The writer of the safetensors library holds the bytes of all tensors in memory, rejects tensors that share memory (tied
+weights), and computes no hash. The format consists of a length, a JSON header and the raw bytes, so Lockstep writes it
+directly. Files are read with the library. The format is little-endian, as is every platform that torch supports.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _DTYPES: Final[Mapping[torch.dtype, str]] = {
 
 
 class Frame(NamedTuple):
-    """A file without the bytes of its tensors: its head, the offset of each tensor, and the length of the file."""
+    """The layout of a file: its header bytes, the offset of each tensor, and the total length of the file."""
 
     head: bytes
     starts: dict[str, int]
@@ -46,7 +46,7 @@ class Frame(NamedTuple):
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a safetensors file. They depend on names and values, not on device or memory format.
+    """Yield the bytes of a safetensors file. They depend on names and values, but not on device or memory format.
 
     Raises ValueError with the name of the tensor if the format doesn't support its dtype.
     """
@@ -57,8 +57,9 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
 
 
 def frame(tensors: NamedTensors) -> Frame:
-    """Return the frame of a file with these tensors. It is the same for whole and for sharded tensors."""
-    # The widest dtype first, so that every tensor starts at a multiple of its element size, as readers by mmap require.
+    """Return the layout of a file with these tensors. Sharding doesn't change it."""
+    # The widest dtypes come first, so that every tensor starts at a multiple of its element size, as mmap readers
+    # require.
     names = sorted(tensors, key=lambda name: (-local_tensor(tensors[name]).element_size(), name))
     header: dict[str, object] = {}
     ends = [0]
@@ -78,7 +79,7 @@ def frame(tensors: NamedTensors) -> Frame:
 
 
 def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the offset and bytes of all parts that `rank` writes: its shards, and on rank 0 all whole tensors."""
+    """Yield the offset and bytes of each part that `rank` writes: its shards and, on rank 0, all unsharded tensors."""
     for name, start in starts.items():
         value = tensors[name]
         if not isinstance(value, Shard):
@@ -93,7 +94,7 @@ def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> It
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor in row-major order, for any device, strides and memory format."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # A single element may have any stride and is contiguous all the same, as a column of one row is.
+    # torch considers a single element contiguous for any strides, such as a column of one row.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -105,7 +106,7 @@ def dtype_name(name: str, tensor: Tensor) -> str:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return a digest of dtypes, shapes and bytes, and the number of bytes, for any device and memory format."""
+    """Return a digest of dtypes, shapes and bytes, and the total number of bytes, for any device or memory format."""
     hasher, size = hashlib.sha256(), 0
     for tensor in tensors:
         hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -1,0 +1,110 @@
+"""The page on processes that people start themselves: each of its commands trains the weights of one process."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow("each command starts processes")
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "by-hand.md").read_text(encoding="utf-8")
+SCRIPTS = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = [
+    re.sub(r"^[$>] ", "", block, flags=re.MULTILINE)
+    for block in re.findall(r"^```console\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+]
+OF_A_RANK = re.compile(r"^rank (\d) of (\d) (\w{64})$", re.MULTILINE)  # printed by loop.py
+OF_A_RECIPE = re.compile(r"^weights sha256 (\w{64})$", re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def run(folder: Path, commands: str) -> subprocess.CompletedProcess[str]:
+    """Run commands of the page in a folder with its scripts, on a port and a file of this test."""
+    port = str(free_port())
+    for name, text in SCRIPTS:
+        (folder / name).write_text(text.replace("29511", port), encoding="utf-8")
+    commands = commands.replace("29511", port).replace("/tmp/meeting", str(folder / "meeting"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")} | {"PATH": path}
+    return subprocess.run(["bash", "-c", commands], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def output(folder: Path, commands: str) -> str:
+    done = run(folder, commands)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def by_one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
+    [(rank, size, weights)] = OF_A_RANK.findall(output(tmp_path_factory.mktemp("one"), "python loop.py"))
+    assert (rank, size) == ("0", "1")
+    return str(weights)
+
+
+def test_the_page_has_three_ways() -> None:
+    assert [name for name, _ in SCRIPTS] == ["loop.py", "spawn.py", "spawn_group.py", "group.py"]
+    assert len(BLOCKS) == 5
+
+
+@pytest.mark.parametrize("block", BLOCKS[:-1], ids=["spawn", "group of spawn", "group of variables", "terminals"])
+def test_a_loop_has_the_weights_of_one_process(block: str, by_one_process: str, tmp_path: Path) -> None:
+    lines = block.splitlines()
+    exports = [each for each in lines if each.startswith("export ")]
+    commands = [each for each in lines if each not in exports]
+    for command in commands:
+        variables = exports if "torchrun" not in command else []
+        found = OF_A_RANK.findall(output(tmp_path, "\n".join([*variables, command])))
+        assert sorted(found) == [("0", "2", by_one_process), ("1", "2", by_one_process)], command
+
+
+def test_a_recipe_in_two_terminals_has_the_weights_of_one_process(tmp_path: Path) -> None:
+    assert BLOCKS[-1].count("lockstep train") == 3
+    one, two = OF_A_RECIPE.findall(output(tmp_path, BLOCKS[-1]))
+    assert one == two
+
+
+def test_workers_without_a_rank_are_told_by_the_number_of_processes(tmp_path: Path) -> None:
+    run(tmp_path, "true")  # writes the scripts
+    script = (tmp_path / "spawn.py").read_text(encoding="utf-8")
+    update = next(line for line in script.splitlines() if "RANK=str(rank)" in line)
+    (tmp_path / "unnamed.py").write_text(script.replace(update, "    pass"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "unnamed.py"], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "placement.processes: got 2, but the world size is 1" in PAGE
+    assert "placement.processes: got 2, but the world size is 1" in done.stderr
+
+
+def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
+    run(tmp_path, "true")
+    script = (tmp_path / "spawn.py").read_text(encoding="utf-8")
+    failing = script.replace("    train(processes=size)", "    fail(rank)").replace(
+        "def worker",
+        "def fail(rank):\n"
+        "    import lockstep\n"
+        "    with lockstep.join(seed=0) as run:\n"
+        "        if rank == 1:\n"
+        "            raise ValueError('a mistake')\n"
+        "        run.sum([1])\n\n\n"
+        "def worker",
+    )
+    (tmp_path / "failing.py").write_text(failing, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "failing.py"], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "[rank 1 of 2" in done.stderr
+    assert "ValueError: a mistake" in done.stderr
+    assert "rank 0 is at run.sum" not in done.stderr
