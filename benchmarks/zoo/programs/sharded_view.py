@@ -46,7 +46,7 @@ def dtensor() -> Numbers:
     return trained(before, dict(model.named_parameters()), [], {})
 
 
-MESH = {"name": "mesh", "shard": 2, "tensor": 2}
+MESH = {"name": "mesh", "replicate": 2, "tensor": 2}
 
 
 def lockstep() -> Numbers:
