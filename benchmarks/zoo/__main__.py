@@ -33,6 +33,7 @@ from benchmarks.zoo.verdict import Ended, Verdict, failure, judge
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = {name: name for name in ("accelerate", "lightning", "deepspeed")}
 ERROR: Final = re.compile(r"(?:^|\] )error: |^[\w.]*(?:Error|Exception): |^what\(\): ")
+PLACE: Final = re.compile(r'/zoo/programs/([a-z_]+\.py)", line (\d+)')  # of a traceback
 
 
 class Server:
@@ -161,8 +162,8 @@ def ended(folder: Path, rank: int, code: int | None) -> Ended | None:
     output = (folder / f"output-{rank}.txt").read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     line = next((line for line in reversed(lines) if ERROR.search(line)), "the process ended without an error message")
-    place = re.search(r"([a-z_]+\.py):(\d+)", line)
-    return Ended(error=_short(line, folder), line=f"{place[1]}:{place[2]}" if place else "")
+    frames = [*PLACE.finditer(output), *re.finditer(r"([a-z_]+\.py):(\d+)", line)]
+    return Ended(error=_short(line, folder), line=f"{frames[-1][1]}:{frames[-1][2]}" if frames else "")
 
 
 def _short(text: str, folder: Path) -> str:

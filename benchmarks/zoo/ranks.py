@@ -126,8 +126,10 @@ def _be_rank(contestant: str, request: dict[str, Any], rank: int, world: int, po
         torch.save({"numbers": ended.numbers, "error": ended.error, "line": ended.line}, file.with_suffix(".new"))
         file.with_suffix(".new").rename(file)
         code = 0 if ended.numbers is not None else 1
-        # A rank that is done waits for the others, as at a barrier: if it left, their connections would break.
-        while code == 0 and not all((folder / f"rank-{other}.pt").exists() for other in range(world)):
+        # A rank that is done waits for the others, as at a barrier: if it left, their connections would break. One with
+        # an error waits for a while, so that the others can have theirs.
+        leaves = time.monotonic() + (PROGRAMS[request["program"]].limit_s if code == 0 else GRACE_S / 2)
+        while time.monotonic() < leaves and not all((folder / f"rank-{other}.pt").exists() for other in range(world)):
             time.sleep(0.02)
         if code == 0 and dist.is_initialized():
             dist.destroy_process_group()

@@ -89,6 +89,8 @@ def test_an_error_of_a_rank_is_a_refusal_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "output-0.txt").write_text(f"one\n[rank 0 of 2, host] error: step 1: bad ({tmp_path}/a.py:25)\nbye\n")
     assert ended(tmp_path, 0, 1) == Ended(error="[rank 0 of 2, host] error: step 1: bad (a.py:25)", line="a.py:25")
     assert ended(tmp_path, 0, None) is None  # killed at the limit
+    (tmp_path / "output-0.txt").write_text('File "/a/zoo/programs/b.py", line 7, in f\nValueError: no\n')
+    assert ended(tmp_path, 0, 1) == Ended(error="ValueError: no", line="b.py:7")
     (tmp_path / "output-0.txt").write_text("frame #8: <unknown>\n")
     assert ended(tmp_path, 0, 1) == Ended(error="the process ended without an error message")
 
