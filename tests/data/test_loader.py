@@ -55,7 +55,7 @@ class Decoded:
 
 
 def _transforms() -> ImageTransforms:
-    return ImageTransforms(CPU, 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
+    return ImageTransforms(1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
@@ -305,13 +305,13 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
 )
 def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        ImageTransforms(CPU, 10, **transforms).check(shape)
+        ImageTransforms(10, **transforms).check(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    ImageTransforms(CPU, 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    ImageTransforms(CPU, 10).check((7,))
+    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
+    ImageTransforms(10).check((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

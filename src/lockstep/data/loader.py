@@ -94,10 +94,12 @@ class Loader:
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
     order: Callable[[int], Order] | None = None  # returns the order of an epoch; defaults to a shuffle by the seed
+    devices: Sequence[torch.device] = ()  # of micro-batches in turn, if they aren't all for `device`
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = Copies(self.device)
+        self._training_copies = [Copies(device) for device in self.devices] or [self._copies]
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._rank_spans = cache(self._compute_rank_spans)
         # Keeps the orders of the last two epochs, since loader processes can be one epoch ahead.
@@ -189,7 +191,8 @@ class Loader:
 
     def _send(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
-        arrival = self._copies.start(self.transforms.prepare(batch, request))
+        copies = self._training_copies[span.number % len(self._training_copies)]
+        arrival = copies.start(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
     def _send_for_evaluation(self, request: Request, batch: Batch) -> tuple[int, Arrival]:

@@ -19,9 +19,9 @@ _EXAMPLES: Final = 4  # samples of each split that are used in checks before a r
 _TRIED: Final = 64  # samples that are tried if the first ones can't be read
 
 
-def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
+def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
     """Return the transforms of batches on the device: no-op transforms, unless the recipe or the data requests some."""
-    return device_transforms(values(recipe), data.facts, device) or NoTransforms()
+    return device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -29,7 +29,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
     Raises UsageError if the recipe can't train on a user's data.
     """
-    transforms = transforms_of(recipe, data, torch.device("cpu"))
+    transforms = transforms_of(recipe, data)
     request, fetched = _fetch_few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(
