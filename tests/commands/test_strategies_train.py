@@ -16,6 +16,10 @@ PLACED = {
     "hsdp": ("placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4", "run.save_async=true"),
     "pipeline": ("placement.strategy=pipeline", "placement.processes=2", "run.save_async=true"),
     "server": ("placement.strategy=parameter_server", "placement.processes=3"),
+    "replicas": (
+        "placement.strategy={name: data_parallel, device_ids: [0, 1, 2], output_device: 1}",
+        "placement.processes=1",
+    ),
     "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
 DIGESTS = "run/digests.bin"

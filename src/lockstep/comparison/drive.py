@@ -38,7 +38,7 @@ def compare(
     - `recipe`: The name of a shipped recipe, or a recipe file.
     - `placements`: Strategies, by name or as mappings of `name` and options.
     - `processes`: The numbers of processes. A single process always runs first. Each strategy then runs on each number
-      above 1.
+      above 1, and data_parallel on one process.
     - `also`: Overrides to compare. For each of them, all placements are trained again with that override. Pass a
       mapping, or a list of mappings for several values of the same key.
     - `dir`: The folder for the runs. Defaults to a new folder in runs/. Runs in it that are finished are only read.

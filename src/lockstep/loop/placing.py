@@ -34,7 +34,10 @@ _NO_HOOK: Final = "run the code of the hook before or after step.update, and do 
 _TRIAL_RATE: Final = 0.1
 _ITSELF: Final = "pass the model itself, which run.place distributes over the ranks"
 _WRAPPERS: Final = {  # matched by name, because some are slow to import
-    "DataParallel": _ITSELF,
+    "DataParallel": (
+        'pass the model itself, and strategy="data_parallel" to run.place, which has the options device_ids and '
+        "output_device"
+    ),
     "DistributedDataParallel": _ITSELF,
     "FullyShardedDataParallel": _ITSELF,
     "FSDPModule": _ITSELF,

@@ -73,8 +73,8 @@ class RunningStatistics:
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # The buffers for further calls, by layer and call, and the buffers that this micro-batch has written to.
-        self._beside: dict[tuple[int, int], Tensor] = {}
+        # The buffers for further calls, by layer, call and device, and those that this micro-batch has written to.
+        self._beside: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if counted:
             for number, layer in enumerate(self._layers):
@@ -84,6 +84,16 @@ class RunningStatistics:
     def buffers(self) -> list[Tensor]:
         """The buffers of the layers. A forward in training may write to them."""
         return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The vectors, besides the buffers, that a forward reads or writes."""
+        return [self._scratch, self._running] if self.size else []
+
+    @property
+    def observed(self) -> Tensor:
+        """The statistics of the last forward, without the numbers of calls, as a view."""
+        return self._scratch[: self._calls_at]
 
     def before_forward(self) -> None:
         """Reset the scratch vector. Call this before each forward in training.
@@ -172,7 +182,7 @@ class RunningStatistics:
         if calls == 1 or layer.momentum != 1.0:  # users set it to 0 to pause the statistics
             return forward(*inputs, **named)
         outputs = self._call_beside(number, calls, forward, inputs, named)
-        self._written.append((number, self._beside[number, calls]))
+        self._written.append((number, self._beside[number, calls, self._running.device]))
         return outputs
 
     def _call_beside(
@@ -183,11 +193,12 @@ class RunningStatistics:
         Recomputations have the call number 0 and share its buffers.
         """
         layer, region = self._layers[number], self._regions[number]
-        if (number, call) not in self._beside:
+        key = number, call, self._running.device
+        if key not in self._beside:
             with torch.inference_mode(False):
-                self._beside[number, call] = torch.zeros_like(self._running[region])
+                self._beside[key] = torch.zeros_like(self._running[region])
         buffers = _buffers(layer)
-        layer.running_mean, layer.running_var = _views(self._beside[number, call], layer.num_features)
+        layer.running_mean, layer.running_var = _views(self._beside[key], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
@@ -198,7 +209,7 @@ class RunningStatistics:
         for number, statistics in self._written:
             region = self._regions[number]
             observed = self._scratch[region]
-            observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics)
+            observed.sub_(self._running[region]).mul_(self._kept_shares[number]).add_(statistics.to(observed.device))
         self._forget_calls()
 
     def _forget_calls(self) -> None:

@@ -10,11 +10,13 @@ from lockstep.common.hashing import RANDOM, VARIABLE
 from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
 from lockstep.core.devices import SLOWLY
+from lockstep.core.order import part
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
 _SURE: Final = 0.95  # the probability that audits would have shown a fault
 _LARGE: Final = 1e6  # above this, a loss is shown without fixed decimals
+_NAMED: Final = 4  # the number of micro-batches of a replica that are listed
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
@@ -34,6 +36,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
+        *([_of_replicas(event)] if event.replicas else []),
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_of_a_sample(event)] if event.task or event.flops_per_sample else []),  # not counted in a loop of your own
         *([rate_rule] if rate_rule else []),
@@ -47,6 +50,20 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")
     return lines
+
+
+def _of_replicas(event: Started) -> str:
+    """Describe the share of each replica in a step."""
+    shares = []
+    for replica, device in enumerate(event.replicas):
+        indices = range(replica, event.microbatches, len(event.replicas))
+        samples = sum(len(part(event.batch, event.microbatches, index)) for index in indices)
+        numbers = [str(index + 1) for index in indices]
+        listed = ", ".join(numbers[:_NAMED] + ["..."] * (len(numbers) > _NAMED))
+        noun = "micro-batch" if len(numbers) == 1 else "micro-batches"
+        share = f"{noun} {listed} ({format_count(samples, 'sample')})" if numbers else "no micro-batch"
+        shares.append(f"{device} with {share}")
+    return f"{format_count(len(shares), 'replica')}: {', '.join(shares)}; gradients are added on {event.device}"
 
 
 def place(event: Stepped, run: Started) -> str:

@@ -40,6 +40,7 @@ from lockstep.reporting.verification import Verdict, against
 from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import own_modules
+from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import hash_seed_cause
@@ -121,8 +122,8 @@ def verify(
     `steps` steps. If you don't set `steps`, it runs to its end, and a recipe runs for 4 steps.
 
     `strategies` are names, or mappings with `name` and options. They replace the strategy that the function passes to
-    `run.place`. Each strategy runs on each number of `processes` above 1. If `processes` contains 1, the reference runs
-    twice, the second time with a different hash seed for Python.
+    `run.place`. Each strategy runs on each number of `processes` above 1, and data_parallel on one process. If
+    `processes` contains 1, the reference runs twice, the second time with a different hash seed for Python.
 
     Then one placement is stopped after a step drawn from `seed`, saved as by a signal, and resumed on another
     placement. This works even if the function doesn't save anything itself. Set `seed=None` to skip this check for a
@@ -162,9 +163,14 @@ def _verify_recipe(recipe: str, processes: Sequence[int], strategies: Sequence[A
 
 
 def _places(processes: Sequence[int], strategies: Sequence[Asked]) -> list[tuple[Asked, int]]:
-    """Return one process, if `processes` contains 1, and each strategy on each larger number of processes."""
+    """Return one process, if `processes` contains 1, and each strategy on each larger number of processes.
+
+    Strategies that need one process are on one, whatever `processes` contains.
+    """
     single: list[tuple[Asked, int]] = [("single", 1)] if 1 in processes else []
-    return [*single, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
+    alone = [(each, 1) for each in strategies if _label(each) in ON_ONE_PROCESS and _label(each) != "single"]
+    spread = ((each, count) for each in strategies for count in processes if count > 1 and (each, 1) not in alone)
+    return [*single, *alone, *spread]
 
 
 def check_placements(
@@ -196,7 +202,7 @@ def check_placements(
             places = [("single", 1), *places]
         agreeing: list[tuple[Asked, int]] = []
         for number, (strategy, count) in enumerate(places):
-            if count == 1:
+            if _label(strategy) == "single":
                 rerun = _run_again(loop, reference, can_be_spawned(function))
                 if rerun.verdict == "identical":
                     agreeing.append((strategy, count))
