@@ -47,6 +47,18 @@ def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished):
     assert_same_run(undisturbed(finished), run(*TRAIN, "recipe.microbatches=4", *PLACED["pipelines"]))
 
 
+@pytest.mark.slow("runs whole commands")
+@pytest.mark.parametrize("with_replicas_first", [True, False])
+def test_a_killed_run_goes_on_with_and_without_replicas(run, killed, finished, with_replicas_first):
+    ways = PLACED["replicas"], ("placement.strategy=ddp", "placement.processes=2")
+    first, second = ways if with_replicas_first else reversed(ways)
+    words = ("train", *DIGITS, "recipe.microbatches=4", "run.save_every.steps=5")
+    killed(*words, *first, run="run", step=12)
+    resumed = run(*words, "run.dir=run", *second)
+    assert [event["step"] > 0 for event in events(resumed.folder / "run", "started")] == [False, True]
+    assert resumed.sha256 == undisturbed(finished).sha256
+
+
 @pytest.fixture
 def saved(finished, tmp_path):
     """Put a finished run into the test's folder, as `run`."""
