@@ -23,6 +23,7 @@ from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.replicas import Replicas
 from lockstep.strategies.data_parallel import Strategy
+from lockstep.strategies.single import Strategy as Single
 from lockstep.tasks.base import Problem
 from lockstep.tasks.classification import Classification
 
@@ -200,6 +201,29 @@ def test_devices_meet_only_after_a_backward_and_after_an_update(home: int, monke
         assert before_backward == [0] * 15
         engine.forward_backward(own, step, observe=True)  # what is reported crosses earlier, and is added at home
         engine.close()
+
+
+def test_a_layer_counts_its_calls_on_every_replica() -> None:
+    case = Case(samples=(8, 8, 8))
+    problem = Problem(Classification(topk=(1,)), partial(toys.build, case))
+    counts = []
+    for strategy in (Single(), Strategy(), Strategy((0, 1, 2), 1)):
+        world = World(ALONE, torch.device("cpu"))
+        engine = strategy.start(problem, toys.making("sgd", 0.1), world, case.numerics())
+        for step, _, _ in toys.steps(case):
+            own = []
+            for index in range(4):
+                microbatch = toys.fetch(case, step, index, dummy=False)
+                images = microbatch.batch[0].abs() * (
+                    -1.0 if step.number == 1 else 1.0
+                )  # whether `sometimes` is called
+                own.append(replace(microbatch, batch=(images, microbatch.batch[1])))
+            engine.forward_backward(own, step)
+            engine.update(0.1, None)
+        counts.append({name: toys.hashed(each) for name, each in engine.state().model.items()})
+        engine.close()
+    assert counts[1] == counts[0]
+    assert counts[2] == counts[0]
 
 
 def test_a_model_that_spans_devices_is_refused() -> None:
