@@ -60,7 +60,7 @@ class Replicas:
         self._buckets = partition(trained, None)
         self._tensors = [*model.parameters(), *chain(model.buffers(), running.vectors)]
         # The storages as bytes, on each device.
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
         at_home = [torch.empty(0, dtype=torch.uint8, device=devices[home]).set_(each) for each in storages.values()]
         self._storages = [
             at_home if number == home else [storage.to(device, copy=True) for storage in at_home]
@@ -100,7 +100,7 @@ class Replicas:
         """Return the copies of the tensors in these copies of their storages."""
         views = []
         for tensor in self._tensors:
-            storage = storages[tensor.untyped_storage()._cdata]
+            storage = storages[tensor.untyped_storage().data_ptr()]
             view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
             place = tensor.storage_offset(), tensor.size(), tensor.stride()
             views.append(view.set_(storage.untyped_storage(), *place))
