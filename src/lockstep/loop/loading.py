@@ -9,6 +9,7 @@ from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
 from lockstep.data.loader import Loader, Weigh
 from lockstep.loop.placed import Placed
+from lockstep.strategies.base import replica_devices
 
 
 def make_loader(
@@ -35,4 +36,5 @@ def make_loader(
         None if audits is None else partial(audits.assignment, world.rank),
         weigh,
         order and order.for_epoch,
+        replica_devices(placed.chosen, world.on_gpu),
     )
