@@ -139,7 +139,7 @@ class _Way:
 
         def loader(device: torch.device) -> Loader:
             transforms = ImageTransforms(
-                device, CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
+                CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
             )
             return Loader(data, self._steps, size.microbatches, transforms, device, 0)
 

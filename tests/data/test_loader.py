@@ -23,7 +23,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shuffle import Order, permutation, shuffle
 from lockstep.data.base import DataSet, NoTransforms, Split
-from lockstep.data.copies import Arrival, Copies
+from lockstep.data.copies import FinishCopy, DeviceCopier
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
@@ -115,11 +115,11 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
 def test_micro_batches_are_copied_to_their_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[tuple[int, int]] = []
 
-    def start(copies: Copies, batch: Batch) -> Arrival:
+    def start(copies: DeviceCopier, batch: Batch) -> FinishCopy:
         copied.append((copies._device.index, int(batch[1][0])))
         return lambda: batch
 
-    monkeypatch.setattr(Copies, "start", start)
+    monkeypatch.setattr(DeviceCopier, "start", start)
     devices = [torch.device("cpu", number) for number in range(3)]
     steps = Steps(10, 10, epochs=1)
     loader = Loader(DataSet(_numbered(10), _numbered(10)), steps, 5, NoTransforms(), devices[1], 3, devices=devices)
