@@ -23,7 +23,7 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shuffle import Order, permutation, shuffle
 from lockstep.data.base import DataSet, NoTransforms, Split
-from lockstep.data.copies import FinishCopy, DeviceCopier
+from lockstep.data.copies import DeviceCopier, FinishCopy
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
