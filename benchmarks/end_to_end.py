@@ -110,7 +110,7 @@ def _lockstep(steps: int, microbatches: int, world: World) -> Turn:
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
     data = DataSet(split, split)
     endless = Steps(SAMPLES, BATCH, steps=10**6)
-    transforms = ImageTransforms(world.device, CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
+    transforms = ImageTransforms(CLASSES, mean=MEAN, std=STD, crop_padding=4, flip=True)
     loader = Loader(data, endless, microbatches, transforms, world.device, 0, DataRank(world.rank, world.size))
     engine = Strategy().start(
         Problem(Classification(), _model),

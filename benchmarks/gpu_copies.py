@@ -139,13 +139,13 @@ class _Way:
 
         def loader(device: torch.device) -> Loader:
             transforms = ImageTransforms(
-                device, CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
+                CLASSES, mean=data.facts["mean"], std=data.facts["std"], crop_padding=2, flip=True
             )
             return Loader(data, self._steps, size.microbatches, transforms, device, 0)
 
         self._loader, self._loader_on_cpu = loader(device), loader(torch.device("cpu"))
         if name == IN_LINE:
-            self._loader._copies = _InLine(device)
+            self._loader._training_copies = [_InLine(device)]
         self._batches: Batches = self._there if name == THERE else self._loader.training
 
     def seconds(self) -> float:
@@ -166,7 +166,7 @@ class _Way:
     def copying(self) -> tuple[float, int]:
         """Return the seconds of copying the samples of 20 steps, without computing, and the bytes of one sample."""
         sent: list[Sequence[Tensor]] = []
-        self._loader_on_cpu._copies = _Noting(sent)
+        self._loader_on_cpu._training_copies = [_Noting(sent)]
         batches = iter(self._loader_on_cpu.training(0))
         for _ in range(STEPS):
             next(batches)

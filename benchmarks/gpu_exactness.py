@@ -109,6 +109,7 @@ if __name__ == "__main__":
 # By recipe, which of these placements it is tried under; the first is what the others are compared with.
 PLACEMENTS: Final[dict[str, tuple[Any, ...]]] = {
     "single": (1, "single"),
+    "data_parallel": (1, "data_parallel"),  # on all cards; on the CPU, on two replicas
     "ddp 2": (2, "ddp"),
     "ddp 4": (4, "ddp"),
     "zero1 4": (4, "zero1"),
@@ -135,23 +136,24 @@ PLACEMENTS: Final[dict[str, tuple[Any, ...]]] = {
 }
 ON_CARD: Final = {
     "digits fp32": (
-        *("single", "ddp 2", "ddp 4", "zero1 4", "zero2 2", "zero3 4", "hsdp 4", "pipeline 2", "pipeline 4"),
-        *("parameter_server 3", "ddp 2, recomputed, activations offloaded", "ddp 4, audited"),
+        *("single", "data_parallel", "ddp 2", "ddp 4", "zero1 4", "zero2 2", "zero3 4", "hsdp 4"),
+        *("pipeline 2", "pipeline 4", "parameter_server 3"),
+        *("ddp 2, recomputed, activations offloaded", "ddp 4, audited"),
     ),
     "digits bf16": ("single", "ddp 2", "zero3 4", "pipeline 2"),
-    "digits fp16": ("single", "ddp 4", "zero1 4"),
-    "transformer bf16": ("single", "ddp 4", "zero3 4", "pipeline 4"),
+    "digits fp16": ("single", "data_parallel", "ddp 4", "zero1 4"),
+    "transformer bf16": ("single", "data_parallel", "ddp 4", "zero3 4", "pipeline 4"),
     "fused bf16": ("single", "ddp 2", "ddp 4"),
     "llama fp32": ("single", "tensor 2", "mesh 4"),
     "llama bf16": ("single", "tensor 4", "ddp 2"),
     "experts fp32": ("single", "expert 2", "expert 4"),
     "long bf16": ("single", "context 2", "context 4"),
-    OWN: ("single", "ddp 2", "zero3 2"),
+    OWN: ("single", "data_parallel", "ddp 2", "zero3 2"),
 }
 ON_CPU: Final = {
-    "digits fp32": ("single", "pipeline 2"),
+    "digits fp32": ("single", "data_parallel", "pipeline 2"),
     "llama fp32": ("single", "tensor 2"),
-    OWN: ("single", "zero3 2"),
+    OWN: ("single", "data_parallel", "zero3 2"),
     "transformer bf16": ("single", "zero2 2"),  # convolutions in bf16 take seconds a step on most CPUs
 }
 BY_NCCL: Final = ("ddp", "zero1", "zero3", "pipeline")  # a rank on each card, or two on one

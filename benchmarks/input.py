@@ -139,7 +139,7 @@ def _small_ours(count: int) -> Callable[[], Iterator[Tensor]]:
     images, targets = _small_images(count)
     split = TensorSplit(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(targets))
     data = DataSet(split, split)
-    transforms = ImageTransforms(torch.device("cpu"), 10, crop_padding=4, flip=True, **CIFAR)
+    transforms = ImageTransforms(10, crop_padding=4, flip=True, **CIFAR)
     return _ours(data, transforms, SMALL_BATCH)
 
 
@@ -187,7 +187,7 @@ def _large_newer(root: str) -> Callable[[], Iterator[Tensor]]:
 
 def _large_ours(root: str) -> Callable[[], Iterator[Tensor]]:
     data = open_data(DataRequest("folder", root, image_size=224, resize_size=256, resized_crop=True))
-    return _ours(data, ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+    return _ours(data, ImageTransforms(2, flip=True, **IMAGENET), LARGE_BATCH)
 
 
 def _large_prepared(root: str) -> Callable[[], Iterator[Tensor]]:
@@ -197,7 +197,7 @@ def _large_prepared(root: str) -> Callable[[], Iterator[Tensor]]:
         assert isinstance(split, PictureSplit)
         deque(write_archives(split, folder, part), maxlen=0)
     pixels = DataRequest("webdataset", str(folder), image_size=224, resize_size=256, resized_crop=True)
-    return _ours(open_data(pixels), ImageTransforms(torch.device("cpu"), 2, flip=True, **IMAGENET), LARGE_BATCH)
+    return _ours(open_data(pixels), ImageTransforms(2, flip=True, **IMAGENET), LARGE_BATCH)
 
 
 def _large_dali(root: str) -> Callable[[], Iterator[Tensor]]:

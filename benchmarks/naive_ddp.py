@@ -220,7 +220,7 @@ class NaiveDDP:
         trained = [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
         self._optimizer = ready.optimizer(trained, whole_norms)
         self._rate = find_rate(ready.recipe, ready.steps)
-        self._change = transforms_of(ready.recipe, ready.data, world.device)
+        self._change = transforms_of(ready.recipe, ready.data)
         self._meter = Meter(world.device)
         self.step = 0
         drop, batch = ready.recipe.last_batch == "drop", ready.recipe.batch

@@ -52,7 +52,7 @@ ALLOWED = {
         *("training", "reporting"),
         *("launchers", "setup", "runs", "probe", "run"),
     ],
-    "comparison": ["config", "training", "reporting", "setup", "runs", "run"],
+    "comparison": ["config", "strategies/__init__", "training", "reporting", "setup", "runs", "run"],
     "jobs": ["core", "config", "ranks/secret", "launchers", "training", "reporting", "setup", "runs", "loop/script"],
     "inference": [
         *("core", "config", "device", "comm/named_sums", "comm/world", "tasks", "data", "models"),

@@ -204,7 +204,7 @@ def test_the_recipes_named_beside_tutorials_are_taken_by_so_many_ranks() -> None
         assert done.exit_code == 0, (words, done.output)
 
 
-@pytest.mark.parametrize("name", ["benchmark-table", "configuration-table", "prove-versions"])
+@pytest.mark.parametrize("name", ["benchmark-table", "configuration-table", "prove-versions", "zoo-table"])
 def test_tables_are_those_of_the_code_and_the_results(name: str) -> None:
     script = ROOT / "scripts" / name
     checked = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)

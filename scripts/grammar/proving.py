@@ -180,7 +180,7 @@ _VARIES: Final = (
     (re.compile(r"\(?(?:between )?program\.py:\d+(?: and program\.py:\d+|, line \d+)*\)?"), "(line)"),
     (re.compile(r"\bblocks?\d*(?:\.\d+)?\.[\w.]+|\b[a-z_]+(?:\.\w+)*\.(?:weight|bias)\b"), "NAME"),
     (re.compile(r"\b\d[\d.,e+-]*\b"), "N"),
-    (re.compile(r"\b(?:zero[123]|hsdp|ddp|tensor)(?= on |:)"), "STRATEGY"),
+    (re.compile(r"\b(?:zero[123]|hsdp|ddp|data_parallel|tensor)(?= on |:)"), "STRATEGY"),
 )
 
 

@@ -43,7 +43,10 @@ class Resume:
 
 
 ONE: Final = Placement("single", 1)
-_REPLICATED: Final = (Placement("ddp", 2), Placement("ddp", 3), Placement("zero1", 2))
+_REPLICATED: Final = (
+    *(Placement("ddp", 2), Placement("ddp", 3), Placement("zero1", 2)),
+    Placement("data_parallel", 1),  # on two replicas
+)
 _PARTED: Final = (Placement("zero2", 2), Placement("zero2", 3))
 _GATHERED: Final = (Placement("zero3", 2), Placement("zero3", 3), Placement("hsdp", 4))
 TENSOR: Final = Placement("tensor", 2)

@@ -5,7 +5,7 @@ import torch
 from card import DEVICE, Card
 
 from benchmarks import gpu_copies
-from lockstep.parallel.numerics import Numerics
+from lockstep.core.engine_recipe import PlainRecipe
 
 pytestmark = pytest.mark.slow("the section runs on the CPU; tests/data/test_copies.py has the copies themselves")
 
@@ -19,7 +19,7 @@ def test_no_step_waits_and_bytes_travel_as_bytes() -> None:
 
 
 def test_a_step_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_copies, "Numerics", partial(Numerics, skip_nonfinite=True))
+    monkeypatch.setattr(gpu_copies, "PlainRecipe", partial(PlainRecipe, nonfinite="skip"))
     found = gpu_copies.run(torch.device("cpu"), 60.0)
     assert not found["ok"]
     assert "a step waits for the device: aten._local_scalar_dense.default" in found["failures"]

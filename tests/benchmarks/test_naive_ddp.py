@@ -48,7 +48,7 @@ def rows(folder: Path) -> dict[str, dict[str, Any]]:
 def by_hand(ready: Setup, ranks: int) -> dict[str, float]:
     """Train as so many ranks would, in this process: a step is the mean of their means."""
     train, validation = ready.data.train, ready.data.validation
-    change = transforms_of(ready.recipe, ready.data, torch.device("cpu"))
+    change = transforms_of(ready.recipe, ready.data)
     model = ready.uncut()
     optimizer = torch.optim.SGD(model.parameters(), LR)
 

@@ -16,6 +16,10 @@ PLACED = {
     "hsdp": ("placement.strategy={name: hsdp, replicate: 2}", "placement.processes=4", "run.save_async=true"),
     "pipeline": ("placement.strategy=pipeline", "placement.processes=2", "run.save_async=true"),
     "server": ("placement.strategy=parameter_server", "placement.processes=3"),
+    "replicas": (
+        "placement.strategy={name: data_parallel, device_ids: [0, 1, 2], output_device: 1}",
+        "placement.processes=1",
+    ),
     "pipelines": ("placement.strategy={name: pipeline, shard: 2, schedule: zero_bubble}", "placement.processes=4"),
 }
 DIGESTS = "run/digests.bin"
@@ -41,6 +45,18 @@ def test_a_stopped_run_goes_on_under_another_strategy(start, run, finished):
     (end,) = events(stopped.folder / "run", "stopped")
     assert 0 < end["step"] < 23
     assert_same_run(undisturbed(finished), run(*TRAIN, "recipe.microbatches=4", *PLACED["pipelines"]))
+
+
+@pytest.mark.slow("runs whole commands")
+@pytest.mark.parametrize("with_replicas_first", [True, False])
+def test_a_killed_run_goes_on_with_and_without_replicas(run, killed, finished, with_replicas_first):
+    ways = PLACED["replicas"], ("placement.strategy=ddp", "placement.processes=2")
+    first, second = ways if with_replicas_first else reversed(ways)
+    words = ("train", *DIGITS, "recipe.microbatches=4", "run.save_every.steps=5")
+    killed(*words, *first, run="run", step=12)
+    resumed = run(*words, "run.dir=run", *second)
+    assert [event["step"] > 0 for event in events(resumed.folder / "run", "started")] == [False, True]
+    assert resumed.sha256 == undisturbed(finished).sha256
 
 
 @pytest.fixture

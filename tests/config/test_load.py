@@ -330,12 +330,6 @@ def test_a_strategy_is_one_of_the_files(monkeypatch):
     assert load("digits", ["placement.strategy=fsdp"]).config.placement.strategy.name == "zero3"
 
 
-def test_data_parallel_is_told_what_has_its_place_here():
-    [found] = problems("digits", "placement.strategy=data_parallel")
-    assert found.startswith("override placement.strategy.name: no strategy 'data_parallel': nn.DataParallel splits")
-    assert found.endswith("has no effect on a CPU or on one GPU; use ddp with one process per GPU, or single")
-
-
 def test_more_processes_than_micro_batches_are_told_with_the_rest():
     found = problems("digits", "placement.processes=5", "recipe.epochs=many")
     assert found == [

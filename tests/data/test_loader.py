@@ -18,10 +18,12 @@ from torch import Tensor
 
 from lockstep.common.loader_processes import LoaderDiedError
 from lockstep.core import random
+from lockstep.core.batch import Batch
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shuffle import Order, permutation, shuffle
 from lockstep.data.base import DataSet, NoTransforms, Split
+from lockstep.data.copies import DeviceCopier, FinishCopy
 from lockstep.data.images.device_transforms import ImageTransforms
 from lockstep.data.images.tensors import TensorSplit
 from lockstep.data.loader import Loader
@@ -55,7 +57,7 @@ class Decoded:
 
 
 def _transforms() -> ImageTransforms:
-    return ImageTransforms(CPU, 1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
+    return ImageTransforms(1000, seed=3, mean=(0.5,) * 3, std=(0.25,) * 3, crop_padding=1, flip=True)
 
 
 def _loader(split: Split, batch: int, microbatches: int, rank: int = 0, size: int = 1, workers: int = 0) -> Loader:
@@ -108,6 +110,25 @@ def test_a_micro_batch_of_another_rank_goes_first_and_counts_for_nothing(workers
         assert anywhere.dummy
     own_targets = [each.batch[1] for _, every in alone for each in every[2:]]
     assert loader.unreadable[0] == ({skipped} if any((targets == SKIPPED).any() for targets in own_targets) else set())
+
+
+def test_micro_batches_are_copied_to_their_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, int]] = []
+
+    def start(copies: DeviceCopier, batch: Batch) -> FinishCopy:
+        copied.append((copies._device.index, int(batch[1][0])))
+        return lambda: batch
+
+    monkeypatch.setattr(DeviceCopier, "start", start)
+    devices = [torch.device("cpu", number) for number in range(3)]
+    steps = Steps(10, 10, epochs=1)
+    loader = Loader(DataSet(_numbered(10), _numbered(10)), steps, 5, NoTransforms(), devices[1], 3, devices=devices)
+    [(_, microbatches)] = loader.training(0)
+    assert copied == [(index % 3, int(each.batch[1][0])) for index, each in enumerate(microbatches)]
+    copied.clear()
+    assert loader.microbatch(steps[0], 4).index == 4
+    assert len(list(loader.validation(5))) == 2
+    assert [device for device, _ in copied] == [1, 1, 1]  # the fourth is on the second device, as is validation
 
 
 def test_an_epoch_visits_each_sample_once_in_its_permutation() -> None:
@@ -305,13 +326,13 @@ def test_ten_thousand_million_samples_take_no_memory_and_any_step_is_there_at_on
 )
 def test_what_does_not_fit_the_samples_is_refused(transforms, shape, told) -> None:
     with pytest.raises(UsageError) as caught:
-        ImageTransforms(CPU, 10, **transforms).check(shape)
+        ImageTransforms(10, **transforms).check(shape)
     assert told in str(caught.value)
 
 
 def test_what_fits_is_not_refused() -> None:
-    ImageTransforms(CPU, 10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
-    ImageTransforms(CPU, 10).check((7,))
+    ImageTransforms(10, mean=(0.5,), std=(0.5,), crop_padding=7, flip=True).check((1, 8, 9))
+    ImageTransforms(10).check((7,))
 
 
 def test_loader_processes_without_shared_memory_are_an_error_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep.config.base import values
 from lockstep.config.recipe import DataConfig, Recipe
@@ -11,7 +10,6 @@ from lockstep.data.images.device_transforms import ImageTransforms, device_trans
 from lockstep.data.request import DataRequest, request_of
 from lockstep.errors import UsageError
 
-CPU = torch.device("cpu")
 FACTS = {"classes": ["a", "b"], "shape": [3, 8, 8]}
 
 
@@ -37,23 +35,23 @@ def test_every_key_reaches_the_source() -> None:
 
 
 def test_nothing_is_done_where_nothing_is_asked() -> None:
-    assert device_transforms(recipe(), FACTS, CPU) is None
-    assert device_transforms(recipe(), {}, CPU) is None
+    assert device_transforms(recipe(), FACTS) is None
+    assert device_transforms(recipe(), {}) is None
 
 
 def test_every_key_reaches_the_device() -> None:
     data = {"name": "d", "augment": {"crop_padding": 1, "flip": True}, "mean": [0.1, 0.2, 0.3], "std": [1.0, 1.0, 2.0]}
     mix = {"mixup": 0.2, "cutmix": 0.3, "probability": 0.4}
-    found = device_transforms(recipe(data=data, mix=mix, seed=7), FACTS | {"mean": [0.0] * 3}, CPU)
-    assert found == ImageTransforms(CPU, 2, 7, [0.1, 0.2, 0.3], [1.0, 1.0, 2.0], 1, True, 0.2, 0.3, 0.4)
+    found = device_transforms(recipe(data=data, mix=mix, seed=7), FACTS | {"mean": [0.0] * 3})
+    assert found == ImageTransforms(2, 7, [0.1, 0.2, 0.3], [1.0, 1.0, 2.0], 1, True, 0.2, 0.3, 0.4)
 
 
 def test_the_datas_own_mean_is_taken_where_the_recipe_has_none() -> None:
     own = {"mean": [0.5] * 3, "std": [0.25] * 3}
-    assert device_transforms(recipe(), FACTS | own, CPU) == ImageTransforms(CPU, 2, mean=own["mean"], std=own["std"])
+    assert device_transforms(recipe(), FACTS | own) == ImageTransforms(2, mean=own["mean"], std=own["std"])
 
 
 @pytest.mark.parametrize("facts", [{"shape": [3, 8, 8]}, {**FACTS, "pixels": True}])
 def test_only_classes_of_whole_samples_are_mixed(facts: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="require a class for each sample; remove mixup and cutmix"):
-        device_transforms(recipe(mix={"mixup": 0.2}), facts, CPU)
+        device_transforms(recipe(mix={"mixup": 0.2}), facts)

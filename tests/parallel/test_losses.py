@@ -1,5 +1,6 @@
 """Several losses in a step, each with its own weight: their gradient, and the bits of one process on several."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,15 @@ def test_the_bits_are_those_of_one_process(name: str, placed: Placed) -> None:
 )
 def test_going_on_under_another_strategy_gives_the_same_bits(first: Placed, second: Placed) -> None:
     assert_resumed_bits(CASES["staged"], first, second, at=2)
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize("name", ["adamw, averaged", "staged", "fp16, skipping"])
+def test_replicas_in_one_process_give_the_bits_of_one_device(name: str) -> None:
+    placed = (("device_ids", (0, 1, 2)), ("output_device", 2))
+    case = replace(CASES[name], alone="data_parallel", strategy="data_parallel", options=placed)
+    [trace] = worlds.run(1, toys.whole_trace, case)
+    assert trace == alone(CASES[name])
 
 
 @pytest.mark.slow("several ranks")

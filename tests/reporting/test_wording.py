@@ -1,6 +1,7 @@
 """The words of events, where they are others than in test_console.py."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 from event_examples import RESUMED_FROM, done, evaluated, started, stepped, stopped
@@ -28,6 +29,17 @@ def test_started_tells_where_a_run_goes_on() -> None:
     assert wording.start_lines(started(46, RESUMED_FROM), "")[-1] == f"resuming after step 46 from {RESUMED_FROM}"
     complete = wording.start_lines(started(690, RESUMED_FROM), "")[-1]
     assert complete == f"complete after step 690 from {RESUMED_FROM}: nothing is left to train"
+
+
+def test_replicas_are_told_with_their_share() -> None:
+    spread = partial(dataclasses.replace, started(), replicas=["cuda:0", "cuda:1"], device="cuda:1")
+    odd, many, one = (
+        wording.start_lines(spread(batch=batch, microbatches=count), "") for batch, count in ((21, 5), (12, 12), (1, 1))
+    )
+    shares = "cuda:0 with micro-batches 1, 3, 5 (13 samples), cuda:1 with micro-batches 2, 4 (8 samples)"
+    assert f"2 replicas: {shares}; gradients are added on cuda:1" in odd
+    assert any("cuda:0 with micro-batches 1, 3, 5, 7, ... (6 samples)" in line for line in many)
+    assert any("micro-batch 1 (1 sample), cuda:1 with no micro-batch" in line for line in one)
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(1, 1), (23, 1), (24, 2), (69, 3), (690, 30)])

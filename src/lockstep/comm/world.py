@@ -162,6 +162,12 @@ class World:
             return [torch.default_generator, torch.cuda.default_generators[self.device.index or 0]]
         return [torch.default_generator]
 
+    def use(self, device: torch.device) -> None:
+        """Compute on `device` from here on. A process with several devices switches for each micro-batch."""
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
     def seed(self, key: int) -> None:
         """Seed all `generators` with a key from core/random.py."""
         for generator in self.generators():

@@ -38,7 +38,7 @@ def compare(
     - `recipe`: The name of a built-in recipe, or a recipe file.
     - `placements`: Strategies, by name or as mappings with `name` and options.
     - `processes`: The numbers of processes. A single process always runs first. After that, each strategy runs on each
-      number above 1.
+      number above 1, and data_parallel on one process.
     - `also`: Overrides to compare. For each of them, all placements are trained again with that override. Pass a
       mapping, or a list of mappings for several values of the same key.
     - `dir`: The folder for the runs. Defaults to a new folder in runs/. Completed runs in this folder are not repeated.

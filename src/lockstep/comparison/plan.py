@@ -27,6 +27,7 @@ from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resume import check_recipe
+from lockstep.strategies import ON_ONE_PROCESS
 
 _SINGLE: Final = "single"
 # Keys that it sets itself.
@@ -95,15 +96,15 @@ def folder_for(source: str) -> Path:
 def plan_runs(request: ComparisonRequest) -> list[PlannedRun]:
     """Return the runs of a comparison. For each recipe, a single process runs first, as the reference.
 
-    On a single process, all strategies are the same, so it only runs once, with the strategy `single`. If any placement
-    isn't possible, UsageError is raised with all reasons.
+    On a single process, only `single` runs, and `data_parallel` if it is one of the strategies. If any placement isn't
+    possible, UsageError is raised with all reasons.
     """
     _check_overrides((*request.overrides, *request.variants))
     torch.set_num_threads(1)  # forked processes must not inherit a thread pool
     reference: tuple[Strategy, int] = ({"name": _SINGLE}, 1)
     pairs = [
         reference,
-        *((strategy, count) for strategy in request.placements for count in request.processes if count > 1),
+        *((strategy, count) for strategy in request.placements for count in _counts(strategy, request.processes)),
     ]
     unique = [pair for number, pair in enumerate(pairs) if pair not in pairs[:number]]
     plans: list[PlannedRun] = []
@@ -178,6 +179,11 @@ def _plan(
 
 def _placement_overrides(strategy: Strategy, count: int) -> tuple[str, str]:
     return f"placement.strategy={flow(strategy)}", f"placement.processes={count}"
+
+
+def _counts(strategy: Strategy, processes: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of processes that a strategy runs on."""
+    return (1,) if strategy["name"] in ON_ONE_PROCESS else [count for count in processes if count > 1]
 
 
 def _strategy_label(strategy: Strategy) -> str:

@@ -88,10 +88,12 @@ class Loader:
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
     order: Callable[[int], Order] | None = None  # returns the order of an epoch; defaults to a shuffle by the seed
+    devices: Sequence[torch.device] = ()  # of micro-batches in turn, if they aren't all for `device`
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
         self._copies = DeviceCopier(self.device)
+        self._training_copies = [DeviceCopier(device) for device in self.devices] or [self._copies]
         self._skipped = self.data.skipped if self.data_rank.primary else None
         self._rank_spans = cache(self._compute_rank_spans)
         # Cache the orders of two epochs, because loader processes can be one epoch ahead.
@@ -186,7 +188,8 @@ class Loader:
 
     def _start_transfer(self, span: _Span, request: Request, batch: Batch) -> _Transfer:
         skipped = [] if span.dummy or self._skipped is None else self._unreadable_samples(request, batch)
-        arrival = self._copies.start(self.transforms.prepare(batch, request))
+        copies = self._training_copies[span.number % len(self._training_copies)]
+        arrival = copies.start(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
     def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:

@@ -82,7 +82,7 @@ def preprocessing_of(saved: SavedModel) -> ImagePreprocessing:
             f"and width; predict supports images, tables (.csv, .parquet) and prompts; for other inputs, use "
             f"lockstep.load"
         )
-    if device_transforms(values(saved.recipe), saved.known, torch.device("cpu")) is None:
+    if device_transforms(values(saved.recipe), saved.known) is None:
         raise UsageError(
             f"{saved.path}: dataset {data.name} returns images as floats, so predict does not know how to convert new "
             f"images; return uint8 images, which Lockstep normalizes with recipe.data.mean and recipe.data.std"
@@ -172,7 +172,7 @@ def _rows(
     For an image that can't be read, the result has the key `skipped` with the reason.
     """
     view, files = preprocessing_of(saved), files_of(inputs)
-    change = device_transforms(values(saved.recipe), saved.known, computing.device)
+    change = device_transforms(values(saved.recipe), saved.known)
     assert change is not None
     for first in range(0, len(files), computing.batch):
         images: list[ReadImage] = []

@@ -81,5 +81,5 @@ def open_validation(saved: SavedModel, limit: int) -> Validation:
         raise UsageError(f"{saved.path}: dataset {recipe.data.name} has no validation split to take examples from")
     computing = saved.computing()
     task, count = saved.task(examples(recipe, data)[1]), min(limit, len(split))
-    indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data, computing.device)
+    indices, change = np.arange(count) * len(split) // count, transforms_of(recipe, data)
     return Validation(data, split, task, indices, computing, change)

@@ -10,6 +10,7 @@ from lockstep.data.items import Items
 from lockstep.data.loader import Loader
 from lockstep.data.weigh import Weigh
 from lockstep.loop.placed import Placed
+from lockstep.strategies.base import replica_devices
 
 
 def make_loader(
@@ -36,4 +37,5 @@ def make_loader(
         None if audits is None else partial(audits.assignment, world.rank),
         weigh,
         order and order.for_epoch,
+        replica_devices(placed.chosen, world.on_gpu),
     )

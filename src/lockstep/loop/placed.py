@@ -38,7 +38,7 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
 from lockstep.setup.chunking import cut
 from lockstep.setup.strategy import check_strategy, find_strategy, recompute_interval
-from lockstep.strategies.base import CutsModel, ExternalEngine
+from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
 from lockstep.strategies.base import Strategy as Chosen
 from lockstep.tasks.base import Problem
 from lockstep.training.agreement import agreed
@@ -315,6 +315,7 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     if size == 1 and chosen.traits.cuts_rows:  # fall back, so that the same script also runs on one process
         name, chosen = find_strategy(placement.model_copy(update={"strategy": StrategyConfig(name="single")}), size)
     check_strategy(name, chosen, size, max(size, 2))
+    replica_devices(chosen, member.rank.world.on_gpu)  # raises UsageError if a device doesn't exist
     return name, chosen
 
 

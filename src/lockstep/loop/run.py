@@ -98,7 +98,10 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """The device that this rank computes on.
+
+        With the strategy data_parallel, this is the device of the current micro-batch, and the output device elsewhere.
+        """
         return self._world.device
 
     @property

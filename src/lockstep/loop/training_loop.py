@@ -25,6 +25,7 @@ from lockstep.loop.verify_hint import verify_hint
 from lockstep.ranks.signals import StopRequest
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
+from lockstep.strategies.base import replica_devices
 from lockstep.training.checkpoint import store
 from lockstep.training.events import Done, Saved, Started, Stopped, Warned
 from lockstep.training.loop import Batches, turns
@@ -143,6 +144,7 @@ class TrainingLoop:
             strategy=self.placed.name,
             parameters=sum(parameter.numel() for parameter in self.placed.model.parameters()),
             base_lr=self.placed.rate,
+            replicas=replica_devices(self.placed.chosen, self._world.on_gpu),
         )
 
     def _verify_hint(self) -> str:

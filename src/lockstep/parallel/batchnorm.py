@@ -75,8 +75,8 @@ class RunningStatistics:
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
-        # Buffers for the further calls, by layer and call number, and the buffers written in this micro-batch.
-        self._extra_buffers: dict[tuple[int, int], Tensor] = {}
+        # Buffers for the further calls, by layer, call number and device, and the buffers written in this micro-batch.
+        self._extra_buffers: dict[tuple[int, int, torch.device], Tensor] = {}
         self._written: list[tuple[int, Tensor]] = []
         if counted:
             for number, layer in enumerate(self._layers):
@@ -86,6 +86,16 @@ class RunningStatistics:
     def buffers(self) -> list[Tensor]:
         """The buffers of the layers. A forward in training may write to them."""
         return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The vectors, besides the buffers, that a forward reads or writes."""
+        return [self._scratch, self._running] if self.size else []
+
+    @property
+    def observed(self) -> Tensor:
+        """The statistics of the last forward, without the numbers of calls, as a view."""
+        return self._scratch[: self._calls_offset]
 
     def before_forward(self) -> None:
         """Reset the scratch vector. Call this method before each forward in training.
@@ -175,7 +185,7 @@ class RunningStatistics:
         if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
             return forward(*inputs, **named)
         outputs = self._call_with_extra_buffers(number, calls, forward, inputs, named)
-        self._written.append((number, self._extra_buffers[number, calls]))
+        self._written.append((number, self._extra_buffers[number, calls, self._running.device]))
         return outputs
 
     def _call_with_extra_buffers(
@@ -186,11 +196,12 @@ class RunningStatistics:
         All recomputations have call number 0 and share its buffers.
         """
         layer, region = self._layers[number], self._regions[number]
-        if (number, call) not in self._extra_buffers:
+        key = number, call, self._running.device
+        if key not in self._extra_buffers:
             with torch.inference_mode(False):
-                self._extra_buffers[number, call] = torch.zeros_like(self._running[region])
+                self._extra_buffers[key] = torch.zeros_like(self._running[region])
         buffers = _buffers(layer)
-        layer.running_mean, layer.running_var = _views(self._extra_buffers[number, call], layer.num_features)
+        layer.running_mean, layer.running_var = _views(self._extra_buffers[key], layer.num_features)
         try:
             return forward(*inputs, **named)
         finally:
@@ -201,6 +212,7 @@ class RunningStatistics:
         for number, statistics in self._written:
             region = self._regions[number]
             observed = self._scratch[region]
+            statistics = statistics.to(observed.device)
             observed.sub_(self._running[region]).mul_(self._kept_fractions[number]).add_(statistics)
         self._forget_calls()
 

@@ -59,6 +59,7 @@ from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
 from lockstep.parallel.powersgd import LowRankGradients
+from lockstep.parallel.replicas import Replicas
 from lockstep.parallel.step_totals import StepTotals
 from lockstep.parallel.sync_batchnorm import StepSums, synchronize
 from lockstep.parallel.work_units import MakeWorkUnits
@@ -67,7 +68,11 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @final
 class DataParallelEngine:
-    """An engine for a model in the layout of `make_layout`, on the ranks of `mesh`. `close` calls `on_close`."""
+    """An engine for a model in the layout of `make_layout`, on the ranks of `mesh`. `close` calls `on_close`.
+
+    With several `devices`, a single process has a replica of the model on each device. `devices[home]` is the device of
+    `world`, and updates the weights (parallel/replicas.py).
+    """
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class DataParallelEngine:
         make_layout: MakeLayout,
         on_close: Callable[[], None] | None = None,
         make_leaves: MakeWorkUnits = leaves_of,
+        devices: Sequence[torch.device] = (),
+        home: int = 0,
     ) -> None:
         self._problem = problem
         self._world = world
@@ -106,6 +113,7 @@ class DataParallelEngine:
         self._storage, self._gradients = make_layout(self._model, self._stream, numerics.copied)
         self._owned = OwnedLayout(self._storage, world, strides) if numerics.whole_updates else None
         self._layout: Layout = self._owned or self._storage
+        self._replicas = Replicas(self._model, self._running, world, devices, home) if len(devices) > 1 else None
         self._low_rank = self._gradients.power if isinstance(self._gradients, LowRankGradients) else None
         guard = BufferGuard(self._model, self._running.buffers, self.gathered_shards)
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
@@ -120,7 +128,7 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(16)(partial(share, device=world.device))  # most steps have the same shares
+        self._share = lru_cache(16)(share)  # most steps have the same shares
         self._step: Step  # the step in progress
         self._saved_buffers: list[
             tuple[Tensor, Tensor, int]
@@ -153,20 +161,31 @@ class DataParallelEngine:
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased. Enter the returned context immediately."""
+        if self._replicas is not None:
+            self._replicas.use(microbatch.index)
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
-        return _Within(self._guarded(), self._training if alone else self._around_forward())
+        within = _Within(self._guarded(), self._training if alone else self._around_forward())
+        return within if self._replicas is None else _Within(self._replicas, within)
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
         """See Phased."""
         weight = microbatch.weight if mean else 1
-        self._totals.add(microbatch, loss, weight, counts)
-        self._gradients.before_backward(microbatch)
-        self._backward([loss], self._step, weight)
-        self._gradients.after_backward(microbatch)
+        if self._replicas is None:
+            self._totals.add(microbatch, loss, weight, counts)
+            self._differentiate(microbatch, loss, self._step, weight)
+            return
+        self._differentiate(microbatch, loss, self._step, weight)
+        counts_at_home = None if counts is None else self._replicas.at_home(counts)
+        self._totals.add(
+            microbatch,
+            self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach()),
+            weight,
+            counts_at_home,
+        )
 
     def end(self) -> Sums:
         """See Phased."""
@@ -199,10 +218,13 @@ class DataParallelEngine:
 
     def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
-        self._totals.show(microbatch, loss)
-        self._gradients.before_backward(microbatch)
-        self._backward([loss], step, microbatch.weight if mean else 1)
-        self._gradients.after_backward(microbatch)
+        if self._replicas is None:
+            self._totals.show(microbatch, loss)
+        self._differentiate(microbatch, loss, step, microbatch.weight if mean else 1)
+        if self._replicas is not None:
+            self._totals.show(
+                microbatch, self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach())
+            )
         for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # skip unchanged buffers, because BufferGuard watches their versions
                 buffer.copy_(saved)
@@ -221,6 +243,8 @@ class DataParallelEngine:
         if self._low_rank is not None:
             growth = 1.0 if update.loss_scale is None else self._updates.loss_scale["scale"] / update.loss_scale
             self._low_rank.settle(update.applied, growth)
+        if self._replicas is not None:
+            self._replicas.publish()
         return update
 
     @property
@@ -279,6 +303,8 @@ class DataParallelEngine:
         take_over(state.model, self._layout.state())
         self._running.reload()
         self._layout.reload()
+        if self._replicas is not None:
+            self._replicas.publish()
         self._updates.loss_scale = state.scalars["loss_scale"]
 
     def forget(self) -> None:
@@ -315,7 +341,10 @@ class DataParallelEngine:
         loss = losses_of_task(self._problem.task.loss(prepared, microbatch.batch), step)
         if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
-                observed.add(microbatch.index, self._problem.task.sums(prepared, microbatch.batch))
+                sums = self._problem.task.sums(prepared, microbatch.batch)
+            if self._replicas is not None:
+                sums = {name: self._replicas.at_home(value) for name, value in sums.items()}
+            observed.add(microbatch.index, sums)
         return loss
 
     def _around_forward(self) -> AbstractContextManager[None]:
@@ -351,10 +380,20 @@ class DataParallelEngine:
             self._cooperative.exchange("its end", list, None)
         return loss
 
+    def _differentiate(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
+        """Run the backward of a micro-batch, and push its gradient into the tree."""
+        self._gradients.before_backward(microbatch)
+        self._backward([loss], step, weight)
+        if self._replicas is not None:
+            self._replicas.come_home()
+        self._gradients.after_backward(microbatch)
+
     def _backward(self, losses: Sequence[Tensor | Losses], step: Step, weight: int = 1) -> None:
         roots: Sequence[Any] = losses
         if step.weights is None:
-            seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, part=weight)) for loss in roots)
+            seeds = tuple(
+                self._updates.scale(self._share(step.weight, loss.dtype, loss.device, weight)) for loss in roots
+            )
         else:
             roots, seeds = self._roots(losses)
         with self._model_code:
@@ -371,7 +410,7 @@ class DataParallelEngine:
             for loss, part, weight in named.roots:
                 if part or not named.outputs:
                     roots.append(loss)
-                    seeds.append(self._updates.scale(self._share(weight, loss.dtype, part=part)))
+                    seeds.append(self._updates.scale(self._share(weight, loss.dtype, loss.device, part)))
             for edge, zeros in named.outputs:
                 roots.append(edge)
                 seeds.append(zeros)

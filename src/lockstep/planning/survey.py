@@ -28,7 +28,7 @@ from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import find_strategy
-from lockstep.strategies import names
+from lockstep.strategies import ON_ONE_PROCESS, names
 
 LINK: Final = 1e9  # bytes per second
 REAL: Final = 8  # number of ranks that a CPU can run at once; with more cores, one rank per core
@@ -114,17 +114,26 @@ def open_for_survey(loaded: Loaded) -> Setup:
 def _pairs(
     loaded: Loaded, strategies: Sequence[StrategyConfig], counts: Sequence[int]
 ) -> Iterator[tuple[StrategyConfig, int]]:
-    """Yield the placements to measure. On one process, all strategies are the same, so only `single` is measured."""
+    """Yield the placements to measure.
+
+    On one process, all strategies are the same, so only `single` is measured, and `data_parallel` if it is named.
+    """
     candidates = [*strategies]
     if not candidates:
-        exact_strategies = [StrategyConfig(name=name) for name in sorted(names()) if name not in (_SINGLE, _MESH)]
+        candidate_names = sorted({*names()} - {*ON_ONE_PROCESS, _MESH})
+        exact_strategies = [StrategyConfig(name=name) for name in candidate_names]
         candidates = [
             strategy for strategy in exact_strategies if _is_exact(with_strategy(loaded, strategy, 2).config.placement)
         ]
     if 1 in counts:
         yield StrategyConfig(name=_SINGLE), 1
+        yield from ((each, 1) for each in candidates if each.name in ON_ONE_PROCESS and each.name != _SINGLE)
     yield from (
-        (strategy, count) for count in counts if count > 1 for strategy in candidates if strategy.name != _SINGLE
+        (strategy, count)
+        for count in counts
+        if count > 1
+        for strategy in candidates
+        if strategy.name not in ON_ONE_PROCESS
     )
 
 

@@ -10,12 +10,14 @@ from lockstep.common.hashing import RANDOM, VARIABLE
 from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
 from lockstep.core.devices import SLOWLY
+from lockstep.core.order import part
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
 Row = tuple[str, str]
 _DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
 _FP32_BYTES: Final = 4
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
+_MAX_LISTED_MICROBATCHES: Final = 4  # of each replica
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
@@ -36,6 +38,7 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         f"{format_count(event.steps, 'step')} in {epochs.in_words(event.epochs)} of {event.steps_per_epoch:,}, "
         f"batch {event.batch:,} in {format_count(event.microbatches, 'micro-batch')}",
         f"{format_count(event.processes, 'process')}, strategy {event.strategy}, device {event.device}{backend}",
+        *([_of_replicas(event)] if event.replicas else []),
         *(f"ranks {', '.join(map(str, ranks))} share one device{slowly}" for ranks in event.sharing),
         *([_describe_flops(event)] if event.task or event.flops_per_sample else []),  # not counted in a custom loop
         *([rate_rule] if rate_rule else []),
@@ -49,6 +52,20 @@ def start_lines(event: Started, rate_rule: str) -> list[str]:
         verb = "is" if event.again == 1 else "are"
         lines.append(f"{format_count(event.again, 'later step')}, by the log, {verb} recomputed")
     return lines
+
+
+def _of_replicas(event: Started) -> str:
+    """Describe the share of each replica in a step."""
+    shares = []
+    for replica, device in enumerate(event.replicas):
+        indices = range(replica, event.microbatches, len(event.replicas))
+        samples = sum(len(part(event.batch, event.microbatches, index)) for index in indices)
+        numbers = [str(index + 1) for index in indices]
+        listed = ", ".join(numbers[:_MAX_LISTED_MICROBATCHES] + ["..."] * (len(numbers) > _MAX_LISTED_MICROBATCHES))
+        noun = "micro-batch" if len(numbers) == 1 else "micro-batches"
+        share = f"{noun} {listed} ({format_count(samples, 'sample')})" if numbers else "no micro-batch"
+        shares.append(f"{device} with {share}")
+    return f"{format_count(len(shares), 'replica')}: {', '.join(shares)}; gradients are added on {event.device}"
 
 
 def place(event: Stepped, run: Started) -> str:

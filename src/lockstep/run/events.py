@@ -16,6 +16,7 @@ from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.prepare import Prepared
+from lockstep.strategies.base import replica_devices
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, task_metrics
 from lockstep.training.events import Evaluated, Started
@@ -34,6 +35,7 @@ def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> St
         strategy=prepared.resolved.strategy_name,
         parameters=ready.summary.parameters,
         base_lr=planning.base_rate(recipe),
+        replicas=replica_devices(prepared.strategy, rank.world.on_gpu),
     )
     return replace(
         loop,

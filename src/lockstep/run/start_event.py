@@ -1,6 +1,9 @@
 """Creates the start event of a run from its steps and its placement."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 from lockstep.common.hashing import hash_seed
 from lockstep.core.order import Steps
@@ -17,8 +20,12 @@ def loop_start_event(
     strategy: str,
     parameters: int,
     base_lr: float,
+    replicas: Sequence[torch.device] = (),
 ) -> Started:
-    """Return the start event of a training loop, without the fields that only a recipe has."""
+    """Return the start event of a training loop, without the fields that only a recipe has.
+
+    `replicas` has the device of each replica of the strategy data_parallel.
+    """
     world, progress = rank.world, rank.progress
     return Started(
         **progress.at,
@@ -38,5 +45,6 @@ def loop_start_event(
         again=max(0, rank.last_step() - progress.step),
         backend=world.backend if world.size > 1 else "",
         sharing=world.sharing,
+        replicas=[str(device) for device in replicas],
         hash_seed=hash_seed(),
     )

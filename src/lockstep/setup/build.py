@@ -104,11 +104,19 @@ class Setup:
         )
 
     def loader(
-        self, world: World, data_rank: DataRank, workers: int, extra: Callable[[Step], int | None] | None = None
+        self,
+        world: World,
+        data_rank: DataRank,
+        workers: int,
+        extra: Callable[[Step], int | None] | None = None,
+        devices: Sequence[torch.device] = (),
     ) -> Loader:
-        """Return the data loader of this process, whose data rank is `data_rank`. For `extra`, see Loader."""
+        """Return the data loader of this process, whose data rank is `data_rank`.
+
+        For `extra` and `devices`, see Loader.
+        """
         recipe, task, device = self.recipe, self.task, world.device
-        transforms = transforms_of(recipe, self.data, device)
+        transforms = transforms_of(recipe, self.data)
         weigh = None
         if not task.counts_samples:
             weigh = Weigh(task.weight, partial(over_ranks, world), world.all_tell, "task: weight")
@@ -123,6 +131,7 @@ class Setup:
             workers=workers,
             extra=extra,
             weigh=weigh,
+            devices=devices,
         )
 
 

@@ -24,7 +24,7 @@ from lockstep.setup.examples import examples
 from lockstep.setup.optimizing import optimizer, optimizer_factories
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.strategy import check_strategy
-from lockstep.strategies.base import CutsModel, ExternalEngine
+from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
 
 
 def check_placement(resolved: Resolved, *, training: bool = True) -> None:
@@ -40,6 +40,7 @@ def check_placement(resolved: Resolved, *, training: bool = True) -> None:
         check_precision(recipe.precision, torch.device("cpu"))  # on a GPU, each rank checks its own device
     microbatches = recipe.microbatches if training else max(resolved.processes, recipe.microbatches)
     check_strategy(resolved.strategy_name, strategy, resolved.processes, microbatches)
+    replica_devices(strategy, on_gpu)  # raises UsageError if a device doesn't exist
     _check_compile(resolved)
     if not training:
         return

@@ -17,7 +17,7 @@ from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import needs_whole_updates
 from lockstep.setup.prepare import Prepared
-from lockstep.strategies.base import CutsModel
+from lockstep.strategies.base import CutsModel, replica_devices
 
 
 def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
@@ -35,7 +35,8 @@ def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tup
     data_rank = mesh.data_rank(world.rank)
     start = partial(strategy.start, problem, ready.optimizer)
     if placement.audit_every is None:
-        return _with_canonical_state(start(world, numerics), ready), ready.loader(world, data_rank, placement.workers)
+        engine, devices = start(world, numerics), replica_devices(strategy, world.on_gpu)
+        return _with_canonical_state(engine, ready), ready.loader(world, data_rank, placement.workers, devices=devices)
     schedule = AuditSchedule(placement.audit_every, mesh, ready.recipe.microbatches)
     # If a rank can't repeat a micro-batch of a different rank on its own, an audit repeats the full step with the ranks
     # rotated.

@@ -19,9 +19,9 @@ _EXAMPLE_SAMPLES: Final = 4  # number of samples of each split that are used in 
 _MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples that are tried if the first samples can't be read
 
 
-def transforms_of(recipe: Recipe, data: DataSet, device: torch.device) -> DeviceTransforms:
+def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
     """Return the transforms of batches on the device. These are no-ops unless the recipe or the data requests any."""
-    return device_transforms(values(recipe), data.facts, device) or NoTransforms()
+    return device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
 def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
@@ -29,7 +29,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
     Raises UsageError if the recipe doesn't support the custom dataset.
     """
-    transforms = transforms_of(recipe, data, torch.device("cpu"))
+    transforms = transforms_of(recipe, data)
     request, fetched = _fetch_few(data.train)
     if (recipe.mix.mixup or recipe.mix.cutmix) and fetched[1].is_floating_point():
         raise UsageError(

@@ -15,6 +15,7 @@ from lockstep.core.devices import SHARING, check_cuda
 from lockstep.errors import UsageError
 from lockstep.parallel.numerics import Numerics
 from lockstep.setup.strategy import find_strategy, recompute_interval
+from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.strategies.base import ExternalEngine, Strategy
 
 
@@ -75,7 +76,7 @@ def local_processes(config: Config) -> int:
     gpus = 0 if placement.device == "cpu" else torch.cuda.device_count()
     check_cuda(placement.device, gpus)
     if placement.processes == "auto":
-        if placement.strategy.name == "single":
+        if placement.strategy.name in ON_ONE_PROCESS:
             return 1
         cores = usable_cores() // config.recipe.threads
         return max(1, min(gpus or cores, config.recipe.microbatches))

@@ -5,6 +5,9 @@ names can be checked without importing torch.
 """
 
 import pkgutil
+from typing import Final
+
+ON_ONE_PROCESS: Final = ("data_parallel", "single")  # strategies that need exactly one process
 
 
 def names() -> list[str]:

@@ -1,6 +1,6 @@
 """The interface of a strategy. The files in this folder and your own strategies implement it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from lockstep.tasks.base import Build, Problem
 
 # Names that strategies import from here, so that each strategy file needs only a few imports.
 __all__ = ["Count", "CutsModel", "Engine", "ExternalEngine", "Inputs", "MakeOptimizer", "Mesh", "Mib", "Numerics"]
-__all__ += ["Problem", "Strategy", "Traits", "World"]
+__all__ += ["Problem", "Strategy", "Traits", "World", "replica_devices"]
 
 Count = Annotated[int, Field(ge=1)]
 Mib = Annotated[float, Field(gt=0)]
@@ -109,6 +109,24 @@ class ExternalEngine(Protocol):
 
     def files(self, numerics: Numerics) -> Mapping[str, Any]:
         """Return the configuration of the framework as JSON-serializable values, by the name of the file to write."""
+
+
+@runtime_checkable
+class HasReplicas(Protocol):
+    """The additional interface of a strategy in which one process computes on several devices."""
+
+    def replica_devices(self, cards: int) -> Sequence[torch.device]:
+        """Return the device of each replica. Raise UsageError if it doesn't exist. Called before any process starts.
+
+        `cards` is the number of CUDA devices, or 0 on a CPU.
+        """
+
+
+def replica_devices(strategy: Strategy, on_gpu: bool) -> Sequence[torch.device]:
+    """Return the device of each replica in this process, or an empty sequence if the process uses one device."""
+    if not isinstance(strategy, HasReplicas):
+        return ()
+    return strategy.replica_devices(torch.cuda.device_count() if on_gpu else 0)
 
 
 @runtime_checkable

@@ -65,6 +65,7 @@ class Started(_Event):
     peak_flops_per_s: float | None = None  # sum over all devices of the run, if known
     backend: str = ""  # communication backend, if there are several ranks
     sharing: list[list[int]] = field(default_factory=list)  # groups of ranks that share a device
+    replicas: list[str] = field(default_factory=list)  # the device of each, if one process has several
     hash_seed: str = ""  # Python's hash seed: PYTHONHASHSEED, or "random"
     name: Literal["started"] = "started"
 

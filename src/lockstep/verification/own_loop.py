@@ -40,6 +40,7 @@ from lockstep.reporting.verification import Verdict, against
 from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import own_modules
+from lockstep.strategies import ON_ONE_PROCESS
 from lockstep.training.events import Event, Started
 from lockstep.verification.cases import verify_on
 from lockstep.verification.causes import hash_seed_cause
@@ -122,8 +123,8 @@ def verify(
     `steps` steps. If you don't set `steps`, a function runs to its end, and a recipe runs for 4 steps.
 
     `strategies` contains names, or mappings with `name` and options. They replace the strategy that the function passes
-    to `run.place`. Each strategy runs on each number of `processes` above 1. If `processes` contains 1, the reference
-    runs a second time with a different hash seed for Python.
+    to `run.place`. Each strategy runs on each number of `processes` above 1, and data_parallel on one process. If
+    `processes` contains 1, the reference runs a second time with a different hash seed for Python.
 
     After that, one placement is stopped after a step that is drawn from `seed`, saved as if by a signal, and resumed on
     a different placement. This works even if the function doesn't save anything itself. To skip this check for a
@@ -165,9 +166,18 @@ def _verify_recipe(
 
 
 def _places(processes: Sequence[int], strategies: Sequence[StrategyChoice]) -> list[tuple[StrategyChoice, int]]:
-    """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1."""
+    """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1.
+
+    A strategy that needs one process runs on one, whatever `processes` contains.
+    """
     single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
-    return [*single, *((strategy, count) for strategy in strategies for count in processes if count > 1)]
+    alone = [
+        (strategy, 1) for strategy in strategies if _label(strategy) in ON_ONE_PROCESS and _label(strategy) != "single"
+    ]
+    several = (
+        (strategy, count) for strategy in strategies for count in processes if count > 1 and (strategy, 1) not in alone
+    )
+    return [*single, *alone, *several]
 
 
 def check_placements(
@@ -199,7 +209,7 @@ def check_placements(
             places = [("single", 1), *places]
         agreeing: list[tuple[StrategyChoice, int]] = []
         for number, (strategy, count) in enumerate(places):
-            if count == 1:
+            if _label(strategy) == "single":
                 rerun = _run_again(loop, reference, can_be_spawned(function))
                 if rerun.verdict == "identical":
                     agreeing.append((strategy, count))

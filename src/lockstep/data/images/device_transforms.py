@@ -27,7 +27,6 @@ _DRAWS: Final = 3  # row, column, flip
 class ImageTransforms:
     """Transforms batches of (inputs, targets) on the device. If `mean` is None, inputs aren't normalized."""
 
-    device: torch.device
     classes: int
     seed: int = 0
     mean: Sequence[float] | None = None
@@ -92,18 +91,18 @@ class ImageTransforms:
         return self._normalize_inputs(inputs), targets
 
     def _normalize_inputs(self, inputs: Tensor) -> Tensor:
-        return inputs if self._constants is None else normalize(inputs, *self._constants)
+        if self.mean is None or self.std is None:
+            return inputs
+        if inputs.device not in self._constants:
+            self._constants[inputs.device] = normalization_constants(self.mean, self.std, inputs.device)
+        return normalize(inputs, *self._constants[inputs.device])
 
     @cached_property
-    def _constants(self) -> tuple[Tensor, Tensor] | None:
-        if self.mean is None or self.std is None:
-            return None
-        return normalization_constants(self.mean, self.std, self.device)
+    def _constants(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
 
 
-def device_transforms(
-    recipe: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device
-) -> ImageTransforms | None:
+def device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
     """Return the transforms of a recipe for data with these facts, or None if the recipe has no transforms.
 
     `recipe` contains plain values. Raises UsageError if the samples don't support the transforms.
@@ -117,7 +116,6 @@ def device_transforms(
     if mixes and classes is None:
         raise UsageError("recipe.mix: mixup and cutmix require a class for each sample; remove mixup and cutmix")
     transforms = ImageTransforms(
-        device=device,
         classes=classes or 0,
         seed=recipe["seed"],
         mean=mean,

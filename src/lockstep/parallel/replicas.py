@@ -1,0 +1,122 @@
+"""Replicas of a model on several devices of one process, of which the model is one at a time.
+
+torch.nn.DataParallel (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+section 2.2) makes a new model per device in every forward, and calls each in a thread. Here, there is one model. Each
+of its tensors has a copy per device, and before a micro-batch, the `data` of all tensors is set to the copies on the
+device of that micro-batch. The parameters remain the same objects, so whatever refers to them, such as an RNN's list of
+weights or a penalty in a loop of your own, computes on the right device.
+
+There are no threads, because none are needed, and because they couldn't be exact:
+
+- Work on a CUDA device is asynchronous. One thread that enqueues micro-batch 0 on the first device, micro-batch 1 on
+  the second and so on keeps all of them busy. autograd already has a thread for each CUDA device.
+- A custom loop is a single thread. It calls the model and computes the loss for one micro-batch after the other.
+- The generators of Python, NumPy and of torch on the CPU belong to the process. Two threads would take numbers from
+  each other. Replicas on a CPU, which stand for devices, therefore take turns.
+
+A step, phase by phase. Device H is home: it has the optimizer, and adds up the gradients.
+
+1. `use` switches the tensors and the world to the device of a micro-batch. Its forward and its backward run there.
+2. `come_home` flattens the gradients on their device, switches back to H, and copies the gradients and BatchNorm's
+   statistics there. The engine then adds them to the tree like those of every micro-batch. Nothing is copied between
+   devices before the backward is enqueued, because such a copy makes both devices wait for each other.
+3. After the update, `publish` copies the weights and the running statistics of H to all other devices.
+
+If several tensors share a storage, so do their copies. `publish` copies whole storages.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Final, Self, final
+
+import torch
+from torch import Tensor, nn
+from torch._C import TensorBase
+
+from lockstep.comm.world import World
+from lockstep.parallel.batchnorm import RunningStatistics
+from lockstep.parallel.gradients import flatten, give_gradients, partition, unflatten, wide_gradient
+
+# Of the base class, because a custom loop rejects writes to `Tensor.data` (loop/guard.py).
+_DATA: Final[Any] = TensorBase.data
+
+
+@final
+class Replicas:
+    """The tensors of `model` and of `running` on each of `devices`. Micro-batch k is for device k modulo their number.
+
+    The tensors are on `devices[home]`, which is the device of `world`. As a context manager, it switches back there if
+    the block raises an exception.
+    """
+
+    def __init__(
+        self, model: nn.Module, running: RunningStatistics, world: World, devices: Sequence[torch.device], home: int
+    ) -> None:
+        self._world = world
+        self._devices = devices
+        self._home = self._current = home
+        self._running = running
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buckets = partition(trained, None)
+        self._tensors = [*model.parameters(), *chain(model.buffers(), running.vectors)]
+        # The storages as bytes, on each device.
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._tensors}
+        at_home = [torch.empty(0, dtype=torch.uint8, device=devices[home]).set_(each) for each in storages.values()]
+        self._storages = [
+            at_home if number == home else [storage.to(device, copy=True) for storage in at_home]
+            for number, device in enumerate(devices)
+        ]
+        self._copies = [self._views(dict(zip(storages, copies, strict=True))) for copies in self._storages]
+
+    def use(self, index: int) -> None:
+        """Switch to the device of micro-batch `index`."""
+        self._switch(index % len(self._devices))
+
+    def come_home(self) -> None:
+        """Switch back to the device at home, with the gradients and BatchNorm's statistics of the micro-batch."""
+        if self._current == self._home:
+            return
+        flat = [flatten([wide_gradient(parameter) for parameter in bucket], bucket) for bucket in self._buckets]
+        observed = self._running.observed.detach()
+        for parameter in chain.from_iterable(self._buckets):
+            parameter.grad = None
+        self._switch(self._home)
+        for bucket, gradients in zip(self._buckets, flat, strict=True):
+            give_gradients(bucket, unflatten(self.at_home(gradients), bucket))
+        self._running.observed.copy_(observed)
+
+    def at_home(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device at home."""
+        return tensor.to(self._devices[self._home], non_blocking=True)
+
+    def publish(self) -> None:
+        """Copy the weights, buffers and running statistics at home to all other devices."""
+        at_home = self._storages[self._home]
+        for copies in self._storages:
+            if copies is not at_home:
+                torch._foreach_copy_(copies, at_home, non_blocking=True)
+
+    def _views(self, storages: dict[int, Tensor]) -> list[Tensor]:
+        """Return the copies of the tensors in these copies of their storages."""
+        views = []
+        for tensor in self._tensors:
+            storage = storages[tensor.untyped_storage().data_ptr()]
+            view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+            place = tensor.storage_offset(), tensor.size(), tensor.stride()
+            views.append(view.set_(storage.untyped_storage(), *place))
+        return views
+
+    def _switch(self, number: int) -> None:
+        if number == self._current:
+            return
+        for tensor, copy in zip(self._tensors, self._copies[number], strict=True):
+            _DATA.__set__(tensor, copy)
+        self._current = number
+        self._world.use(self._devices[number])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._switch(self._home)

@@ -1,0 +1,125 @@
+"""Data parallelism in one process: its devices share the micro-batches of a step, each with a replica of the model.
+
+This is for what torch.nn.DataParallel is for: several GPUs, and one program that needs no launcher, such as a notebook.
+One thread enqueues micro-batch k on replica k modulo their number (parallel/replicas.py says why there is only one).
+Unlike in torch's, a replica gets whole micro-batches, so BatchNorm and random numbers are those of one device, the
+gradients of micro-batches are added by the tree, and the loss is computed on the device of the micro-batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Annotated, ClassVar, Final, final
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.data_parallel import DataParallelEngine
+from lockstep.parallel.layouts.replicated import replicated
+from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
+
+Device = Annotated[int, Field(ge=0)]
+
+_ON_CPU: Final = 2  # replicas by default, so that a CPU shows what several devices do
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """`device_ids`: the numbers of the CUDA devices, each of which gets a replica. By default, all devices that the
+    process sees. On a CPU, each number stands for a device, and the replicas take turns. The default is 2 replicas.
+    `output_device`: the device, one of these, that adds up the gradients and updates the weights. By default, the
+    first.
+    """
+
+    device_ids: tuple[Device, ...] | None = None
+    output_device: Device | None = None
+
+    traits: ClassVar[Traits] = Traits(
+        cuts="the micro-batches of a step, over the devices of one process",
+        needs="one process; on a GPU, several devices of one machine; memory for the whole model on each device, and "
+        "on the first also for its optimizer state",
+        communication="between devices only: the gradients of each micro-batch to the first, and new parameters back "
+        "once per step",
+        audits=False,
+    )
+
+    def check(self, processes: int, microbatches: int) -> None:
+        """Raise UsageError for more than one process, and for devices that contradict each other."""
+        if processes != 1:
+            raise UsageError(
+                f"strategy data_parallel: requires 1 process, which uses all devices, got {processes}; use "
+                f"placement.processes=1 or strategy ddp"
+            )
+        ids = self.device_ids
+        if ids is not None and not ids:
+            raise UsageError(
+                "strategy data_parallel: device_ids is empty; name at least one device, or don't set device_ids"
+            )
+        if ids is not None and len(set(ids)) < len(ids):
+            twice = next(number for number in ids if ids.count(number) > 1)
+            raise UsageError(
+                f"strategy data_parallel: device_ids has {twice} more than once, but a device has one replica; name "
+                f"each device once"
+            )
+        if ids is not None and self.output_device not in (None, *ids):
+            raise UsageError(
+                f"strategy data_parallel: output_device={self.output_device} is not one of the device_ids "
+                f"{', '.join(map(str, ids))}; use one of them"
+            )
+
+    def mesh(self, processes: int) -> Mesh:
+        """See Strategy."""
+        return Mesh(replicate=processes)
+
+    def replica_devices(self, cards: int) -> list[torch.device]:
+        """See HasReplicas."""
+        ids = self._ids(cards)
+        if missing := [number for number in (*ids, self._output(cards)) if cards and number >= cards]:
+            raise UsageError(
+                f"strategy data_parallel: CUDA device {missing[0]} does not exist; this process sees {_numbered(cards)}"
+            )
+        if self._output(cards) not in ids:
+            raise UsageError(
+                f"strategy data_parallel: output_device={self.output_device} is not one of the {len(ids)} replicas; "
+                f"use {', '.join(map(str, ids))}, or set device_ids"
+            )
+        return [torch.device("cuda", number) if cards else torch.device("cpu") for number in ids]
+
+    def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:
+        """Return the engine of this process."""
+        cards = torch.cuda.device_count() if world.on_gpu else 0
+        devices = self.replica_devices(cards)
+        home = self._ids(cards).index(self._output(cards))
+        world.use(devices[home])
+        mesh = self.mesh(world.size)
+        checked = replace(problem, build_model=partial(_on_one_device, problem))
+        make_layout = replicated(world, mesh, 0)
+        return DataParallelEngine(
+            checked, make_optimizer, world, numerics, mesh, make_layout, devices=devices, home=home
+        )
+
+    def _ids(self, cards: int) -> Sequence[int]:
+        return range(cards or _ON_CPU) if self.device_ids is None else self.device_ids
+
+    def _output(self, cards: int) -> int:
+        return self._ids(cards)[0] if self.output_device is None else self.output_device
+
+
+def _on_one_device(problem: Problem) -> nn.Module:
+    """Return the model. Raise UsageError if its tensors are on several devices."""
+    model = problem.build_model()
+    devices = sorted({str(tensor.device) for tensor in chain(model.parameters(), model.buffers())})
+    if len(devices) > 1:
+        raise UsageError(
+            f"strategy data_parallel: {problem.name} is spread over {' and '.join(devices)}, but each replica has one "
+            f"device; keep the model on one device, or use strategy pipeline or tensor to split it"
+        )
+    return model
+
+
+def _numbered(cards: int) -> str:
+    return "only device 0" if cards == 1 else f"devices 0 to {cards - 1}"
