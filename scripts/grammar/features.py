@@ -37,6 +37,7 @@ class Feature:
     verdict: Verdict = Verdict.RIGHT
     call: str = ""  # replaces `model(x)`
     loss: str = ""  # replaces the loss of the outputs `out` and the targets `y`
+    handed: str = ""  # replaces `loss` in step.backward
     optimizer: str = ""  # replaces the line of the optimizer
     dataset: str = ""  # replaces the line of the dataset
     needs_auxiliary: bool = False  # only for a model of two outputs
@@ -307,6 +308,14 @@ FEATURES: Final[dict[str, Feature]] = {
         loss='loss = F.cross_entropy(out, y, reduction="sum", ignore_index=0)',
         slot="targets",
         adds_up=True,  # a micro-batch may have none that counts, and no mean
+    ),
+    "losses by name": Feature(
+        {
+            "steps arguments": 'weight=lambda batch: {"every": len(batch[1]), "few": int((batch[1] == 0).sum())}',
+            "loss": 'few = 0.3 * F.cross_entropy(out, y.masked_fill(y != 0, -100), reduction="sum")',
+        },
+        slot="targets",
+        handed='{"every": loss, "few": few}',  # a micro-batch may have no few: their mean is then nan
     ),
     "mean whatever its name": Feature(loss="loss = F.cross_entropy(out, y)", slot="targets", verdict=Verdict.WRONG),
     "mixup": Feature(

@@ -44,7 +44,7 @@ _ALL_PARAMETERS: Final = "model.parameters()"
 _TRAINED: Final = "[p for p in model.parameters() if p.requires_grad]"
 
 # The one place that says how a loss is handed over.
-_BACKWARD: Final = {"mean": "step.backward(mean=loss)", "sum": "step.backward(sum=loss)"}
+_BACKWARD: Final = {"mean": "step.backward(mean={})", "sum": "step.backward(sum={})"}
 # Losses are written as sums in the grammar.
 _MEANS: Final = (
     (', reduction="sum"', ""),
@@ -217,7 +217,7 @@ class Program:
             *self._lines("inputs"),
             f"{'out, auxiliary' if self.model.has_auxiliary else 'out'} = {call}",
             *(self._reduced(line) for line in (*loss.splitlines(), *self._lines("loss"))),
-            _BACKWARD[self.reduction],
+            _BACKWARD[self.reduction].format(next((part.handed for part in self._parts if part.handed), "loss")),
             *self._lines("backward"),
         ]
         arguments = ", ".join([*self._texts("update arguments"), *filter(None, [of])])

@@ -103,6 +103,8 @@ def test_a_loss_is_named_by_the_way_it_is_reduced() -> None:
     assert "loss = F.cross_entropy(out, y)\n            step.backward(mean=loss)" in PLAIN.source
     total = Program(PLAIN.model, "sgd", (), reduction="sum").source
     assert 'loss = F.cross_entropy(out, y, reduction="sum")\n            step.backward(sum=loss)' in total
+    named = Program(PLAIN.model, "sgd", ("losses by name",), reduction="sum").source
+    assert 'step.backward(sum={"every": loss, "few": few})' in named
 
 
 def failing_number(name: str) -> int:

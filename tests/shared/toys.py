@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import several
 import torch
 from torch import Tensor, nn
 
@@ -119,6 +120,7 @@ class Case:
     chunks: int = 1  # into which what `plan` names is cut
     plan: tuple[tuple[str, str], ...] = ()
     measured: bool = True  # whether stages are cut by operations too
+    losses: str = ""  # a task of several.py instead of classification
     by_hand: dict[str, Any] = field(default_factory=dict, hash=False)  # the optimizer's further options
 
     def numerics(self) -> Numerics:
@@ -171,7 +173,7 @@ def engine(world: World, case: Case) -> Engine:
     special = settings(names, case.groups, {}) if case.groups else {}
     optimizer = making(case.optimizer, 0.1, settings=lambda name: special.get(name, {}), **options)
     example = (torch.empty(2, 3, case.side, case.side, device="meta"),)
-    problem = Problem(Classification(topk=(1,)), partial(build, case), example=example if case.measured else None)
+    problem = Problem(task(case), partial(build, case), example=example if case.measured else None)
     start = partial(strategy(world, case).start, problem, optimizer)
     if rotates(world, case):
         started: Any = RotatedAudit(start, world, case.numerics(), rota(world, case), partial(fetch, case))
@@ -183,6 +185,10 @@ def engine(world: World, case: Case) -> Engine:
         chunked = cut_into_chunks(build(replace(case, chunks=1)), dict(case.plan), case.chunks)
         return CanonicalState(started, chunked)
     return started  # type: ignore[no-any-return]
+
+
+def task(case: Case) -> Any:
+    return several.task(case.losses) if case.losses else Classification(topk=(1,))
 
 
 def started(
@@ -239,7 +245,11 @@ def fetch(case: Case, step: Step, index: int, dummy: bool = True) -> MicroBatch:
     """Return any micro-batch of a step."""
     _, images, targets = list(steps(case))[step.number]
     own = list(cut(step.samples, min(case.microbatches, step.samples))[index])
-    return MicroBatch(index, (images[own], targets[own]), len(own), len(own), dummy)
+    batch = images[own], targets[own]
+    weight = task(case).weight(batch) if case.losses else len(own)
+    if isinstance(weight, int):
+        return MicroBatch(index, batch, len(own), weight, dummy)
+    return MicroBatch(index, batch, len(own), sum(weight.values()), dummy, weights=weight)
 
 
 def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
@@ -251,7 +261,12 @@ def steps(case: Case) -> Iterator[tuple[Step, Tensor, Tensor]]:
         targets = torch.randint(CLASSES, (samples,), generator=generator)
         if number == case.poisoned:
             images[-1] = torch.inf
-        yield Step(number, 0, seen, samples, seen, False), images, targets
+        step = Step(number, 0, seen, samples, seen, False)
+        if case.losses:
+            weight = task(case).weight((images, targets))
+            counted, weights = (weight, None) if isinstance(weight, int) else (sum(weight.values()), weight)
+            step = step._replace(counted=counted, weights=weights)
+        yield step, images, targets
         seen += samples
 
 
@@ -304,6 +319,8 @@ def train(
         trace[f"step {step.number}"] = (
             f"{sums.loss.item().hex()} {norm} {update.applied} {update.loss_scale} {predicted}"
         )
+        for name, loss in sums.named.items():
+            trace[f"step {step.number} {name}"] = f"{loss.mean.item().hex()} {loss.weight}"
     return trace
 
 

@@ -1,7 +1,7 @@
 """Named sums over numbered batches on several ranks, with the same bits for every distribution of the batches."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -67,6 +67,7 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64) if value is None else value.to("cpu", torch.int64).clone()
 
 
-def over_ranks(world: World, number: int) -> int:
-    """Return the sum of an integer over all ranks. All ranks must call this function."""
-    return int(world.add_(torch.tensor(number)))
+def over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
+    """Return the sum of each integer over all ranks. All ranks must call it with the same number of integers."""
+    sums: list[int] = world.add_(torch.tensor(numbers, dtype=torch.int64)).tolist()
+    return sums

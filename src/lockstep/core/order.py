@@ -4,6 +4,7 @@ Everything here depends only on the step number and on the settings of the run. 
 a run can resume at any step, on any number of processes, without a sampler state.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -34,10 +35,11 @@ class Step(NamedTuple):
     samples_seen: int  # before this step, in the whole run
     last_of_epoch: bool
     counted: int | None = None  # total sample weight, if it differs from the number of samples
+    weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if there are several losses
 
     @property
     def weight(self) -> int:
-        """The divisor of the summed loss."""
+        """The divisor of the summed loss. With several losses, it is only 0 if all of their weights are 0."""
         return self.samples if self.counted is None else self.counted
 
     def microbatches(self, count: int) -> list[range]:

@@ -27,9 +27,11 @@ from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps, part
+from lockstep.core.several_losses import Weight
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.data.base import DataSet, DeviceTransforms, Request, Split
 from lockstep.data.copies import DeviceCopier, FinishCopy, prefetch
+from lockstep.data.weigh import Weigh
 from lockstep.errors import DataError, LockstepError, PreflightError, UsageError, os_error_as
 from lockstep.tasks.base import MicroBatch
 
@@ -46,17 +48,6 @@ class _StepPlan(NamedTuple):
     requests: "list[tuple[_Span, Request]]"
 
 
-class Weigh(NamedTuple):
-    """Computes the weights of batches, for tasks whose weight isn't the number of samples.
-
-    - `weight`: Returns the weight of a batch.
-    - `over_ranks`: Returns the sum of an integer over all ranks.
-    """
-
-    weight: Callable[[Batch], int]
-    over_ranks: Callable[[int], int]
-
-
 class _Span(NamedTuple):
     """A micro-batch of a step: its index in the step, and the positions of its samples in the step."""
 
@@ -70,7 +61,7 @@ class _Transfer(NamedTuple):
 
     span: _Span
     skipped: list[int]
-    weight: int
+    weight: Weight
     arrival: FinishCopy
 
 
@@ -129,7 +120,7 @@ class Loader:
         spans = [self._span(step.samples, index, False) for index in range(min(self.microbatches, step.samples))]
         return [request.indices.tolist() for _, request in self._plan([(step, spans)])[0].requests]
 
-    def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, int]]:
+    def validation(self, batch: int) -> Iterator[tuple[int | None, Batch, Weight]]:
         """Yield the validation batches of this rank as (number, batch, weight).
 
         Batch j starts at sample j * `batch` and has `batch` samples, or fewer if it is the last batch. Across all
@@ -201,7 +192,7 @@ class Loader:
         arrival = copies.start(self.transforms.prepare(batch, request))
         return _Transfer(span, skipped, self._weight(request, batch), arrival)
 
-    def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[int, FinishCopy]:
+    def _start_evaluation_transfer(self, request: Request, batch: Batch) -> tuple[Weight, FinishCopy]:
         self.unreadable[1].update(self._unreadable_samples(request, batch))
         return self._weight(request, batch), self._copies.start(batch)
 
@@ -209,23 +200,24 @@ class Loader:
         numbers: list[int] = [] if self._skipped is None else request.indices[self._skipped(batch).numpy()].tolist()
         return numbers
 
-    def _weight(self, request: Request, batch: Batch) -> int:
+    def _weight(self, request: Request, batch: Batch) -> Weight:
         return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
 
     def _with_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
         """Return the step with its total weight over all ranks. All ranks must call this method, before the forward."""
         if self.weigh is None:
             return step
-        local_weight = sum(
-            transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy
-        )
-        return step._replace(counted=self.weigh.over_ranks(local_weight))
+        own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
+        return self.weigh.of_step(step, own_weights)
 
     def _microbatch(self, step: Step, transfer: _Transfer) -> MicroBatch:
         self.unreadable[0].update(transfer.skipped)
         number, positions, dummy = transfer.span
         batch = self.transforms.for_training(transfer.arrival(), step.number, number)
-        return MicroBatch(number, batch, len(positions), transfer.weight, dummy)
+        if isinstance(transfer.weight, int):
+            return MicroBatch(number, batch, len(positions), transfer.weight, dummy)
+        total = sum(transfer.weight.values())
+        return MicroBatch(number, batch, len(positions), total, dummy, weights=transfer.weight)
 
 
 @contextmanager

@@ -70,10 +70,11 @@ class Examination:
         self._microbatch = microbatch
         self._observers.enter_context(Observer(microbatch, examined).observing(self._placed.model))
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss that the script passed for the micro-batch."""
+    def note_loss(self, *losses: Tensor) -> None:
+        """Record the loss that the script passed for the micro-batch, or the sum of several losses."""
         if self._microbatch is not None:
-            self._observations.examined.microbatches[self._microbatch.index] = float(loss.detach())
+            total = sum(float(loss.detach()) for loss in losses)
+            self._observations.examined.microbatches[self._microbatch.index] = total
 
     def leave(self) -> None:
         """Stop observing the micro-batch, and write the observations so far."""

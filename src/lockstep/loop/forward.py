@@ -62,12 +62,13 @@ class Forward:
                 "create new tensors, such as x = x + noise instead of x += noise",
             )
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Raise UsageError if the loss depends on a parameter outside the placed model."""
+    def check_loss(self, *losses: Tensor) -> None:
+        """Raise UsageError if a loss of the micro-batch depends on a parameter outside the placed model."""
         if self._stray_check is not None:
-            self._stray_check.check_parameters(self._step.number + 1, loss)
+            for loss in losses:
+                self._stray_check.check_parameters(self._step.number + 1, loss)
         if self._examination is not None:
-            self._examination.note_loss(loss)
+            self._examination.note_loss(*losses)
 
     def leave(self, *, early: bool = False) -> None:
         """Leave the context of the current forward, if there is one, and close its checks and observers.

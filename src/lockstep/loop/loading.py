@@ -7,7 +7,8 @@ from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
 from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
-from lockstep.data.loader import Loader, Weigh
+from lockstep.data.loader import Loader
+from lockstep.data.weigh import Weigh
 from lockstep.loop.placed import Placed
 from lockstep.strategies.base import replica_devices
 

@@ -32,6 +32,7 @@ from lockstep.loop.loss_terms import (
     reduces,
     uncanceled,
 )
+from lockstep.loop.losses import without_weights
 from lockstep.tasks.base import MicroBatch
 
 _SQUARES: Final = ("PowBackward", "MseLossBackward")
@@ -47,11 +48,12 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 class LossCheck:
     """Checks the losses that the user's script passes to `step.backward` on this rank.
 
-    `processes` is the world size.
+    `processes` is the world size. `name` is the name of the loss, if a step has several losses.
     """
 
     processes: int = 1
     warn: Callable[[str], None] = print
+    name: str = ""
     _first_step: int = 0
     _forms: set[tuple[Any, ...]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
@@ -79,13 +81,18 @@ class LossCheck:
         """
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             received = f"a {type(loss).__name__}"
+            if isinstance(loss, Mapping) and not self.name:
+                raise without_weights(step)
             if isinstance(loss, Tensor):
                 received = f"a tensor of shape {list(loss.shape)} and dtype {loss.dtype}"
-            raise refusal(f"step {step}: step.backward received {received}", "pass a 0-dim floating-point tensor")
+            of_loss = f" for {self.name}" if self.name else ""
+            raise refusal(
+                f"step {step}: step.backward received {received}{of_loss}", "pass a 0-dim floating-point tensor"
+            )
         root = loss.grad_fn
         if root is None:
             raise refusal(
-                f"step {step}: the loss has no autograd graph that leads to the model",
+                f"step {step}: {self._loss} has no autograd graph that leads to the model",
                 "compute it from the outputs of the model, without detach(), torch.no_grad() or your own "
                 "loss.backward()",
             )
@@ -111,26 +118,39 @@ class LossCheck:
         if not mean or microbatches > 1:
             self._ask_about_function(step, graph)
 
+    @property
+    def _loss(self) -> str:
+        return f"the loss {self.name}" if self.name else "the loss"
+
+    def _call(self, argument: str, loss: str = "loss") -> str:
+        """Return the code that passes the loss as `mean` or `sum`."""
+        return f"step.backward({argument}={f'{{{self.name!r}: {loss}}}' if self.name else loss})"
+
+    @property
+    def _step_weight(self) -> str:
+        """The code for the weight of the loss in the step."""
+        return f"step.weights[{self.name!r}]" if self.name else "step.weight"
+
     def _check_factors(self, step: int, graph: "_LossGraph") -> None:
         """Raise UsageError if a GradScaler scaled the loss. Warn if the loss is multiplied by the world size."""
         for scale in graph.shared:
             if _is_scaler_factor(scale):
                 raise refusal(
-                    f"step {step}: the loss is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
+                    f"step {step}: {self._loss} is multiplied by {scale.value:g}, as torch.amp.GradScaler does",
                     'remove the scaler: lockstep.join(precision="fp16") scales the loss and unscales the gradients',
                 )
             if not scale.divides and scale.value == self.processes > 1 and scale.value not in graph.counts:
                 self._ask(
                     "processes",
-                    f"step {step}: the loss is multiplied by {self.processes} ({calling()}), the number of processes; "
-                    f"remove the factor if it undoes a mean over processes, because the gradient is the mean over the "
-                    f"step on any number of processes; otherwise, keep it",
+                    f"step {step}: {self._loss} is multiplied by {self.processes} ({calling()}), the number of "
+                    f"processes; remove the factor if it undoes a mean over processes, because the gradient is the "
+                    f"mean over the step on any number of processes; otherwise, keep it",
                 )
 
     def _check_division(self, step: int, graph: "_LossGraph") -> None:
         """Raise UsageError if the whole loss is divided by an integer in step 1. In later steps, only warn."""
         for scale in graph.unexplained():
-            problem = f"step {step}: the loss is divided by {scale.value:g}"
+            problem = f"step {step}: {self._loss} is divided by {scale.value:g}"
             advice = (
                 f"remove the division: run.steps(microbatches=) accumulates gradients, and step.update takes the mean "
                 f"over the step; if you want to scale the loss, write {1 / scale.value:.6g} * loss"
@@ -152,11 +172,11 @@ class LossCheck:
             scaling_note = f"; if you want to scale the loss, write {1 / divisor:.6g} * loss" if divisor else ""
             if len(means) == len(graph.terms):
                 raise refusal(
-                    f"step {step}: the loss is a mean{division_note}",
-                    f"pass it as step.backward(mean=loss){scaling_note}",
+                    f"step {step}: {self._loss} is a mean{division_note}",
+                    f"pass it as {self._call('mean')}{scaling_note}",
                 )
             raise refusal(
-                f"step {step}: a part of the loss is a mean{division_note}, and another part is a sum",
+                f"step {step}: a part of {self._loss} is a mean{division_note}, and another part is a sum",
                 f"reduce all parts in the same way: a mean times the number of samples is a sum{scaling_note}",
             )
         weight = graph.microbatch.weight
@@ -165,11 +185,12 @@ class LossCheck:
         is_intended = undivided or (weighs and not value_count % weight)
         if value_count > weight and not is_intended:
             size = f"of weight {weight}" if weighs else f"of {weight} samples"
+            undivided_loss = f"{self._step_weight} * loss"
             self._ask(
                 "terms",
-                f"step {step}: the loss sums {value_count:g} values of a micro-batch {size} ({calling()}), and "
+                f"step {step}: {self._loss} sums {value_count:g} values of a micro-batch {size} ({calling()}), and "
                 f"step.update divides the sum by the weight of the step; if your script takes the mean, pass it as "
-                f"step.backward(mean=loss); if it never divides the sum, use step.backward(sum=step.weight * loss); "
+                f"{self._call('mean')}; if it never divides the sum, use {self._call('sum', undivided_loss)}; "
                 f"if this sum is intended, sum over each sample first and then over the samples",
             )
 
@@ -181,13 +202,14 @@ class LossCheck:
         divisors = [scale.value for scale in uncanceled(sums[0]) if not graph.is_usual(scale)]
         if len(sums) == len(graph.terms) and not divisors and all(map(graph.is_over_samples, sums)):
             raise refusal(
-                f"step {step}: the loss is a sum over {sums[0].size:g} values",
-                "pass it as step.backward(sum=loss), which step.update divides by the weight of the step; to keep the "
-                "gradient of a script that never divides the sum, use step.backward(sum=step.weight * loss)",
+                f"step {step}: {self._loss} is a sum over {sums[0].size:g} values",
+                f"pass it as {self._call('sum')}, which step.update divides by the weight of the step; to keep the "
+                f"gradient of a script that never divides the sum, use "
+                f"{self._call('sum', f'{self._step_weight} * loss')}",
             )
         if microbatches > 1:
             division_note = f", divided by {divisors[0]:g}" if divisors else ""
-            subject = "the loss" if len(sums) == len(graph.terms) else "a part of the loss"
+            subject = self._loss if len(sums) == len(graph.terms) else f"a part of {self._loss}"
             self._ask(
                 "part",
                 f"step {step}: {subject} is a sum over {sums[0].size:g} values{division_note} ({calling()}), in one of "
@@ -212,7 +234,7 @@ class LossCheck:
             comparison = f", and over {counts_before[number]:g} values in the previous one" if differs else ""
             self._ask(
                 "weight",
-                f"step {step}: the loss is a mean over {count:g} values of a micro-batch {size} "
+                f"step {step}: {self._loss} is a mean over {count:g} values of a micro-batch {size} "
                 f"({calling()}){comparison}; if micro-batches differ in this count, pass it to run.steps: "
                 f"{_suggest_weight(graph)}",
             )
@@ -224,9 +246,9 @@ class LossCheck:
                 name = term.node.name().partition("Backward")[0].lower()
                 self._ask(
                     "function",
-                    f"step {step}: a part of the loss is not a sum over samples, but a function ({name}) of all "
+                    f"step {step}: a part of {self._loss} is not a sum over samples, but a function ({name}) of all "
                     f"samples of a micro-batch ({calling()}), so it depends on the number of micro-batches; pass the "
-                    f"loss as step.backward(mean=loss), and do not change microbatches",
+                    f"loss as {self._call('mean')}, and do not change microbatches",
                 )
 
     def _ask(self, topic: str, warning: str) -> None:

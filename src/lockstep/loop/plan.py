@@ -1,6 +1,6 @@
 """The validated arguments of `run.steps`: the samples, the steps and micro-batches, and the weight of a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -13,9 +13,10 @@ from lockstep.common.own_code import OwnCode, refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
+from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
-from lockstep.data.loader import Weigh
+from lockstep.data.weigh import Weigh
 from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
@@ -26,13 +27,14 @@ _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represent
 class LoopPlan:
     """The validated arguments of `run.steps`.
 
-    `weight` returns the weight of a batch on the CPU. If it is None, the weight of a batch is its number of samples.
+    `weight` returns the weight of a batch on the CPU, or the weight of each of several losses by name. If it is None,
+    the weight of a batch is its number of samples.
     """
 
     items: Items
     steps: Steps
     microbatches: int
-    weight: Callable[[Batch], int] | None
+    weight: Callable[[Batch], Weight] | None
     order: SampleOrder
 
     @property
@@ -72,9 +74,9 @@ class LoopPlan:
 
     def weigh(self, world: World) -> Weigh | None:
         """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
-        return (
-            None if self.weight is None else Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world))
-        )
+        if self.weight is None:
+            return None
+        return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_tell)
 
     def loop_plan(self, log_every: int) -> Plan:
         """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
@@ -92,7 +94,7 @@ def make_plan(
     microbatch: int | None,
     epochs: int | None,
     steps: int | None,
-    weight: Callable[[Batch], int] | None,
+    weight: Callable[[Batch], Weight] | None,
     drop_last: bool,
     order: SampleOrder,
 ) -> LoopPlan:
@@ -113,11 +115,18 @@ def make_plan(
     return LoopPlan(items, Steps(order.length, batch, drop_last, epochs, steps), count, weight, order)
 
 
-def _evaluate_weight(weight: Callable[[Batch], int], batch: Batch) -> int:
+def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
     with OwnCode("weight"):
         counted = weight(batch)
-        if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
-            counted = int(counted)
-        if type(counted) is not int or not 0 <= counted < _WEIGHT_LIMIT:
-            raise UsageError(f"weight: returned {counted!r}; return an integer from 0 to below 2**53")
+        if isinstance(counted, Mapping):
+            weights = check_weights("weight:", counted)
+            return {name: _count(value, f" for {name}") for name, value in weights.items()}
+        return _count(counted, "")
+
+
+def _count(counted: Any, of_loss: str) -> int:
+    if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
+        counted = int(counted)
+    if type(counted) is not int or not 0 <= counted < _WEIGHT_LIMIT:
+        raise UsageError(f"weight: returned {counted!r}{of_loss}; return an integer from 0 to below 2**53")
     return counted

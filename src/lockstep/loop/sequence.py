@@ -51,7 +51,8 @@ class StepSequence:
         self._step: Step | None = None
         self._turn: Turn | None = None  # the data and the results of the current step
         self._reports: StepReports | None = None  # the reports of the current loop
-        self._losses: list[LossCheck] = []  # one check for the first update of all steps, one for the second, ...
+        # By the index of the update within a step, from 0, and by the name of the loss.
+        self._losses: dict[tuple[int, str], LossCheck] = {}
         self._modules_checked = 0  # the number of updates per step for which the modules are already checked
         self._sums = StepSums(self._rank.world)  # the sums of the current step
         self._has_loops = False
@@ -154,11 +155,14 @@ class StepSequence:
             self._step._leave(early=True)
             self._step = None
 
-    def _loss_check(self, phase: int) -> LossCheck:
-        """Return the loss check for the update with index `phase`, from 0, within a step."""
-        if phase == len(self._losses):
-            self._losses.append(LossCheck(self._rank.world.size, self._rank.warn))
-        return self._losses[phase]
+    def _loss_check(self, phase: int, name: str) -> LossCheck:
+        """Return the check of a loss for the update with index `phase`, from 0, within a step.
+
+        `name` is the name of the loss, or "" if a step has a single loss.
+        """
+        if (phase, name) not in self._losses:
+            self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
+        return self._losses[phase, name]
 
     def _make_stray_check(self, placed: Placed, turn: Turn, phase: int) -> StrayModuleCheck | None:
         """Return a module check if this rank hasn't checked the update with index `phase` yet, and None otherwise."""

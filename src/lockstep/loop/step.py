@@ -1,9 +1,10 @@
 """A step of a custom training loop: its micro-batches, their backward passes, and the update."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Never, final
+from types import MappingProxyType
+from typing import Any, Final, Never, final
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from lockstep.core.batch import Batch
 from lockstep.loop.examination import Examination
 from lockstep.loop.forward import Forward
 from lockstep.loop.loss_check import LossCheck
+from lockstep.loop.losses import NamedArgument, has_names, losses_of, named_arguments, without_weights
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.placed import Placed
 from lockstep.loop.seeding import StepDraws
@@ -20,8 +22,12 @@ from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
 from lockstep.loop.update_settings import update_settings
 from lockstep.parallel.audited import Part
+from lockstep.parallel.losses import Losses
+from lockstep.tasks.base import MicroBatch
 from lockstep.training.plan import Interval
 from lockstep.training.turn import Turn
+
+_NO_WEIGHTS: Final[Mapping[str, int]] = MappingProxyType({})
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -39,7 +45,7 @@ class Step:
     _leaves: int
     _placed: Placed
     _make_stray_check: Callable[[Placed, Turn, int], StrayModuleCheck | None]
-    _losses: Callable[[int], LossCheck]
+    _losses: Callable[[int, str], LossCheck]
     _sums: StepSums
     _draws: StepDraws
     _audit: Callable[[], Iterator[Part]] | None
@@ -76,9 +82,18 @@ class Step:
     def weight(self) -> int:
         """The weight of the step across all ranks: the number of samples, or the sum of `weight` of `run.steps`.
 
-        If you pass losses as `sum`, `update` divides their gradient by this weight.
+        If you pass losses as `sum`, `update` divides their gradient by this weight. If you pass several losses by name,
+        see `weights`.
         """
         return self._turn.step.weight
+
+    @property
+    def weights(self) -> Mapping[str, int]:
+        """The weights of the step across all ranks by the names that `weight` of `run.steps` returns, if it does.
+
+        If you pass a loss of this name as `sum`, it is divided by its weight.
+        """
+        return self._turn.step.weights or _NO_WEIGHTS
 
     @property
     def updated(self) -> bool:
@@ -87,12 +102,27 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of the whole step, 0-dim and float64, the same on every rank. Available after `update`."""
+        """The mean loss of the whole step, 0-dim and float64, the same on every rank. Available after `update`.
+
+        If you pass several losses by name, this is the sum of their means.
+        """
         if self._turn.sums is None:
             raise refusal(
                 f"step {self.number}: step.loss is not available before step.update", "read it after step.update"
             )
         return self._turn.sums.loss
+
+    @property
+    def losses(self) -> Mapping[str, Tensor]:
+        """The means of the losses that you pass by name: 0-dim and float64, the same on every rank.
+
+        Available after `update`. The mean of a loss of weight 0 is 0.
+        """
+        if self._turn.sums is None:
+            raise refusal(
+                f"step {self.number}: step.losses is not available before step.update", "read it after step.update"
+            )
+        return {name: loss.mean for name, loss in self._turn.sums.named.items()}
 
     @property
     def sums(self) -> Mapping[str, Tensor]:
@@ -191,7 +221,12 @@ class Step:
             )
         self._sums.add(self.number, numbers)
 
-    def backward(self, *unnamed: Never, mean: Tensor | None = None, sum: Tensor | None = None) -> None:
+    def backward(
+        self,
+        *unnamed: Never,
+        mean: Tensor | Mapping[str, Tensor] | None = None,
+        sum: Tensor | Mapping[str, Tensor] | None = None,
+    ) -> None:
         """Add the gradient of a micro-batch to the gradient of the step. Call it once for each micro-batch.
 
         Pass a 0-dim loss, named after its reduction. `mean` is a mean over the micro-batch, such as
@@ -200,27 +235,31 @@ class Step:
         the whole step. On one process with one micro-batch, `mean` gives the gradient of `loss.backward()`, bit for
         bit.
 
+        For several losses with their own weights, pass them by name, such as `mean={"next": a, "second": b}`. `weight`
+        of `run.steps` must return an integer for each name. The gradient of the step is that of the sum of their means,
+        each over its own weight in the whole step. Some of the losses can be in `mean` and some in `sum`.
+
         Raises UsageError if the loss is passed without a name, if both are passed, or if the loss evidently has the
         other reduction.
         """
         number = self.number
+        if self._turn.step.weights is not None:
+            arguments = named_arguments(number, mean, sum, unnamed, self._turn.step.weights)
+            self._compute(self._microbatch_of_backward(), *self._check_named(arguments))
+            return
         if unnamed or (mean is None) == (sum is None):
+            if has_names(mean, sum):
+                raise without_weights(number)
             found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
             raise refusal(
                 f"step {number}: step.backward received {found if unnamed or mean is not None else 'no loss'}",
                 "use step.backward(mean=loss) if it is a mean, as most losses of PyTorch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
             )
-        loss, is_mean = (sum, False) if mean is None else (mean, True)
-        assert loss is not None
-        microbatch = self._forward.microbatch
-        if microbatch is None:
-            what = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
-            raise refusal(
-                f"step {number}: step.backward was called {what}",
-                "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
-            )
-        self._losses(self._pass.number).check(
+        loss: Any = sum if mean is None else mean
+        is_mean = mean is not None
+        microbatch = self._microbatch_of_backward()
+        self._losses(self._pass.number, "").check(
             number,
             loss,
             microbatch,
@@ -234,6 +273,40 @@ class Step:
         if is_mean and not microbatch.weight:
             for node in self._gate.returned:  # the gradients of a mean with weight 0 are 0 / 0
                 node.register_prehook(_zeros)
+        self._compute(microbatch, loss, is_mean)
+
+    def _microbatch_of_backward(self) -> MicroBatch:
+        """Return the current micro-batch. Raises UsageError if there is none."""
+        microbatch = self._forward.microbatch
+        if microbatch is None:
+            what = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
+            raise refusal(
+                f"step {self.number}: step.backward was called {what}",
+                "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
+            )
+        return microbatch
+
+    def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
+        """Check each of several losses like a single one, and return what the engine computes with."""
+        microbatch, step = self._microbatch_of_backward(), self._turn.step
+        assert microbatch.weights is not None
+        for name, loss, is_mean in arguments:
+            self._losses(self._pass.number, name).check(
+                self.number,
+                loss,
+                replace(microbatch, weight=microbatch.weights[name]),
+                self._leaves,
+                self._gate.returned,
+                mean=is_mean,
+                weighs=True,
+                step_weight=self.weights[name],
+            )
+        self._forward.check_loss(*(loss for _, loss, _ in arguments))
+        return losses_of(arguments, microbatch, step, self._gate.returned), False
+
+    def _compute(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
+        """Leave the forward of a micro-batch, and run its backward."""
+        number = self.number
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()

@@ -19,6 +19,7 @@ Before an evaluation and before a checkpoint, the ranks wait for each other. All
 the BatchNorm statistics and averaged weights of rank 0.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Norms, whole_norms
 from lockstep.parallel.layouts.replicated import replicated
+from lockstep.parallel.losses import NamedLoss, total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import gradient, keep_ratios
@@ -95,8 +97,21 @@ class AsynchronousEngine:
             self._check(sums, step)
         if observe:
             return self._sum_over_ranks(sums, step)
+        if step.weights is not None:
+            return self._estimate(sums, microbatches, step)
         weight = sum(microbatch.weight for microbatch in microbatches)
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
+
+    def _estimate(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
+        """Return sums with an estimate of several losses of the step. Each is the mean over this rank's micro-batches.
+
+        A loss without a weight in these micro-batches counts as 0.
+        """
+        own_weights = Counter[str]()
+        for microbatch in microbatches:
+            own_weights.update(microbatch.weights)
+        named = {name: loss._replace(weight=own_weights[name]) for name, loss in sums.named.items()}
+        return sums._replace(total=total_loss(named) if named else sums.total, weight=1, named=named)
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """Push the gradient and pull the weights. This is a no-op if the rank had no micro-batches."""
@@ -147,10 +162,16 @@ class AsynchronousEngine:
     def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
         """Return the sums over all ranks. This blocks until all ranks call it."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
-        parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | {_LOSS: sums.total}
+        losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
+        parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | losses
         rows = {self._world.rank: parts} if self._has_microbatches else {}
         totals = add_over_ranks(self._world, exact, rows, self._world.size)
-        return Sums(totals.pop(_LOSS).to(self._world.device), step.weight, sums.own_losses, totals)
+        named = {
+            name: NamedLoss(totals.pop(f"{_LOSS}/{name}").to(self._world.device), weight)
+            for name, weight in (step.weights or {}).items()
+        }
+        divisor = 1 if named else step.weight
+        return Sums(totals.pop(_LOSS).to(self._world.device), divisor, sums.own_losses, totals, named=named)
 
     def _check(self, sums: Sums, step: Step) -> None:
         """Raise TrainingError if the loss isn't finite. The shared weights would otherwise spread it to all ranks."""

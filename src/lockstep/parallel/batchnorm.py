@@ -124,9 +124,10 @@ class RunningStatistics:
     def with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
         """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
-        The vector is a leaf of the reduction tree: float64, with 1 + total length of `extra` + size elements.
+        The vector is a leaf of the reduction tree: float64, with 1 + total length of `extra` + size elements. For
+        several losses, `loss` is a vector, and its length replaces the 1.
         """
-        value = loss.detach().to(torch.float64, copy=True).reshape(1)  # a copy, because the tree adds in place
+        value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # a copy, because the tree adds in place
         parts = [value, *extra, self.observations(samples)] if self.size else [value, *extra]
         return torch.cat(parts) if len(parts) > 1 else value
 

@@ -8,7 +8,8 @@ A step has these phases for each micro-batch of the rank:
 1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank computes it.
 2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full step
    (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
-   micro-batch and divided by the weight of the step.
+   micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
+   (parallel/losses.py).
 3. Add the loss and the BatchNorm statistics to the reduction tree, as one float64 vector (parallel/step_totals.py).
    After the last forward, this vector is summed across ranks while the last backward runs.
 4. Run the backward, and add the gradient to the reduction tree (parallel/gradients.py). During the last backward,
@@ -53,6 +54,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
 from lockstep.parallel.layouts.owned import OwnedLayout
+from lockstep.parallel.losses import Losses, losses_of_task
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -126,7 +128,7 @@ class DataParallelEngine:
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
-        self._share = lru_cache(16)(share)  # most steps have the same share
+        self._share = lru_cache(16)(share)  # most steps have the same shares
         self._step: Step  # the step in progress
         self._saved_buffers: list[
             tuple[Tensor, Tensor, int]
@@ -145,7 +147,7 @@ class DataParallelEngine:
                 continue
             for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
-                    loss = self._loss_of(microbatch, observed)
+                    loss = self._loss_of(microbatch, step, observed)
                 self.backward(microbatch, loss)
         return self.end()._replace(of_task=observed.total(self._world, leaves))
 
@@ -168,7 +170,7 @@ class DataParallelEngine:
         return within if self._replicas is None else _Within(self._replicas, within)
 
     def backward(
-        self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
+        self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
         """See Phased."""
         weight = microbatch.weight if mean else 1
@@ -178,7 +180,12 @@ class DataParallelEngine:
             return
         self._differentiate(microbatch, loss, self._step, weight)
         counts_at_home = None if counts is None else self._replicas.at_home(counts)
-        self._totals.add(microbatch, self._replicas.at_home(loss.detach()), weight, counts_at_home)
+        self._totals.add(
+            microbatch,
+            self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach()),
+            weight,
+            counts_at_home,
+        )
 
     def end(self) -> Sums:
         """See Phased."""
@@ -192,7 +199,7 @@ class DataParallelEngine:
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
         with self.forward_beside(microbatch, step):
-            loss = self._loss_of(microbatch, NamedSums(enabled=False))
+            loss = self._loss_of(microbatch, step, NamedSums(enabled=False))
         self.backward_beside(microbatch, loss, step)
 
     def keep_whole(self) -> None:
@@ -209,13 +216,15 @@ class DataParallelEngine:
         self._saved_buffers = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
         if self._replicas is None:
             self._totals.show(microbatch, loss)
         self._differentiate(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
-            self._totals.show(microbatch, self._replicas.at_home(loss.detach()))
+            self._totals.show(
+                microbatch, self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach())
+            )
         for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # skip unchanged buffers, because BufferGuard watches their versions
                 buffer.copy_(saved)
@@ -324,12 +333,12 @@ class DataParallelEngine:
         if self._on_close is not None:
             self._on_close()
 
-    def _loss_of(self, microbatch: MicroBatch, observed: NamedSums) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
         with self._model_code, self._leaves.around():
             outputs = call(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
-        loss = self._problem.task.loss(prepared, microbatch.batch)
+        loss = losses_of_task(self._problem.task.loss(prepared, microbatch.batch), step)
         if observed.enabled and self._first and not microbatch.dummy:
             with torch.no_grad():
                 sums = self._problem.task.sums(prepared, microbatch.batch)
@@ -364,14 +373,14 @@ class DataParallelEngine:
             isolated.hand(number)
             self._gradients.after_backward(microbatch)
 
-    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | None:
+    def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
-            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, observed))
+            loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
             # Don't leave autocast before all forwards have ended, because leaving clears the cache that they share.
             self._cooperative.exchange("its end", list, None)
         return loss
 
-    def _differentiate(self, microbatch: MicroBatch, loss: Tensor, step: Step, weight: int) -> None:
+    def _differentiate(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
         """Run the backward of a micro-batch, and push its gradient into the tree."""
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, weight)
@@ -379,12 +388,33 @@ class DataParallelEngine:
             self._replicas.come_home()
         self._gradients.after_backward(microbatch)
 
-    def _backward(self, losses: Sequence[Tensor], step: Step, weight: int = 1) -> None:
-        seeds = tuple(self._updates.scale(self._share(step.weight, loss.dtype, loss.device, weight)) for loss in losses)
+    def _backward(self, losses: Sequence[Tensor | Losses], step: Step, weight: int = 1) -> None:
+        roots: Sequence[Any] = losses
+        if step.weights is None:
+            seeds = tuple(
+                self._updates.scale(self._share(step.weight, loss.dtype, loss.device, weight)) for loss in roots
+            )
+        else:
+            roots, seeds = self._roots(losses)
         with self._model_code:
             # autograd.backward ends by calling this function. A direct call skips checks of the seeds, which take 9 us.
             flags = {"allow_unreachable": True, "accumulate_grad": True}
-            _engine_run_backward(tuple(losses), seeds, False, False, (), **flags)
+            _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
+
+    def _roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
+        """Return the roots of a backward through several losses per micro-batch, and their seeds."""
+        roots: list[Any] = []
+        seeds: list[Tensor] = []
+        for named in losses:
+            assert isinstance(named, Losses)
+            for loss, part, weight in named.roots:
+                if part or not named.outputs:
+                    roots.append(loss)
+                    seeds.append(self._updates.scale(self._share(weight, loss.dtype, loss.device, part)))
+            for edge, zeros in named.outputs:
+                roots.append(edge)
+                seeds.append(zeros)
+        return roots, tuple(seeds)
 
     def _predict(self, inputs: Inputs) -> Any:
         with self._autocast, self._model_code:

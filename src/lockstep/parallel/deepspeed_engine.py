@@ -46,6 +46,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import take_over, trainable_parameters
+from lockstep.parallel.losses import Losses, losses_of_task, named_totals, total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
@@ -102,8 +103,8 @@ class DeepSpeedEngine:
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)
-        self._no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
-        self._loss, self._observed, self._weight, self._step = self._no_statistics[0], self._no_statistics[1:], 0, 0
+        no_statistics = torch.empty(1 + self._running.size, dtype=torch.float64, device=world.device)
+        self._loss, self._observed, self._weight, self._step = no_statistics[0], no_statistics[1:], 0, 0
 
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """See Engine."""
@@ -119,13 +120,20 @@ class DeepSpeedEngine:
             with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
-                own_losses.append(loss.detach())
-                statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples))
+                own_losses.append(loss.sums if isinstance(loss, Losses) else loss.detach())
+                statistics.push(microbatch.index, self._running.with_loss(own_losses[-1], microbatch.samples))
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)
-        total = self._canonical(statistics.pieces(), leaves, self._no_statistics)
-        self._loss, self._observed = total[0].clone(), total[1:] / step.samples
-        return Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
+        count = 1 if step.weights is None else len(step.weights)
+        no_statistics = torch.empty(count + self._running.size, dtype=torch.float64, device=self._world.device)
+        total = self._canonical(statistics.pieces(), leaves, no_statistics)
+        self._loss, self._observed = total[0].clone(), total[count:] / step.samples
+        sums = Sums(self._loss, step.weight, own_losses, observed.total(self._world, leaves))
+        if step.weights is None:
+            return sums
+        named = named_totals(total[:count].clone(), step)
+        self._loss = total_loss(named)
+        return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine. Every rank returns full gradients, multiplied by the loss scale."""
@@ -206,7 +214,7 @@ class DeepSpeedEngine:
         base: torch.optim.Optimizer = self._optimizer.optimizer
         return base
 
-    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor:
+    def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         with self._guarded():
@@ -214,22 +222,31 @@ class DeepSpeedEngine:
             with self._autocast:
                 with self._model_code, translate_deepspeed_errors():
                     outputs = call(self._engine, inputs)
-                loss = self._task.loss(outputs, microbatch.batch)
+                loss = losses_of_task(self._task.loss(outputs, microbatch.batch), step)
         if observed.enabled and not microbatch.dummy:
             with torch.no_grad():
                 observed.add(microbatch.index, self._task.sums(outputs, microbatch.batch))
         return loss
 
-    def _backward(self, loss: Tensor, dummy: bool, last: bool) -> None:
+    def _backward(self, loss: Tensor | Losses, dummy: bool, last: bool) -> None:
         """Add the gradient of a micro-batch's loss to the gradient of the step."""
-        share = torch.full_like(loss, 0.0 if dummy else self._world.size / self._weight)
+        if isinstance(loss, Losses):
+            shares = [self._shared(root.loss, root.weight, dummy) for root in loss.roots]
+            shared_loss = torch.stack(shares).sum()
+        else:
+            shared_loss = self._shared(loss, self._weight, dummy)
+        self._engine.set_gradient_accumulation_boundary(last)
+        with self._model_code, translate_deepspeed_errors():
+            self._engine.backward(shared_loss, scale_wrt_gas=False)
+
+    def _shared(self, loss: Tensor, weight: int, dummy: bool) -> Tensor:
+        """Return the share of a micro-batch in the loss of the step, times the number of ranks."""
+        share = torch.full_like(loss, 0.0 if dummy or not weight else self._world.size / weight)
         if self._numerics.skip_nonfinite:
             # If the loss isn't finite, make the gradient NaN, so that DeepSpeed skips the step. Otherwise, the gradient
             # could still be finite.
             share += 0.0 * loss.detach()
-        self._engine.set_gradient_accumulation_boundary(last)
-        with self._model_code, translate_deepspeed_errors():
-            self._engine.backward(loss * share, scale_wrt_gas=False)
+        return loss * share
 
     def _update_scale(self, applied: bool) -> None:
         """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""

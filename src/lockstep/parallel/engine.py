@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.core.batch import Inputs
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors
+from lockstep.parallel.losses import Losses, NamedLoss
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
 Predict = Callable[[Inputs], Any]  # returns the outputs of the model
@@ -24,6 +25,7 @@ class Sums(NamedTuple):
     - `own_losses`: one loss for each micro-batch of this rank, summed over the micro-batch.
     - `of_task`: the metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
     - `counts`: the float64 vector that a custom loop sums together with its loss.
+    - `named`: each of several losses by name. In this case, `total` is the sum of their means, and `weight` is 1.
     """
 
     total: Tensor
@@ -31,6 +33,7 @@ class Sums(NamedTuple):
     own_losses: Sequence[Tensor]
     of_task: Mapping[str, Tensor] = MappingProxyType({})
     counts: Tensor | None = None
+    named: Mapping[str, NamedLoss] = MappingProxyType({})
 
     @property
     def loss(self) -> Tensor:
@@ -168,13 +171,13 @@ class Phased(Auditable, Protocol):
         """Return the context for a micro-batch's forward and loss. It sets the seed, the precision and BatchNorm."""
 
     def backward(
-        self, microbatch: MicroBatch, loss: Tensor, *, mean: bool = False, counts: Tensor | None = None
+        self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
     ) -> None:
         """Compute the gradient of a micro-batch, and add the gradient, the loss and `counts` to the sums of the step.
 
-        By default, `loss` is a sum. If `mean` is set, it is a mean over the weight of the micro-batch. `counts` is a
-        float64 vector of this micro-batch that is summed together with its loss. Its length must be the `counts` of
-        `begin`.
+        By default, `loss` is a sum. If `mean` is set, it is a mean over the weight of the micro-batch. In a step with
+        several losses, pass Losses, without `mean`. `counts` is a float64 vector of this micro-batch that is summed
+        together with its loss. Its length must be the `counts` of `begin`.
         """
 
     def end(self) -> Sums:
@@ -183,7 +186,7 @@ class Phased(Auditable, Protocol):
     def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """Same as `forward`, for a dummy micro-batch that isn't part of the step."""
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor, step: Step, *, mean: bool = False) -> None:
+    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """Same as `backward`, for a dummy micro-batch that isn't part of the step. Results only go to its `note`."""
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:

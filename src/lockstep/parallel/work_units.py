@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, final
+from typing import Protocol, TypeVar, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs
 from lockstep.core.mesh import Mesh
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
+
+T = TypeVar("T")
 
 
 class WorkUnits(Protocol):
@@ -33,7 +35,7 @@ class WorkUnits(Protocol):
     def around(self) -> AbstractContextManager[object]:
         """Return the context for the forward of a leaf, or of a part of it."""
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
         """Return the result of `compute` for a leaf. If the leaf belongs to another rank, take part and return None."""
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
@@ -65,7 +67,7 @@ class WholeMicroBatches:
         """See WorkUnits."""
         return nullcontext()
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
         return compute()
 

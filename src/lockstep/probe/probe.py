@@ -27,6 +27,7 @@ from lockstep.core.batch import call, map_tensors, tensors_of, with_paths
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
+from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
 from lockstep.data.items import ImportedSplit, Items, OwnSplit
@@ -288,7 +289,7 @@ class _Probe:
 
     def _compute(self, model: nn.Module, microbatch: MicroBatch) -> Computed:
         model.zero_grad(set_to_none=True)
-        loss = self._setup.task.loss(self._outputs(model, microbatch), microbatch.batch)
+        loss = sum_of_losses(self._setup.task.loss(self._outputs(model, microbatch), microbatch.batch))
         if not self._settings.backward:
             return {"": digest([loss])}
         loss.backward()  # type: ignore[no-untyped-call]
@@ -315,7 +316,7 @@ class _Probe:
             row_outputs, batch = (
                 map_tensors(lambda tensor: tensor[rows], value) for value in (outputs, microbatch.batch)
             )
-            return float(self._setup.task.loss(row_outputs, batch))
+            return float(sum_of_losses(self._setup.task.loss(row_outputs, batch)))
 
         one_by_one = sum(loss(slice(number, number + 1)) for number in range(samples))
         return LossFact(samples, loss(slice(samples)), one_by_one)

@@ -6,10 +6,11 @@ This runs in a single process, with the random numbers of the step, and doesn't 
 from dataclasses import replace
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.core.batch import Batch
 from lockstep.core.order import Step
+from lockstep.core.several_losses import Loss
 from lockstep.parallel.engine import Auditable
 from lockstep.replay.trace import Trace
 from lockstep.tasks.base import MicroBatches, Task
@@ -27,7 +28,7 @@ class ObservedTask:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
         if self.see is not None:
             self.see(self._task.loss, outputs, batch)

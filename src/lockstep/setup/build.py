@@ -20,9 +20,10 @@ from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
 from lockstep.data.base import DataSet
-from lockstep.data.loader import Loader, Weigh
+from lockstep.data.loader import Loader
 from lockstep.data.request import request_of
 from lockstep.data.sources import open_data
+from lockstep.data.weigh import Weigh
 from lockstep.device.compiler import check_compiler
 from lockstep.device.meta import on_meta
 from lockstep.device.precision import computing_dtype, stored_dtype
@@ -116,7 +117,9 @@ class Setup:
         """
         recipe, task, device = self.recipe, self.task, world.device
         transforms = transforms_of(recipe, self.data)
-        weigh = None if task.counts_samples else Weigh(task.weight, partial(over_ranks, world))
+        weigh = None
+        if not task.counts_samples:
+            weigh = Weigh(task.weight, partial(over_ranks, world), world.all_tell, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,

@@ -1,12 +1,16 @@
 """Checks that the placement supports the recipe, before any process starts."""
 
 from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.config.placement import Placement
+from lockstep.core.batch import Batch
 from lockstep.core.devices import resolve_backend
+from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.work import divisors
 from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import check_precision, computing_dtype, stored_dtype
@@ -202,7 +206,11 @@ def cuda_refusals(ready: Setup, *, training: bool = True) -> list[Refusal]:
     """Return the operations of a training step or evaluation that have no deterministic CUDA kernel. Needs no GPU."""
     example, evaluation = examples(ready.recipe, ready.data)
     batch = example if training else evaluation
-    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, ready.task.loss, training=training)
+
+    def loss(outputs: Any, batch: Batch) -> Tensor:
+        return sum_of_losses(ready.task.loss(outputs, batch))
+
+    return find_refused_operations(ready.blank, ready.task.inputs(batch), batch, loss, training=training)
 
 
 def check_kernels(placement: Placement, ready: Setup, *, training: bool = True) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, call, map_tensors, tensors_of
+from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.shard import Chunked
 from lockstep.data.items import generators_kept
 from lockstep.device.cached_tensors import new_tensors_dropped
@@ -217,7 +218,8 @@ def sequence_departure(
     chunked = cut_features(in_chunks)
 
     def compare(sample_batch: Batch) -> Iterator[Departure]:
-        loss, gradients = _loss_and_gradients(whole, task.loss(call(whole, task.inputs(sample_batch)), sample_batch))
+        whole_loss = sum_of_losses(task.loss(call(whole, task.inputs(sample_batch)), sample_batch))
+        loss, gradients = _loss_and_gradients(whole, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
             in_chunks, torch.stack(losses_in(in_chunks, task, sample_batch, chunks)).sum()
         )

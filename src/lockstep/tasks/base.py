@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from lockstep.core.batch import Batch, Inputs
+from lockstep.core.several_losses import Loss, Weight
 from lockstep.errors import UsageError
 
 Build = Callable[[], nn.Module]  # builds a model
@@ -21,11 +22,13 @@ class MicroBatch:
 
     - `index`: The index of the micro-batch in the step.
     - `samples`: The number of samples, which are along dim 0 of each tensor in `batch`.
-    - `weight`: The weight of the micro-batch in the loss of the step.
+    - `weight`: The weight of the micro-batch in the loss of the step. With several losses, it is the sum of their
+      weights.
     - `dummy`: Whether a different rank computes this micro-batch for the step. In this case, this rank only computes it
       to join collectives or for an audit, and its results aren't added to the step.
     - `note`: If set, it is called with the loss, the BatchNorm statistics, and each gradient before it is added to the
       gradient of the step.
+    - `weights`: The weight of the micro-batch in each loss by name, if there are several losses.
     """
 
     index: int
@@ -34,6 +37,7 @@ class MicroBatch:
     weight: int
     dummy: bool = False
     note: Note | None = field(default=None, compare=False)
+    weights: Mapping[str, int] | None = None
 
 
 MicroBatches = Sequence[MicroBatch]  # of one rank in one step
@@ -52,7 +56,9 @@ LOSS: Final = Monitor("loss", higher=False)
 class Task(Protocol):
     """Defines the loss and the metrics of a model.
 
-    The loss of a step is the sum of the losses of its micro-batches, divided by the sum of their weights.
+    The loss of a step is the sum of the losses of its micro-batches, divided by the sum of their weights. A task can
+    have several losses, each with a name and its own weight. `loss` and `weight` then return mappings with the same
+    names. The loss of a step is the sum over the names, each divided by its own weight.
     """
 
     @property
@@ -74,14 +80,15 @@ class Task(Protocol):
     def inputs(self, batch: Batch) -> Inputs:
         """Return the arguments of the model's forward, as a tuple or as a mapping by name."""
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Batch) -> Weight:
         """Return the weight of a batch as an integer, such as its number of samples or of tokens without padding.
 
-        `batch` is on the CPU, as returned by the dataset. If the weight is 0, the batch is ignored.
+        `batch` is on the CPU, as returned by the dataset. If the weight is 0, the batch is ignored. For several losses,
+        return the weight of each by its name, with the same names for every batch.
         """
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the loss summed over the batch, as a 0-dim tensor.
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
+        """Return the loss summed over the batch, as a 0-dim tensor, or several losses by name.
 
         Don't return the mean, because a mean over micro-batches of different sizes isn't the mean over the step.
         """
@@ -96,7 +103,8 @@ class Task(Protocol):
         """Compute the metrics to display from the sums over all batches. `sums` are on the CPU.
 
         `sums` includes `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To report a
-        different loss, return a metric named `loss`.
+        different loss, return a metric named `loss`. With several losses, `sums` includes `loss/NAME` and `weight/NAME`
+        for each of them instead of `weight`, and `loss` is the sum of their means, without a divisor.
         """
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -116,6 +124,9 @@ class Task(Protocol):
 @runtime_checkable
 class CutsSequences(Task, Protocol):
     """A task whose samples are sequences that can be split into chunks."""
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """See Task. Such a task has a single loss."""
 
     def chunk(self, batch: Batch, number: int, chunks: int) -> Batch:
         """Split each sequence of a batch into `chunks` equal chunks, and return chunk `number` as a batch of this task.

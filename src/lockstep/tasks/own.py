@@ -17,6 +17,17 @@ from lockstep.common.importing import import_callable
 from lockstep.common.own_code import OwnCode
 from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
+from lockstep.core.several_losses import (
+    Loss,
+    Weight,
+    check_alike,
+    check_weights,
+    is_reserved,
+    loss_means,
+    loss_sums,
+    sum_of_losses,
+    with_total,
+)
 from lockstep.errors import UsageError
 from lockstep.tasks.base import LOSS, Figures, Monitor, Report, Task
 from lockstep.tasks.batches import parts
@@ -74,37 +85,23 @@ class OwnTask:
             f"tuple, or as a mapping by name"
         )
 
-    def weight(self, batch: Batch) -> int:
+    def weight(self, batch: Batch) -> Weight:
         """See Task."""
         if self._members["weight"] is None:
             return length(batch)
         weight = self._call("weight", batch)
-        if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
-            weight = int(weight)
-        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
-            raise UsageError(
-                f"{self._name}: weight returned {str(weight)[:60]} of type {type(weight).__name__}; return an integer "
-                f"of at least 0, such as the number of tokens that count"
-            )
-        return weight
+        if isinstance(weight, Mapping):
+            weights = check_weights(f"{self._name}: weight", weight)
+            return {name: self._count(value, f" for {name}") for name, value in weights.items()}
+        return self._count(weight, "")
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+    def loss(self, outputs: Any, batch: Batch) -> Loss:
         """See Task."""
         loss = self._call("loss", outputs, batch)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            description = (
-                f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            raise UsageError(
-                f"{self._name}: loss returned {description}; return the sum over the batch as a 0-dim float tensor"
-            )
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of(outputs))
-        if learns and not loss.requires_grad:
-            raise UsageError(
-                f"{self._name}: the loss has no gradient; compute it from the outputs with torch functions only, "
-                f"without detach() or item()"
-            )
-        return loss
+        if isinstance(loss, Mapping):
+            return {str(name): self._one_loss(value, f" for {name}", learns) for name, value in loss.items()}
+        return self._one_loss(loss, "", learns)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """See Task."""
@@ -113,7 +110,10 @@ class OwnTask:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
         results = self._mapping("figures", sums)
-        if (reserved_name := first_taken(map(str, results), OF_TRAINING)) is not None:
+        reserved_name = first_taken(map(str, results), OF_TRAINING) or next(
+            filter(is_reserved, map(str, results)), None
+        )
+        if reserved_name is not None:
             raise UsageError(
                 f"{self._name}: figures returned {reserved_name}, a name that Lockstep uses for steps or evaluations; "
                 f"choose a different name"
@@ -130,6 +130,34 @@ class OwnTask:
         """See Task."""
         return dict(self._mapping("report", sums))
 
+    def _count(self, weight: Any, of_loss: str) -> int:
+        """Return the weight of a batch as an integer. `of_loss` follows it in errors, if it is one of several."""
+        if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
+            weight = int(weight)
+        if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
+            raise UsageError(
+                f"{self._name}: weight returned {str(weight)[:60]} of type {type(weight).__name__}{of_loss}; return an "
+                f"integer of at least 0, such as the number of tokens that count"
+            )
+        return weight
+
+    def _one_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
+        """Return a loss. Raises UsageError unless it is a sum, and has a gradient if the model `learns`."""
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            description = (
+                f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise UsageError(
+                f"{self._name}: loss returned {description}{of_loss}; return the sum over the batch as a 0-dim float "
+                f"tensor"
+            )
+        if learns and not loss.requires_grad:
+            raise UsageError(
+                f"{self._name}: the loss{of_loss} has no gradient; compute it from the outputs with torch functions "
+                f"only, without detach() or item()"
+            )
+        return loss
+
     def check(self, outputs: Any, batch: Batch) -> None:
         """Raise UsageError if the task fails for a batch, or if its loss is a mean. See Task.
 
@@ -143,12 +171,19 @@ class OwnTask:
         if samples > 1:
             self._check_sum(values, batch, samples)
         loss = self.loss(map_tensors(lambda tensor: tensor.requires_grad_(tensor.is_floating_point()), values), batch)
-        if not loss.isfinite():
-            return  # the arbitrary outputs may be invalid, such as for a logarithm. The first step checks real outputs
         weight = self.weight(batch)
-        counts = {"loss": loss.detach().double(), "weight": torch.tensor(weight), "samples": torch.tensor(samples)}
+        check_alike(loss, weight, self._name)
+        if not sum_of_losses(loss).isfinite():
+            return  # the arbitrary outputs may be invalid, such as for a logarithm. The first step checks real outputs
+        losses = {name: value.detach().double() for name, value in loss_sums(loss, weight).items()}
+        counts = {**with_total(losses), "samples": torch.tensor(samples)}
         sums = {**self.sums(values, batch), **self.details(values, batch)}
-        figures = self.figures({**counts, **sums})
+        if (reserved_name := next(filter(is_reserved, sums), None)) is not None:
+            raise UsageError(
+                f"{self._name}: sums or details returned {reserved_name}, a name that Lockstep uses for several "
+                f"losses; choose a different name"
+            )
+        figures = {**loss_means(counts), **self.figures({**counts, **sums})}
         with self._code("report"):
             json.dumps(self.report({**counts, **sums}))
         if self.monitor.name not in (*figures, LOSS.name):
@@ -169,9 +204,18 @@ class OwnTask:
             pair_loss = self.loss(select([0, 0], outputs), select([0, 0], batch))
             single_loss = self.loss(select([0], outputs), select([0], batch))
         weights = self.weight(select([0, 0], batch)), self.weight(select([0], batch))
+        check_alike(pair_loss, weights[0], self._name)
+        if isinstance(pair_loss, Mapping) and isinstance(single_loss, Mapping):
+            for name, loss in pair_loss.items():
+                weight_pair = tuple(weight[name] for weight in weights if isinstance(weight, Mapping))
+                self._check_one_sum(loss, single_loss[name], weight_pair, f" for {name}")
+        elif isinstance(pair_loss, Tensor) and isinstance(single_loss, Tensor):
+            self._check_one_sum(pair_loss, single_loss, weights, "")
+
+    def _check_one_sum(self, pair_loss: Tensor, single_loss: Tensor, weights: tuple[Any, ...], of_loss: str) -> None:
         if weights[0] != weights[1] and is_mean(single_loss, pair_loss):
             raise UsageError(
-                f"{self._name}: loss returned {pair_loss.item():.6g} for two equal samples and "
+                f"{self._name}: loss returned {pair_loss.item():.6g}{of_loss} for two equal samples and "
                 f"{single_loss.item():.6g} for one, so it is a mean; return the sum (reduction='sum'), and return the "
                 f"divisor from weight"
             )
@@ -233,11 +277,11 @@ def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tenso
 
 
 def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figures) -> Figures:
-    """Return each sum of a metric, divided by the weight.
+    """Return each sum of a metric, divided by the weight. For several losses, divide by the number of samples instead.
 
     `figures` are the metrics of the task. Raises UsageError if two metrics have the same name.
     """
-    weight = max(int(sums.get("weight", 1)), 1)
+    weight = max(int(sums.get("weight", sums.get("samples", 1))), 1)
     metric_values: Figures = {}
     for key, value in sums.items():
         path, _, name = key.rpartition("/")

@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
 from lockstep.core.batch import Batch, length
+from lockstep.core.several_losses import Weight, loss_means, loss_sums, with_total
 from lockstep.parallel.engine import Engine
 from lockstep.tasks.base import Task
 
@@ -21,31 +22,36 @@ SAMPLES: Final = "samples"
 class Totals(NamedTuple):
     """The sums over all batches, on the CPU, and the duration of the evaluation in seconds.
 
-    `sums` holds `loss`, `weight`, `samples` and the sums of the task.
+    `sums` holds `loss`, `weight`, `samples` and the sums of the task. For several losses, see Task.figures.
     """
 
     sums: Mapping[str, Tensor]
     seconds: float
 
 
-def batch_sums(task: Task, outputs: Any, batch: Batch, weight: int) -> dict[str, Tensor]:
-    """Return the sums of a batch: its loss, weight and number of samples, and the sums of the task."""
-    counts = {WEIGHT: torch.tensor(weight), SAMPLES: torch.tensor(length(batch))}
-    return {LOSS: task.loss(outputs, batch), **counts, **task.sums(outputs, batch)}
+def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[str, Tensor]:
+    """Return the sums of a batch: its losses, weights and number of samples, and the sums of the task."""
+    losses = loss_sums(task.loss(outputs, batch), weight)
+    return {**losses, SAMPLES: torch.tensor(length(batch)), **task.sums(outputs, batch)}
 
 
 def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the metrics of the task by name, as an evaluation reports them."""
+    """Return the loss and the metrics of the task by name, as an evaluation reports them.
+
+    The loss comes first, followed by the mean of each of several losses.
+    """
+    sums = with_total(sums)
     figures = task.figures(sums)
-    loss = figures.pop(LOSS, float(sums[LOSS]) / max(int(sums[WEIGHT]), 1))
-    return {LOSS: loss, **figures}
+    weight = max(int(sums[WEIGHT]), 1) if WEIGHT in sums else 1  # several losses are already divided
+    loss = figures.pop(LOSS, float(sums[LOSS]) / weight)
+    return {LOSS: loss, **loss_means(sums), **figures}
 
 
 def evaluate(
     engine: Engine,
     world: World,
     task: Task,
-    batches: Iterable[tuple[int | None, Batch, int]],
+    batches: Iterable[tuple[int | None, Batch, Weight]],
     number_of_batches: int,
     details: bool = False,
 ) -> Totals:
@@ -64,4 +70,4 @@ def evaluate(
                 continue
             detail_sums = task.details(outputs, batch) if details else {}
             added.add(number, {**batch_sums(task, outputs, batch, weight), **detail_sums})
-    return Totals(added.total(world, number_of_batches), time.perf_counter() - start_time)
+    return Totals(with_total(added.total(world, number_of_batches)), time.perf_counter() - start_time)

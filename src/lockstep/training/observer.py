@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, map_tensors, tensors_of
+from lockstep.core.several_losses import Loss, sum_of_losses
 from lockstep.tasks.base import MicroBatch
 
 LOSS: Final = "the loss"
@@ -106,14 +107,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note("batch", "", "", microbatch.batch)
         self._check_batch()
 
-    def note_losses(self, loss: Callable[[Any, Batch], Tensor], outputs: Any, batch: Batch) -> None:
-        """Record the loss of each sample, if the outputs and the batch can be split into samples."""
+    def note_losses(self, loss: Callable[[Any, Batch], Loss], outputs: Any, batch: Batch) -> None:
+        """Record the loss of each sample, if the outputs and the batch can be split into samples.
+
+        If there are several losses, record their sum.
+        """
         samples = self._microbatch.samples
         with torch.no_grad(), self.paused():
             for sample in range(samples):
                 select = partial(map_tensors, partial(_sample, sample, samples))
                 try:  # fails if the loss needs the full batch, or for custom output types
-                    value = float(loss(select(outputs), select(batch)))
+                    value = float(sum_of_losses(loss(select(outputs), select(batch))))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
                 self._examined.losses.append(SampleLoss(self._microbatch.index, sample, value))

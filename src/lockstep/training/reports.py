@@ -1,14 +1,16 @@
 """The step reports of a training loop: loss, metrics and speed. A non-finite loss raises an error."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import against_nonfinite
 from lockstep.core.order import Step
+from lockstep.core.several_losses import loss_means, loss_sums, with_total
 from lockstep.device.meter import Meter
 from lockstep.parallel.engine import Sums
 from lockstep.tasks.base import LOSS
@@ -56,7 +58,7 @@ class StepReports:
             loss_scale=turn.update.loss_scale,
             skipped_steps=self.progress.skipped_steps,
             samples_per_s=samples_per_s,
-            weight_per_s=weight_per_s if self.plan.weighs else None,
+            weight_per_s=weight_per_s if self.plan.weighs and turn.step.weights is None else None,
             peak_bytes=self._meter.peak_bytes(),
             figures=self._figures(turn.step, turn.sums),
         )
@@ -74,9 +76,24 @@ class StepReports:
         self._meter.restart()
 
     def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
-        """Return the metrics of the task for a step, except the loss. The weights before the update determine them."""
-        if self.plan.figures is None:
+        """Return the metrics of the task for a step, except the loss. The weights before the update determine them.
+
+        Also returns the means of several losses.
+        """
+        if self.plan.figures is None and not sums.named:
             return {}
-        counts = {"weight": torch.tensor(sums.weight), "samples": torch.tensor(step.samples)}
-        figures = self.plan.figures({"loss": sums.total.double().cpu(), **counts, **sums.of_task})
-        return {name: figure for name, figure in figures.items() if name != LOSS.name}
+        losses = step_sums(sums)
+        means = loss_means(losses)
+        if self.plan.figures is None:
+            return means
+        samples = torch.tensor(step.samples)
+        figures = self.plan.figures({**losses, "samples": samples, **sums.of_task})
+        return means | {name: figure for name, figure in figures.items() if name != LOSS.name}
+
+
+def step_sums(sums: Sums) -> Mapping[str, Tensor]:
+    """Return the losses and weights of a step on the CPU, by their names in the sums of a task."""
+    if not sums.named:
+        return {"loss": sums.total.double().cpu(), "weight": torch.tensor(sums.weight)}
+    losses = {name: loss.total.cpu() for name, loss in sums.named.items()}
+    return with_total(loss_sums(losses, {name: loss.weight for name, loss in sums.named.items()}))

@@ -29,6 +29,7 @@ PLACED = {
     "fp16, skipping": 4,
     "recomputed": 2,
     "frozen in part": 2,
+    "several losses": 2,
 }
 
 

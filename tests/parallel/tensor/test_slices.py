@@ -32,6 +32,7 @@ CASES = {
     "recomputed": replace(NET, recompute=1),
     "frozen in part": replace(NET, freeze=("stem.*", "*.out.*", "*.gate.weight", "*.attention.norm.bias")),
     "one micro-batch": replace(NET, microbatches=1),
+    "several losses": replace(NET, losses="two", clip=0.1),
 }
 SLICED = [("tensor", 2, ()), ("tensor", 4, (("replicate", 2),))]
 OTHERWISE = [("tensor", 4, ()), ("ddp", 2, ()), ("zero1", 2, ()), ("zero3", 2, ()), ("pipeline", 2, ())]

@@ -11,10 +11,10 @@ In a step with M micro-batches, leaf c * M + m is chunk c of micro-batch m.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.core.batch import Inputs, call, tensors_of
@@ -26,6 +26,8 @@ from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.work_units import WholeMicroBatches, WorkUnits
 from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Problem, Task
+
+T = TypeVar("T")
 
 POSITIONS: Final = "position_ids"  # the name of the argument in transformers and in other models
 
@@ -74,7 +76,7 @@ class SequenceChunks:
         """See WorkUnits."""
         return SequenceAttention(self._exchange, self._cooperative)
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
         return compute()
 

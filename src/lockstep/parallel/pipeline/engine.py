@@ -41,6 +41,7 @@ from lockstep.parallel.ema import average_of, evaluating
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots, take_over, trainable_parameters
+from lockstep.parallel.losses import Losses, losses_of_task, named_totals, total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_step import Updates, share
 from lockstep.parallel.pipeline.cut import find_cut
@@ -117,6 +118,7 @@ class PipelineEngine:
         self._links = Links(world, place, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
+        self._loss_dtypes: list[torch.dtype] = []
         self._observed = NamedSums()  # the metric sums of the task in the current step
         self._losses: Counter[Tensor] = Counter(add_)
 
@@ -163,9 +165,14 @@ class PipelineEngine:
         self._layout.collect()
         for stage in self._stages.values():
             stage.observe(leaves, step.samples, self._across)
-        self._loss = self._total_loss(leaves)
-        self._weight = step.weight
-        return Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaves))
+        losses = self._total_losses(leaves, 1 if step.weights is None else len(step.weights))
+        self._loss, self._weight = losses[0], step.weight
+        sums = Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaves))
+        if step.weights is None:
+            return sums
+        named = named_totals(losses, step)
+        self._loss = total_loss(named)
+        return sums._replace(total=self._loss, weight=1, named=named)
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
@@ -259,14 +266,16 @@ class PipelineEngine:
         for in_flight, outputs in zip(leaves_in_flight, stage_outputs, strict=True):
             index = in_flight.leaf.index
             if number == self._place.last:
-                loss = _as_tensor(outputs[0]).detach()
+                losses = [_as_tensor(output).detach() for output in outputs]
+                loss = losses[0] if step.weights is None else torch.stack([each.double() for each in losses])
                 self._own_losses.append(loss)
-                self._losses.push(index, loss.to(torch.float64, copy=True).reshape(1))
+                self._loss_dtypes = [each.dtype for each in losses]
+                self._losses.push(index, loss.to(torch.float64, copy=True).reshape(-1))
             else:
                 self._links.send([in_flight.drawn, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Return the values that leave the stage for a leaf. For the last stage, this is only the loss."""
+        """Return the values that leave the stage for a leaf. For the last stage, these are only the losses."""
         leaf = in_flight.leaf
         initial_states = self._seed(step, leaf.index, in_flight.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
@@ -275,26 +284,30 @@ class PipelineEngine:
                 outputs = _check(self._code[number].training(values, in_flight.model_inputs))
             self._ties.end_forward()
             if number == self._place.last:
-                outputs = [self._loss_of(leaf, outputs)]
+                outputs = self._losses_of(leaf, step, outputs)
             else:
                 in_flight.drawn = self._generator_states(initial_states, in_flight.arrived)
             # Don't leave autocast before all leaves have ended, because leaving clears the cache that they share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
-    def _loss_of(self, leaf: MicroBatch, outputs: Sequence[Tensor | int]) -> Tensor:
+    def _losses_of(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
         prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
-        loss = self._task.loss(prepared, leaf.batch)
+        loss = losses_of_task(self._task.loss(prepared, leaf.batch), step)
         if self._observed.enabled and not self._place.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(prepared, leaf.batch))
-        return loss
+        return [root.loss for root in loss.roots] if isinstance(loss, Losses) else [loss]
 
     def _gradients_of(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of the outputs of a stage. For the last stage, this is the seed of the loss."""
+        """Return the gradients of the outputs of a stage. For the last stage, these are the seeds of the losses."""
         if number != self._place.last:
             return self._links.receive(self._links.gradient_line(number), number + 1, index)
-        return [self._updates.scale(share(step.weight, self._own_losses[-1].dtype, self._world.device))]
+        weights = [step.weight] if step.weights is None else step.weights.values()
+        return [
+            self._updates.scale(share(weight, dtype, self._world.device))
+            for weight, dtype in zip(weights, self._loss_dtypes, strict=True)
+        ]
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the gradients of lent parameters that the borrowing stages have computed for a leaf."""
@@ -324,16 +337,16 @@ class PipelineEngine:
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)
 
-    def _total_loss(self, leaves: int) -> Tensor:
-        """Return the sum of all losses on every rank. Only the last stages have losses."""
-        loss = torch.zeros(1, dtype=torch.float64, device=self._world.device)
+    def _total_losses(self, leaves: int, count: int) -> Tensor:
+        """Return the sum of each of the `count` losses on every rank. Only the last stages have losses."""
+        loss = torch.zeros(count, dtype=torch.float64, device=self._world.device)
         if self._place.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
             if self._place.whole_primary and not self._place.coordinate.tensor:
                 loss = added
         # Sum as integers: all other ranks have zero, and a float sum would change -0.0 to 0.0.
-        return self._world.add_(loss.view(torch.int64)).view(torch.float64)[0]
+        return self._world.add_(loss.view(torch.int64)).view(torch.float64)
 
     def _predict(self, inputs: Inputs) -> Any:
         outputs: Values = []

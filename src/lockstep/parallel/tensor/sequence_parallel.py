@@ -30,7 +30,7 @@ The reduction tree adds the same sums as if each rank had all chunks of the sequ
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 from torch import Generator, Tensor, nn
@@ -54,6 +54,8 @@ from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
 from lockstep.parallel.tensor.slices import CutLayer, cut_layers
 from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
+
+T = TypeVar("T")
 
 _KEY: Final = "placement.strategy.sequence_parallel"
 _NEXT: Final = "its next region or its end"
@@ -132,7 +134,7 @@ class SpreadChunks:
         leaves = self._sequences.units_for(microbatch, microbatches)
         return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], Tensor]) -> Tensor | None:
+    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
         if leaf.dummy:
             with self.around():

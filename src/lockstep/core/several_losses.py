@@ -1,0 +1,92 @@
+"""Several losses of one task or training loop: their names, their totals and their means."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+
+Loss = Tensor | Mapping[str, Tensor]  # a sum over a batch, 0-dim, or several sums by name
+Weight = int | Mapping[str, int]  # the divisor of the loss, or one for each of several losses
+
+LOSS: Final = "loss"
+_LOSS: Final = "loss/"  # before the name of a loss in the sums of a task, and in its figures
+_WEIGHT: Final = "weight/"
+
+
+def check_weights(who: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the weights of several losses in the order of their names. Doesn't check the weights themselves.
+
+    Raises UsageError, which begins with `who`, if the names can't name losses.
+    """
+    if not weights:
+        raise UsageError(f"{who} returned an empty mapping; return an integer for the name of each loss")
+    invalid = next((name for name in weights if not isinstance(name, str) or not name.isidentifier()), None)
+    if invalid is not None:
+        raise UsageError(
+            f"{who} returned the name {invalid!r}; name losses by letters, digits and underscores, such as second_head"
+        )
+    return {name: weights[name] for name in sorted(weights)}
+
+
+def names_of(value: Loss | Weight) -> tuple[str, ...] | None:
+    """Return the sorted names of several losses or weights, or None if there is a single one."""
+    return tuple(sorted(value)) if isinstance(value, Mapping) else None
+
+
+def describe_names(names: tuple[str, ...] | None, single: str) -> str:
+    """Describe the names of losses for an error. `single` describes a single loss."""
+    return single if names is None else f"the names {', '.join(names)}" if len(names) > 1 else f"the name {names[0]}"
+
+
+def sum_of_losses(loss: Loss) -> Tensor:
+    """Return the sum of the losses. It is only used to examine a task, because it ignores the weights."""
+    return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
+
+
+def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
+    """Return the losses and the weights of a batch, by their names in the sums of a task."""
+    if isinstance(loss, Mapping) and isinstance(weight, Mapping):
+        losses = {f"{_LOSS}{name}": value for name, value in loss.items()}
+        return losses | {f"{_WEIGHT}{name}": torch.tensor(value) for name, value in weight.items()}
+    check_alike(loss, weight)
+    assert isinstance(loss, Tensor)
+    return {LOSS: loss, "weight": torch.tensor(weight)}
+
+
+def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
+    """Raise UsageError if a task returns losses with other names than weights."""
+    losses, weights = names_of(loss), names_of(weight)
+    if losses != weights:
+        raise UsageError(
+            f"{task}: loss returned {describe_names(losses, 'a single tensor')}, but weight returned "
+            f"{describe_names(weights, 'a single integer')}; return the same names from both"
+        )
+
+
+def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return the sums over all batches, and if there are several losses, also their total under the name `loss`."""
+    means = loss_means(sums)
+    if not means:
+        return sums
+    total = torch.tensor(sum(means.values()), dtype=torch.float64)
+    return {LOSS: total, **sums}
+
+
+def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the mean of each of several losses over all batches, by its name in figures: `loss/NAME`.
+
+    The mean of a loss of weight 0 is 0. Returns nothing for a single loss.
+    """
+    names = sorted(key.removeprefix(_WEIGHT) for key in sums if key.startswith(_WEIGHT))
+    return {
+        f"{_LOSS}{name}": float(sums[f"{_LOSS}{name}"]) / weight if (weight := int(sums[f"{_WEIGHT}{name}"])) else 0.0
+        for name in names
+    }
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a name of a sum or figure is that of a loss or of its weight."""
+    return name.startswith((_LOSS, _WEIGHT))

@@ -1,0 +1,87 @@
+"""The weight of a step over all ranks, for tasks and loops that don't count samples.
+
+A batch has one weight, or one weight for each of several losses by name. The names come from the first batches, so a
+rank without a micro-batch doesn't know them. In each step, the ranks add the weight and whether any rank has names.
+Only if one does, they tell each other the names, once, and from then on they add one weight for each name.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+from lockstep.core.batch import Batch
+from lockstep.core.order import Step
+from lockstep.core.several_losses import Weight, describe_names, names_of
+from lockstep.errors import UsageError
+
+_SINGLE: Final = "a single integer"
+_NO_NAMES: Final = "-"  # the text of a rank whose batches have a single weight
+
+
+@final
+@dataclass(eq=False)
+class Weigh:
+    """Weights of batches, for tasks that don't count samples.
+
+    - `of_batch`: Returns the weight of a batch, or a weight for each of several losses in sorted order.
+    - `over_ranks`: Sums integers over the ranks.
+    - `texts`: Returns the text of each rank, by rank.
+    - `name`: The function in errors.
+    """
+
+    of_batch: Callable[[Batch], Weight]
+    over_ranks: Callable[[Sequence[int]], list[int]]
+    texts: Callable[[str], list[str]]
+    name: str = "weight"
+    _first: list[tuple[str, ...] | None] = field(default_factory=list)  # the names of this rank's first batch
+    _agreed: tuple[str, ...] | None = None  # the names on all ranks, once they are known
+
+    def weight(self, batch: Batch) -> Weight:
+        """Return the weight of a batch. Raises UsageError if its names aren't those of the first batch."""
+        weight = self.of_batch(batch)
+        names = names_of(weight)
+        if not self._first:
+            self._first.append(names)
+        if names != self._first[0]:
+            raise UsageError(
+                f"{self.name}: returned {describe_names(names, _SINGLE)} for a batch, but "
+                f"{describe_names(self._first[0], _SINGLE)} for the first one; return the same names for each batch, "
+                f"with 0 for a loss without items"
+            )
+        return weight
+
+    def of_step(self, step: Step, weights: Sequence[Weight]) -> Step:
+        """Return a step with its weight over all ranks. `weights` are those that this rank counts. All ranks call it.
+
+        Raises UsageError if ranks have weights with different names.
+        """
+        if self._agreed is None:
+            has_names = bool(self._first) and self._first[0] is not None
+            single = 0 if has_names else sum(weight for weight in weights if isinstance(weight, int))
+            total, named_ranks = self.over_ranks([single, has_names])
+            if not named_ranks:
+                return step._replace(counted=total)
+            self._agreed = self._agree()
+        rows = [[weight[name] for name in self._agreed] for weight in weights if isinstance(weight, Mapping)]
+        totals = self.over_ranks([sum(column) for column in zip(*rows, strict=True)] or [0] * len(self._agreed))
+        by_name = dict(zip(self._agreed, totals, strict=True))
+        return step._replace(counted=sum(totals), weights=by_name)
+
+    def _agree(self) -> tuple[str, ...]:
+        """Return the names that all ranks with batches have. All ranks call it."""
+        own_text = "" if not self._first else _NO_NAMES if self._first[0] is None else ",".join(self._first[0])
+        names = {
+            rank: None if text == _NO_NAMES else tuple(text.split(","))
+            for rank, text in enumerate(self.texts(own_text))
+            if text  # the rank has had a batch
+        }
+        first_rank = min(names)
+        for rank, other in names.items():
+            if other != names[first_rank]:
+                raise UsageError(
+                    f"{self.name}: rank {rank} returned {describe_names(other, _SINGLE)}, but rank {first_rank} "
+                    f"returned {describe_names(names[first_rank], _SINGLE)}; return the same names on all ranks"
+                )
+        agreed = names[first_rank]
+        assert agreed is not None
+        return agreed

@@ -1,0 +1,104 @@
+"""Several losses in a step of a custom loop: `step.backward(mean={...})`, with the weights that `weight=` returns."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lockstep.common.own_code import refusal
+from lockstep.core.order import Step
+from lockstep.core.several_losses import describe_names
+from lockstep.loop.loss_terms import Node
+from lockstep.parallel.losses import Losses, Root
+from lockstep.tasks.base import MicroBatch
+
+__tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
+
+
+class NamedArgument(NamedTuple):
+    """A loss that the loop passed by a name, as a mean over the micro-batch or as a sum."""
+
+    name: str
+    loss: Tensor
+    is_mean: bool
+
+
+def has_names(*arguments: object) -> bool:
+    """Return whether any of the losses that the loop passed are by name."""
+    return any(isinstance(argument, Mapping) for argument in arguments)
+
+
+def named_arguments(
+    number: int, mean: object, sum: object, unnamed: object, weights: Mapping[str, int]
+) -> list[NamedArgument]:
+    """Return the losses of a micro-batch in the order of their names.
+
+    `number` is the number of the step, and `weights` has its total weights by name. Raises UsageError, with the calling
+    line, if the names aren't those of the weights.
+    """
+    names = ", ".join(weights)
+    single = next((value for value in (mean, sum) if value is not None and not isinstance(value, Mapping)), None)
+    if unnamed or single is not None or (mean is None and sum is None):
+        found = "no loss" if not unnamed and single is None else "a loss without a name"
+        raise refusal(
+            f"step {number}: step.backward received {found}, but weight= of run.steps returns "
+            f"{describe_names(tuple(weights), '')}",
+            f"pass each loss by its name ({names}), such as step.backward(mean={{{next(iter(weights))!r}: loss}})",
+        )
+    means, sums = ({} if value is None else value for value in (mean, sum))
+    assert isinstance(means, Mapping)
+    assert isinstance(sums, Mapping)
+    if both := sorted(means.keys() & sums.keys()):
+        raise refusal(
+            f"step {number}: step.backward received {both[0]} in mean= and in sum=", "pass each loss in one of them"
+        )
+    given = {str(name) for name in (*means, *sums)}
+    if missing := [name for name in weights if name not in given]:
+        raise refusal(
+            f"step {number}: step.backward received no loss {missing[0]}, but weight= of run.steps returns a weight "
+            f"for it",
+            f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
+            f"name, return the weight 0 for it",
+        )
+    if unknown := sorted(given - weights.keys()):
+        raise refusal(
+            f"step {number}: step.backward received a loss {unknown[0]}, but weight= of run.steps returns no weight "
+            f"for it",
+            f"return an integer for each name of step.backward from weight=; now it returns {names}",
+        )
+    return [NamedArgument(name, (means if name in means else sums)[name], name in means) for name in weights]
+
+
+def without_weights(number: int) -> Exception:
+    """Return the error for losses that are passed by name in a step with a single weight."""
+    return refusal(
+        f"step {number}: step.backward received losses by name, but weight= of run.steps does not return a weight for "
+        f"each name",
+        'pass a function that returns an integer for each name, such as weight=lambda batch: {"next": ..., "second": '
+        "...}; if all of the losses are means over the samples, pass their sum as step.backward(mean=loss)",
+    )
+
+
+def losses_of(
+    arguments: Sequence[NamedArgument], microbatch: MicroBatch, step: Step, outputs: Collection[Node]
+) -> Losses:
+    """Return the losses for the engine. `outputs` are the graph nodes of the model's outputs."""
+    assert step.weights is not None
+    assert microbatch.weights is not None
+    roots = [
+        Root(loss, microbatch.weights[name] if is_mean else 1, step.weights[name]) for name, loss, is_mean in arguments
+    ]
+    return Losses(roots, [] if all(root.part for root in roots) else _zeros(outputs))
+
+
+def _zeros(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
+    """Return the edges of these nodes, each with a gradient of zeros, in the order of the forward."""
+    edges = []
+    for node in sorted(outputs, key=lambda node: int(node._sequence_nr())):
+        metadata: list[Any] = node._input_metadata  # of the outputs of the node, which are inputs of its backward
+        for index, output in enumerate(metadata):
+            zeros = torch.zeros(tuple(output.shape), dtype=output.dtype, device=output.device)
+            edges.append((GradientEdge(node, index), zeros))
+    return edges
