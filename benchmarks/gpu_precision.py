@@ -26,7 +26,7 @@ from lockstep.core.order import Step, cut
 from lockstep.core.precision import Precision
 from lockstep.device.precision import attention, fix_kernels
 from lockstep.errors import UsageError
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.ranks.external import join_ranks
@@ -208,7 +208,7 @@ def _trained(world: World, strategy: Any, precision: Precision, steps: int = STE
         sums = engine.forward_backward(own, Step(number, 0, number * SAMPLES, SAMPLES, number * SAMPLES, False))
         engine.update(0.1, 1.0)
         loss = float(sums.loss)
-    state = {name: tensor.cpu() for name, tensor in gather_whole(world, engine.state().model).items()}
+    state = {name: tensor.cpu() for name, tensor in gather_full_tensors(world, engine.state().model).items()}
     engine.close()
     return {"sha256": weights_sha256(state), "loss": loss}
 

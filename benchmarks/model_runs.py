@@ -32,7 +32,7 @@ from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, UsageError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.verification.cases import verify_on
 
@@ -229,7 +229,7 @@ def _run_place(model: PublicModel, place: Place, limit_s: float) -> tuple[int | 
 
 def _start_ranks(model: PublicModel, place: Place, path: Path) -> tuple[int, str]:
     strategy = place.strategy if isinstance(place.strategy, str) else dict(place.strategy)
-    return in_workers_silently(partial(_be_rank, model, strategy, path), None, Placement(), place.processes)
+    return run_in_workers(partial(_be_rank, model, strategy, path), None, Placement(), place.processes)
 
 
 def _be_rank(

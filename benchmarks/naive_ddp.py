@@ -43,7 +43,7 @@ from lockstep.comparison.output import JSON, Display
 from lockstep.comparison.plan import ComparisonRequest, PlannedRun, folder_for, plan_runs, processes_in
 from lockstep.comparison.result import Comparison, ResultRow, conclusion, to_json
 from lockstep.config import plan as planning
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded, load, read_run_recipe, split, to_yaml
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import CONFIG
@@ -62,13 +62,13 @@ from lockstep.reporting.jsonl import JsonLines
 from lockstep.reporting.run_log import count, evaluation_curve
 from lockstep.reporting.sink import Sink
 from lockstep.run.session import open_recipe_rank
-from lockstep.run.training import on_ranks_of
+from lockstep.run.training import run_on_placement
 from lockstep.runs import folder as run_folder
 from lockstep.setup import recipe_folder
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.examples import transforms_of
 from lockstep.setup.first_weights import load_first_weights
-from lockstep.setup.prepare import Prepared, open_recipe
+from lockstep.setup.prepare import PreparedRun, open_recipe
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_recipe
 from lockstep.setup.schedule import find_rate
@@ -179,19 +179,19 @@ def train_naive(loaded: Loaded, also: Sink) -> int:
             return EXIT_DONE
         (claim.folder / run_folder.EVENTS).unlink(missing_ok=True)  # it saves nothing, and so resumes nothing
         (claim.folder / CONFIG).write_text(to_yaml(loaded), encoding="utf-8")
-        return on_ranks_of(prepared, partial(_on_rank, prepared.resolved, claim.folder, also), claim.folder, [])
+        return run_on_placement(prepared, partial(_on_rank, prepared.resolved, claim.folder, also), claim.folder, [])
 
 
-def _prepare(loaded: Loaded) -> Prepared:
-    with with_places(loaded):
+def _prepare(loaded: Loaded) -> PreparedRun:
+    with add_key_positions(loaded):
         loaded, first = load_first_weights(loaded)
         ready = open_recipe(loaded, first)
         resolved = resolve(loaded)
         check_naive(resolved.recipe, ready, resolved.processes)
-    return Prepared(resolved, ready)
+    return PreparedRun(resolved, ready)
 
 
-def _on_rank(resolved: Resolved, folder: Path, also: Sink, prepared: Prepared | None, rendezvous: Rendezvous) -> int:
+def _on_rank(resolved: Resolved, folder: Path, also: Sink, prepared: PreparedRun | None, rendezvous: Rendezvous) -> int:
     prepared = prepared or _prepare(resolved.loaded)  # none in a spawned process: see on_ranks
     with open_recipe_rank(rendezvous, resolved.loaded) as session, session.open_world() as world:
         script = NaiveDDP(prepared.ready, world, resolved.run.log_every)
@@ -248,12 +248,12 @@ class NaiveDDP:
                 fractions=list(self._ready.task.fractions),
             )
         self._world.barrier()
-        peaks = self._world.told_by_all(self._meter.peak_bytes())
+        peaks = self._world.all_gather_json(self._meter.peak_bytes())
         yield Done(
             **self._at(),
             weights_sha256=weights_sha256(self._model.state_dict()),
             seconds=time.perf_counter() - began,
-            seconds_by_rank={"training": self._world.told_by_all(trained_s)},
+            seconds_by_rank={"training": self._world.all_gather_json(trained_s)},
             peak_bytes_by_rank=peaks,
         )
 
@@ -275,7 +275,7 @@ class NaiveDDP:
                 yield Stepped(**self._at(), loss=losses[-1], lr=lr, norm=None, samples_per_s=speed, peak_bytes=peak)
         # The first samples again, where it does not divide.
         figures, own = self._figures(list(self._sampler(self._validation, shuffle=False))), _mean(losses)
-        of_all = self._world.told_by_all
+        of_all = self._world.all_gather_json
         printed = {f"{PRINTED}{name}/validation": _mean(of_all(value)) for name, value in figures.items()}
         printed |= {f"{PRINTED}loss/train": own, OF_ALL: _mean(of_all(own))}
         yield Logged(**self._at(), figures=printed)

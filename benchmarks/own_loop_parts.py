@@ -23,7 +23,7 @@ from lockstep.loop import seeding
 from lockstep.loop.forward import Forward
 from lockstep.loop.guard import Guard
 from lockstep.loop.loss_check import LossCheck
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.training.reports import StepReports
 
@@ -33,10 +33,10 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("Python's and NumPy's generators, three times", seeding, "seed_python_and_numpy"),
     ("guards: is all as the last call of ours left it?", Guard, "check"),
     ("guards: note how all is, and the user's line", Guard, "mark"),
-    ("guards: what stands in the places of gradients", Guard, "withhold"),
-    ("guards: gradients in their places again", Guard, "give_back"),
+    ("guards: what stands in the places of gradients", Guard, "block_gradient_writes"),
+    ("guards: gradients in their places again", Guard, "restore_gradients"),
     ("is the loss what it is called?", LossCheck, "check"),
-    ("is the optimizer as it was, on all ranks?", Placed, "agree"),
+    ("is the optimizer as it was, on all ranks?", PlacedModel, "agree"),
     ("keys of random numbers", random, "extend_key"),
     ("samples and micro-batches of the step", Loader, "_send"),
     ("which samples, planned in blocks", Loader, "_plan"),

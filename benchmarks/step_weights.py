@@ -20,7 +20,7 @@ from lockstep.core.engine_recipe import PlainLossScale, PlainRecipe
 from lockstep.core.order import Step
 from lockstep.core.precision import Precision
 from lockstep.device.precision import fix_kernels
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.tasks.base import MicroBatch, Problem
@@ -112,7 +112,7 @@ def placed_gradient(world: World, placed: Placed) -> dict[str, Tensor]:
     ]
     engine.forward_backward(own, Step(0, 0, 0, len(COUNTED) * _SAMPLES, 0, False, counted=sum(COUNTED)))
     scale = 1.0 if placed.precision == "fp32" else PlainLossScale().initial
-    found = {name: each / scale for name, each in gather_whole(world, engine.gradients()).items()}
+    found = {name: each / scale for name, each in gather_full_tensors(world, engine.gradients()).items()}
     engine.close()
     return found
 

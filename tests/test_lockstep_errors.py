@@ -5,10 +5,10 @@ import pytest
 from lockstep.errors import (
     ConfigError,
     LockstepError,
-    OwnCodeError,
     PreflightError,
     TrainingError,
     UsageError,
+    UserCodeError,
     VerificationError,
 )
 
@@ -18,7 +18,7 @@ from lockstep.errors import (
     [
         (LockstepError, 1),
         (UsageError, 2),
-        (OwnCodeError, 2),
+        (UserCodeError, 2),
         (TrainingError, 1),
         (VerificationError, 3),
         (PreflightError, 4),

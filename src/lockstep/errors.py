@@ -3,7 +3,7 @@
 LockstepError
 ├── UsageError            2  invalid input from the user: a recipe, an override, a folder, a device
 │   ├── ConfigError       2  all problems of a configuration, each with its location
-│   └── OwnCodeError      2  an exception in the user's model, loss or data, with its file and line
+│   └── UserCodeError      2  an exception in the user's model, loss or data, with its file and line
 ├── TrainingError         1  a failure during training, such as a loss that is not finite
 │   ├── DataError         1  a file that is missing, truncated or damaged
 │   ├── HostError         1  a disk or service of the host that failed
@@ -23,7 +23,7 @@ EXIT_USAGE: Final = 2
 EXIT_VERIFICATION: Final = 3
 EXIT_PREFLIGHT: Final = 4
 EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: the run was saved and should be started again
-EXITS_AGAIN: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # a restart without changes would end the same way
+PERSISTENT_EXITS: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # a restart without changes would end the same way
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 
 # The cause of a failure. It tells a scheduler whether to restart the run ("transient"), to restart it on a different
@@ -74,7 +74,7 @@ class ConfigError(UsageError):
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
-class OwnCodeError(UsageError):
+class UserCodeError(UsageError):
     """An exception raised by the user's own model, loss or data, in a check or during training."""
 
     cause = "code"

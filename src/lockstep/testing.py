@@ -23,8 +23,8 @@ from lockstep.common.patterns import list_some
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, UsageError, VerificationError
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, in_workers_silently
-from lockstep.verification.compare import Values, farthest
+from lockstep.run.start import import_for_all, run_in_workers
+from lockstep.verification.compare import Values, most_different_elements
 
 ORDER: Final = "order"
 RANDOM: Final = "random numbers"
@@ -138,7 +138,7 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
 def _run_ranks(function: Function, size: int, folder: Path) -> Ranks:
     """Run the function on `size` ranks, and return the values that each rank reported."""
     folder.mkdir()
-    code, text = in_workers_silently(partial(_run_worker, function, folder), None, Placement(), size)
+    code, text = run_in_workers(partial(_run_worker, function, folder), None, Placement(), size)
     if code != EXIT_DONE:
         raise VerificationError(f"on {size} rank{'s' * (size > 1)}: {text.partition('error: ')[2] or text}")
     # torch.load is safe here: the files come from the processes above, in a folder that only this user can access.
@@ -207,7 +207,7 @@ def _first_difference(
     if not partial and expected.keys() != actual.keys():
         return f"{list_some([*actual], _LIMIT) or 'nothing'} instead of {list_some([*expected], _LIMIT) or 'nothing'}"
     for name in (name for name in actual if name in expected):
-        values = farthest(expected[name], actual[name])
+        values = most_different_elements(expected[name], actual[name])
         if values is not None and (values.distance is None or values.distance > tolerance * values.scale):
             index = f" at {list(values.index)}" if values.index else ""
             return f"{name}{index} is {values.found}, not {values.reference}{_rounding_note(values)}"

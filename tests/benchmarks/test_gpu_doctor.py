@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def test_uncorrected_errors_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     sick = Card("Tesla T4", "GPU-1", "0000:00:1e.0", uncorrected=3)
-    monkeypatch.setattr("lockstep.checkup.cards.ask_driver", lambda: Driver("515", "11.7", (sick,)))
+    monkeypatch.setattr("lockstep.checkup.cards.query_driver", lambda: Driver("515", "11.7", (sick,)))
     found = gpu_doctor.run(torch.device("cuda"), 20.0)
     assert found["failures"] == ["Tesla T4 at 0000:00:1e.0: 3 uncorrected errors"]
     assert "| card 0 | warning | 3 uncorrected memory errors |" in gpu_doctor.table(found)

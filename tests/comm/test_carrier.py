@@ -51,13 +51,13 @@ def test_gloo_reads_what_was_copied_from_a_device_once_it_is_there(monkeypatch: 
         return [mock.Mock(wait=lambda: done.append("waited"))]
 
     monkeypatch.setattr(carrier, "_start", started)
-    host_like = carrier.host_like
+    empty_host_tensor = carrier.empty_host_tensor
 
     def noted(tensor: Tensor) -> Tensor:
         done.append("host")
-        return host_like(tensor)
+        return empty_host_tensor(tensor)
 
-    monkeypatch.setattr(carrier, "host_like", noted)
+    monkeypatch.setattr(carrier, "empty_host_tensor", noted)
     with FakeTensorMode():
         sent, received = torch.ones(4, device="cuda"), torch.ones(2, device="cuda")
         transfer = staged_carrier(mock.Mock())([(sent, 1)], [(received, 1)])

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from lockstep.comm.peer_errors import PeerLostError, lost_peer, translate_peer_errors
+from lockstep.comm.peer_errors import PeerLostError, find_peer_error, translate_peer_errors
 from lockstep.errors import EXIT_FAILED, TrainingError, UsageError
 
 
@@ -53,7 +53,7 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
     ],
 )
 def test_a_lost_peer_is_known_wherever_torch_was_in_an_exchange(error: BaseException, text: str | None) -> None:
-    found = lost_peer(error)
+    found = find_peer_error(error)
     assert (None if found is None else str(found)) == text
 
 

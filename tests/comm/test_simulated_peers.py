@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.simulated_peers import pretended_world
+from lockstep.comm.simulated_peers import simulated_world
 from lockstep.core.mesh import Mesh
 from lockstep.core.tree import LeafBlock
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_rank_among_many_adds_zeros_and_counts_what_it_sends() -> None:
-    with pretended_world(0, 64, CPU, 1e9) as (world, traffic):
+    with simulated_world(0, 64, CPU, 1e9) as (world, traffic):
         vector = torch.full((6400,), 2.0)
         canonical = world.canonical(Mesh(64), "replicate", side_stream=False)
         canonical({LeafBlock(0, 1): vector}, 64, vector)
@@ -26,7 +26,7 @@ def test_a_rank_among_many_adds_zeros_and_counts_what_it_sends() -> None:
 
 
 def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
-    with pretended_world(1, 4, CPU, 1e6) as (world, traffic):
+    with simulated_world(1, 4, CPU, 1e6) as (world, traffic):
         began = time.monotonic()
         with traffic:
             world.add_(torch.ones(1000))
@@ -45,14 +45,14 @@ def test_collectives_of_torchs_count_as_a_ring_does_them() -> None:
 
 
 def test_one_process_alone_needs_no_group() -> None:
-    with pretended_world(0, 1, CPU, 1e9) as (world, traffic):
+    with simulated_world(0, 1, CPU, 1e9) as (world, traffic):
         world.barrier()
         assert not dist.is_initialized()
     assert traffic.bytes == 0
 
 
 def test_what_is_late_keeps_its_rank_waiting_now_more_and_now_less_and_no_collective() -> None:
-    with pretended_world(0, 2, CPU, 1e6) as (world, traffic):
+    with simulated_world(0, 2, CPU, 1e6) as (world, traffic):
         traffic.late = 20.0
         due = [traffic.send(1, 1000).due for _ in range(40)]
         took = [later - earlier for earlier, later in pairwise(due)]

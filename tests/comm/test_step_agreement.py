@@ -54,10 +54,10 @@ def said(world: World, figures: list[dict[str, float]], meets: bool) -> bool:
     else:
         world.agree_to_stop(0)
         world.agree_to_stop(0)
-    found = world.figures_differ
+    found = world.metrics_differ
     world.agree_to_stop(0)
     world.meet(1)
-    assert not world.figures_differ
+    assert not world.metrics_differ
     return found
 
 

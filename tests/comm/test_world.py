@@ -37,8 +37,8 @@ def told(world: World, texts: list[str]) -> list[str]:
     return [world.tell(text if world.rank == 0 else "ignored") for text in texts]
 
 
-def told_by_all(world: World, texts: list[str]) -> list[str]:
-    return world.all_tell(texts[world.rank])
+def all_gather_json(world: World, texts: list[str]) -> list[str]:
+    return world.all_gather_text(texts[world.rank])
 
 
 def compared(world: World, odd: list[int]) -> str:
@@ -88,7 +88,7 @@ def test_ranks_that_differ_are_named_on_all() -> None:
 @pytest.mark.worlds
 @pytest.mark.parametrize("texts", [["a", "bcd", "e"], ["", "\u00fc" * 5000, ""], ["", "", ""]])
 def test_each_rank_tells_all_others(texts: list[str]) -> None:
-    assert worlds.run(3, told_by_all, texts) == [texts] * 3
+    assert worlds.run(3, all_gather_json, texts) == [texts] * 3
 
 
 @pytest.mark.slow("several ranks")
@@ -139,7 +139,7 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert (world.rank, world.size, world.host) == (0, 1, socket.gethostname())
     assert world.add_(torch.tensor([3.0])).tolist() == [3.0]
     assert world.tell("text") == "text"
-    assert world.all_tell("text") == ["text"]
+    assert world.all_gather_text("text") == ["text"]
     assert [world.agree_to_stop(level) for level in (0, 2, 1)] == [0, 2, 1]
     world.compare({"anything": 1})
     world.barrier()

@@ -25,7 +25,7 @@ from lockstep.run.checkpoints import engine_state
 from lockstep.setup.build import Setup, setup
 from lockstep.setup.data_facts import model_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
 from lockstep.setup.resume import resume_state
 from lockstep.training.checkpoint import store
@@ -60,7 +60,7 @@ def ready(loaded: Any) -> Setup:
 
 
 def engine(ready: Setup, loaded: Any) -> tuple[Engine, Loader]:
-    return start_engine(Prepared(resolve(loaded, 1), ready), World(ALONE, torch.device("cpu")))
+    return start_engine(PreparedRun(resolve(loaded, 1), ready), World(ALONE, torch.device("cpu")))
 
 
 def save(ready: Setup, loaded: Any, folder: Path) -> Path:

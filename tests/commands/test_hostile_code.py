@@ -18,7 +18,7 @@ from lockstep.ranks.external import alone
 from lockstep.run.events import evaluation_event
 from lockstep.setup.build import setup
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
 from lockstep.training.progress import Progress
 
@@ -85,7 +85,7 @@ def train(folder: Path, code: str) -> None:
     resolved = resolve(load("digits", [*words, "recipe.batch=4", "recipe.microbatches=2", "recipe.epochs=1"]), 1)
     ready = setup(resolved.recipe)
     world = open_world(alone(), torch.device("cpu"))
-    engine, loader = start_engine(Prepared(resolved, ready), world)
+    engine, loader = start_engine(PreparedRun(resolved, ready), world)
     for step, microbatches in islice(loader.training(0), 3):
         engine.forward_backward(microbatches, step)
         engine.update(0.1, None)

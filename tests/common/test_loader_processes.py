@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.common.loader_processes import died, lost_loader_process
-from lockstep.errors import OwnCodeError
+from lockstep.errors import UserCodeError
 
 WORKER = "DataLoader worker (pid 17)"
 
@@ -28,7 +28,7 @@ def test_the_process_its_end_and_the_way_out_are_named(text: str, told: str) -> 
 
 
 def test_it_is_found_behind_what_the_users_code_is_said_to_have_raised() -> None:
-    error = OwnCodeError("model my.nets:net: RuntimeError: DataLoader worker ...")
+    error = UserCodeError("model my.nets:net: RuntimeError: DataLoader worker ...")
     error.__cause__ = RuntimeError(f"{WORKER} is killed by signal: Killed. ")
     assert "SIGKILL" in str(lost_loader_process(error))
 

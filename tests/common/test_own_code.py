@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DistributedSampler
 
 import lockstep
-from lockstep.common.own_code import OwnCode, describe_error, is_own, own_error, place
+from lockstep.common.own_code import UserCode, describe_error, is_own, own_error, place
 from lockstep.core.tree import total
-from lockstep.errors import OwnCodeError, TrainingError
+from lockstep.errors import TrainingError, UserCodeError
 from lockstep.parallel.pipeline.stage import _run_backward
 
 HERE = r"\S*test_own_code\.py:\d+"
@@ -43,7 +43,7 @@ def test_a_checkout_of_torch_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), StopIteration("x"), BaseException("x")])
 def test_whatever_is_raised_becomes_one_error(error: BaseException) -> None:
     told = rf"^model m: {type(error).__name__}: \w \({HERE}\); fix it there$"
-    with pytest.raises(OwnCodeError, match=told) as caught, OwnCode("model m"):
+    with pytest.raises(UserCodeError, match=told) as caught, UserCode("model m"):
         _raise(error)
     assert caught.value.__cause__ is error
     assert caught.value.exit_code == 2
@@ -51,21 +51,21 @@ def test_whatever_is_raised_becomes_one_error(error: BaseException) -> None:
 
 @pytest.mark.parametrize("error", [TrainingError("x"), KeyboardInterrupt()])
 def test_errors_meant_for_the_user_and_interrupts_pass(error: BaseException) -> None:
-    with pytest.raises(type(error)) as caught, OwnCode("model m"):
+    with pytest.raises(type(error)) as caught, UserCode("model m"):
         raise error
     assert caught.value is error
 
 
 def test_what_lockstep_raises_in_shared_code_passes() -> None:
-    with pytest.raises(KeyError), OwnCode("model m", shared=True):
+    with pytest.raises(KeyError), UserCode("model m", shared=True):
         total({}, 1, max)
-    with pytest.raises(OwnCodeError), OwnCode("model m"):
+    with pytest.raises(UserCodeError), UserCode("model m"):
         total({}, 1, max)
 
 
 def test_what_torch_raises_in_shared_code_is_the_models() -> None:
     told = r"^model m: RuntimeError: (addmm: )?mat1 and mat2 shapes cannot be multiplied"
-    with pytest.raises(OwnCodeError, match=told), OwnCode("model m", shared=True):
+    with pytest.raises(UserCodeError, match=told), UserCode("model m", shared=True):
         torch.nn.Sequential(torch.nn.Linear(2, 3))(torch.zeros(1, 4))
 
 
@@ -75,7 +75,7 @@ def test_what_autograd_raises_is_the_models_also_where_lockstep_runs_it() -> Non
     edge = torch.autograd.graph.get_gradient_edge(outputs)
     outputs.detach().zero_()
     told = r"^model m: RuntimeError: one of the variables needed for gradient"
-    with pytest.raises(OwnCodeError, match=told), OwnCode("model m", shared=True):
+    with pytest.raises(UserCodeError, match=told), UserCode("model m", shared=True):
         _run_backward([(edge, torch.ones(2))])
 
 

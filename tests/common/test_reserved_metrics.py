@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from lockstep.common.reserved_metrics import OF_ALL, OF_TRAINING, first_taken
+from lockstep.common.reserved_metrics import OF_ALL, OF_TRAINING, first_reserved
 from lockstep.training.events import Done, Evaluated, Logged, Stepped
 
 WRITTEN_OTHERWISE = {"name", "figures", "best"}  # as `event`, and under the names of the figures
@@ -17,5 +17,5 @@ def test_fields_of_events_are_reserved(events: tuple[type, ...], reserved: froze
 
 
 def test_the_first_that_is_taken_is_named() -> None:
-    assert first_taken({"top1": 1.0, "lr": 0.1, "step": 2.0}, OF_TRAINING) == "lr"
-    assert first_taken(["top1", "lr"], OF_ALL) is None
+    assert first_reserved({"top1": 1.0, "lr": 0.1, "step": 2.0}, OF_TRAINING) == "lr"
+    assert first_reserved(["top1", "lr"], OF_ALL) is None

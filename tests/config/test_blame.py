@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.load import load_text
 from lockstep.errors import ConfigError, TrainingError, UsageError
 
@@ -24,7 +24,7 @@ placement:
 
 
 def told(text: str, *overrides: str) -> list[str]:
-    with pytest.raises(UsageError) as caught, with_places(load_text(TEXT, "r.yaml", "r", overrides)):
+    with pytest.raises(UsageError) as caught, add_key_positions(load_text(TEXT, "r.yaml", "r", overrides)):
         raise UsageError(text)
     first, *lines = str(caught.value).splitlines()
     assert first == text
@@ -61,7 +61,7 @@ def test_what_was_just_typed_is_not_repeated() -> None:
 
 def test_other_errors_pass() -> None:
     loaded = load_text(TEXT, "r.yaml", "r")
-    with pytest.raises(ConfigError, match=r"^recipe\.batch$"), with_places(loaded):
+    with pytest.raises(ConfigError, match=r"^recipe\.batch$"), add_key_positions(loaded):
         raise ConfigError(["recipe.batch"])
-    with pytest.raises(TrainingError, match=r"^recipe\.batch$"), with_places(loaded):
+    with pytest.raises(TrainingError, match=r"^recipe\.batch$"), add_key_positions(loaded):
         raise TrainingError("recipe.batch")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.config.document import parse
-from lockstep.config.edit import with_values
+from lockstep.config.edit import set_values
 from lockstep.config.write import flow
 from lockstep.errors import UsageError
 
@@ -33,7 +33,7 @@ ZERO3 = {STRATEGY: "zero3", ("placement", "processes"): 4}
     ],
 )
 def test_all_else_stays(before: str, after: str) -> None:
-    assert with_values(before, "mine.yaml", ZERO3).replace("\r", "") == after.replace("\r", "")
+    assert set_values(before, "mine.yaml", ZERO3).replace("\r", "") == after.replace("\r", "")
 
 
 @given(
@@ -46,7 +46,7 @@ def test_all_else_stays(before: str, after: str) -> None:
 )
 def test_what_is_read_back_has_the_values_alone_changed(inner: object, block: bool) -> None:
     text = f"run: {flow(inner)}  # one\n" + ("placement:\n  workers: 1 # two\n  # three\n" if block else "")
-    found = with_values(text, "mine.yaml", {STRATEGY: {"name": "hsdp", "replicate": 2}})
+    found = set_values(text, "mine.yaml", {STRATEGY: {"name": "hsdp", "replicate": 2}})
     values = parse(found, "").values
     assert values["placement"].pop("strategy") == {"name": "hsdp", "replicate": 2}
     assert values["run"] == inner
@@ -56,4 +56,4 @@ def test_what_is_read_back_has_the_values_alone_changed(inner: object, block: bo
 
 def test_what_is_written_in_another_way_is_left_alone() -> None:
     with pytest.raises(UsageError, match=r"mine\.yaml: cannot set placement\.strategy in a file"):
-        with_values("placement:\n  ? strategy\n  : ddp\n", "mine.yaml", {STRATEGY: "ddp"})
+        set_values("placement:\n  ? strategy\n  : ddp\n", "mine.yaml", {STRATEGY: "ddp"})

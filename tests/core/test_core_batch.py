@@ -28,8 +28,8 @@ def test_a_change_is_made_to_tensors_alone() -> None:
 
 
 def test_each_leaf_has_a_place() -> None:
-    assert [path for path, _ in batch.with_paths(NESTED)] == ["['x'][0]", "['x'][1]", "['y'][0]"]
-    assert batch.with_paths(5) == [("", 5)]
+    assert [path for path, _ in batch.leaves_with_paths(NESTED)] == ["['x'][0]", "['x'][1]", "['y'][0]"]
+    assert batch.leaves_with_paths(5) == [("", 5)]
     assert batch.map_with_paths(lambda path, _: path, NESTED)["y"] == ["['y'][0]"]
 
 
@@ -67,8 +67,8 @@ def test_an_object_is_a_batch_by_its_attributes(made: Any) -> None:
     assert (type(changed), five) == (type(nested[0]), 5)
     assert [each.unique().item() for each in batch.tensors_of(changed)] == [2, 1]
     assert [each.unique().item() for each in batch.tensors_of(nested)] == [1, 0]  # which is left alone
-    assert [path.startswith("[0]") for path, _ in batch.with_paths(nested)][:2] == [True, True]
+    assert [path.startswith("[0]") for path, _ in batch.leaves_with_paths(nested)][:2] == [True, True]
     paths = batch.map_with_paths(lambda path, leaf: path if isinstance(leaf, Tensor) else leaf, nested)
-    assert [each for each, leaf in batch.with_paths(nested) if isinstance(leaf, Tensor)] == [
-        leaf for _, leaf in batch.with_paths(paths) if isinstance(leaf, str) and leaf.startswith("[0]")
+    assert [each for each, leaf in batch.leaves_with_paths(nested) if isinstance(leaf, Tensor)] == [
+        leaf for _, leaf in batch.leaves_with_paths(paths) if isinstance(leaf, str) and leaf.startswith("[0]")
     ]

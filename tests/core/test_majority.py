@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.core.majority import odd_ones
+from lockstep.core.majority import find_minority
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ from lockstep.core.majority import odd_ones
     ],
 )
 def test_who_is_odd(opinions: list[tuple[int, str]], odd: list[int] | None) -> None:
-    assert odd_ones(opinions) == odd
-    assert odd_ones(reversed(opinions)) == odd
+    assert find_minority(opinions) == odd
+    assert find_minority(reversed(opinions)) == odd

@@ -15,7 +15,7 @@ from lockstep.data.base import DataSet
 from lockstep.data.images.digits import digits
 from lockstep.data.images.leaves import tensor
 from lockstep.data.imported import import_dataset
-from lockstep.errors import OwnCodeError, UsageError
+from lockstep.errors import UsageError, UserCodeError
 
 Open = Callable[..., DataSet]
 
@@ -277,7 +277,7 @@ def test_samples_of_two_structures_are_named(open_with: Open) -> None:
 def test_errors_while_training_name_the_sample(open_with: Open) -> None:
     part = Listed([(_bytes(0), 0), _fails, (_bytes(1)[:, :2], 1)], classes=2)
     split = open_with(lambda: (part, part)).train
-    with pytest.raises(OwnCodeError, match=r"^dataset mine:data: training sample 1: ZeroDivisionError: "):
+    with pytest.raises(UserCodeError, match=r"^dataset mine:data: training sample 1: ZeroDivisionError: "):
         split.fetch(np.array([0, 1]), None)
     message = r"input: .*: \[3, 4, 5\] and torch\.uint8 \(sample 0\), \[3, 2, 5\] and torch\.uint8 \(sample 2\); "
     with pytest.raises(UsageError, match=message):

@@ -7,7 +7,7 @@ import pytest
 from lockstep.config.base import values
 from lockstep.config.recipe import DataConfig, Recipe
 from lockstep.data.images.device_transforms import ImageTransforms, device_transforms
-from lockstep.data.request import DataRequest, request_of
+from lockstep.data.request import DataRequest, make_data_request
 from lockstep.errors import UsageError
 
 FACTS = {"classes": ["a", "b"], "shape": [3, 8, 8]}
@@ -20,7 +20,7 @@ def recipe(**sections: Any) -> dict[str, Any]:
 
 
 def test_what_is_left_out_is_what_sources_take_for_granted() -> None:
-    assert request_of(values(DataConfig(name="folder"))) == DataRequest("folder")
+    assert make_data_request(values(DataConfig(name="folder"))) == DataRequest("folder")
 
 
 def test_every_key_reaches_the_source() -> None:
@@ -29,7 +29,7 @@ def test_every_key_reaches_the_source() -> None:
     others = {"name": "folder", "root": "r", "download": False, "on_error": "skip", "collate": "a:b"}
     given = DataConfig.model_validate({**others, **images, "augment": augment, "options": {"validation": 0.1}})
     found = DataRequest("folder", "r", False, "skip", {"validation": 0.1}, "a:b", 16, 20, True, (0.5, 1.0), False)
-    assert request_of(values(given)) == found
+    assert make_data_request(values(given)) == found
     on_device = {"mean", "std", "augment"}  # see below
     assert given.model_dump().keys() == {*others, *images, "options"} | on_device
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.meta import on_meta
 from lockstep.models.check import check_model
 
@@ -110,14 +110,14 @@ def _tensor(found: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def empty_caches() -> Iterator[None]:
-    with new_tensors_dropped():
+    with drop_new_tensors():
         yield
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_what_a_look_caches_is_dropped(name: str) -> None:
     mask = CACHES[name]
-    with new_tensors_dropped(), torch.device("meta"):
+    with drop_new_tensors(), torch.device("meta"):
         assert _tensor(mask(3)).is_meta
         assert _tensor(mask(3)) is _tensor(mask(3))
     assert not _tensor(mask(3)).is_meta
@@ -127,14 +127,14 @@ def test_what_a_look_caches_is_dropped(name: str) -> None:
 def test_what_was_cached_before_stays(name: str) -> None:
     mask = CACHES[name]
     before = _tensor(mask(3))
-    with new_tensors_dropped(), torch.device("meta"):
+    with drop_new_tensors(), torch.device("meta"):
         mask(4)
     assert _tensor(mask(3)) is before
 
 
 def test_an_lru_cache_without_new_tensors_is_kept() -> None:
     before = bounded(3)
-    with new_tensors_dropped():
+    with drop_new_tensors():
         bounded(3)
     assert bounded(3) is before
 

@@ -80,18 +80,18 @@ def test_a_card_that_answers_all(nvml: dict[str, Any]) -> None:
         link_width=8,
         link_width_max=16,
     )
-    assert cards.ask_driver() == Driver("535.54.03", "12.2", (found,))
+    assert cards.query_driver() == Driver("535.54.03", "12.2", (found,))
 
 
 def test_a_card_that_knows_little(nvml: dict[str, Any]) -> None:
     for question in ANSWERS.keys() - {"Name", "UUID"}:
         del nvml[question]
-    assert cards.ask_driver().cards == (Card(ANSWERS["Name"], ANSWERS["UUID"], mode=""),)
+    assert cards.query_driver().cards == (Card(ANSWERS["Name"], ANSWERS["UUID"], mode=""),)
 
 
 def test_a_card_that_fell_off_the_bus(nvml: dict[str, Any]) -> None:
     del nvml["Name"]
-    assert cards.ask_driver() == Driver(problem="Not Supported")
+    assert cards.query_driver() == Driver(problem="Not Supported")
 
 
 def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_without_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert cards.ask_driver() == Driver(problem="NVML Shared Library Not Found")
+    assert cards.query_driver() == Driver(problem="NVML Shared Library Not Found")
 
 
 def test_the_drivers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lockstep.device.memory import host_like
+from lockstep.device.memory import empty_host_tensor
 
 # In a process of its own, because the setting cannot be taken back.
 PROGRAM = """
@@ -38,6 +38,6 @@ def test_memory_is_kept() -> None:
 
 def test_copies_of_what_is_on_a_gpu_are_pinned() -> None:
     with mock.patch.object(torch, "empty") as empty:
-        host_like(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=True))
-        host_like(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=False))
+        empty_host_tensor(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=True))
+        empty_host_tensor(mock.Mock(shape=(3,), dtype=torch.int8, is_cuda=False))
     assert [call.kwargs["pin_memory"] for call in empty.call_args_list] == [True, False]

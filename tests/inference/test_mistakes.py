@@ -6,7 +6,7 @@ import pytest
 import torch
 from looked import evaluated, pixels, validation
 
-from lockstep.inference.mistakes import Guesses, are_pictures, guesses_of, mistakes, thumbnails
+from lockstep.inference.mistakes import Guesses, are_pictures, collect_guesses, mistakes, thumbnails
 from lockstep.inference.validation_pass import EvaluatedBatch
 from lockstep.reporting.charts import Chart
 from lockstep.reporting.page import Section, Table, Tiles, Words
@@ -30,7 +30,7 @@ def view(inputs: torch.Tensor, targets: torch.Tensor = TRUTHS) -> list[Section]:
 
 
 def test_the_largest_loss_is_first() -> None:
-    found = guesses_of(TASK, batches(torch.zeros(5, 7)))
+    found = collect_guesses(TASK, batches(torch.zeros(5, 7)))
     assert found.numbers.tolist() == [0, 1, 2, 4]  # what could not be read is no mistake
     assert [(each.number, each.truth, each.guess) for each in found.worst()] == [(2, 2, 0), (4, 1, 2), (1, 0, 1)]
     assert [each.of_truth for each in found.worst()] == pytest.approx([0.01, 0.2, 0.3])
@@ -45,7 +45,7 @@ def test_what_is_no_number_is_the_worst_and_equals_stay_in_order() -> None:
 
 def test_the_heaviest_class_of_a_mixture_is_the_truth() -> None:
     mixtures = torch.tensor([[0.6, 0.4, 0], [0.6, 0.4, 0], [0, 0, 1], [0, 0, 0], [0, 1, 0]])
-    assert [each.number for each in guesses_of(TASK, batches(torch.zeros(5, 7), mixtures)).worst()] == [2, 4, 1]
+    assert [each.number for each in collect_guesses(TASK, batches(torch.zeros(5, 7), mixtures)).worst()] == [2, 4, 1]
 
 
 def test_pictures_are_those_of_the_mistakes() -> None:

@@ -86,7 +86,7 @@ def test_a_rank_is_told_its_place_and_finds_it() -> None:
     assert words[-5:] == ["/opt/python", "-m", "lockstep", "train", "digits"]
     told = dict(word.split("=", 1) for word in words[4:-5])
     found = detect(KUBEFLOW | {"RANK": "7", "WORLD_SIZE": "8"} | told)  # what a job around it has set
-    assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_alone=True)
+    assert found == RankInfo(3, 6, 1, 2, "node", "fd00::7", PORT, restarted_separately=True)
     assert rendezvous_address(found, "env://") == f"tcp://[fd00::7]:{PORT}"
     assert READS_SECRET in commands(replace(job, signed=True))["rank 2"]
     assert commands(replace(job, words=("python", "loop.py", "a")))["rank 2"][-3:] == ["/opt/python", "loop.py", "a"]

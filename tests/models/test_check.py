@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.models.check import Summary, check_dtype, check_model, check_weights
 from lockstep.models.digits_convnet import digits_convnet
-from lockstep.parallel.weights import computing_in
+from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.tasks.batches import predictions
 from lockstep.tasks.classification import check_outputs
 
@@ -189,11 +189,13 @@ class _Mixes(nn.Linear):
 )
 def test_a_model_that_cannot_compute_in_another_dtype_is_refused(build: Callable[[], nn.Module], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        check_dtype(build, computing_in, name="m", inputs=(torch.zeros(2, 4),), dtype=torch.bfloat16)
+        check_dtype(build, convert_compute_dtype, name="m", inputs=(torch.zeros(2, 4),), dtype=torch.bfloat16)
 
 
 def test_a_model_that_can_is_not() -> None:
-    check_dtype(digits_convnet, computing_in, name="m", inputs=(torch.zeros(2, 1, 8, 8),), dtype=torch.bfloat16)
+    check_dtype(
+        digits_convnet, convert_compute_dtype, name="m", inputs=(torch.zeros(2, 1, 8, 8),), dtype=torch.bfloat16
+    )
 
 
 def clamp_gradient(parameter: nn.Parameter) -> object:

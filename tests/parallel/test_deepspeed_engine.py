@@ -16,7 +16,7 @@ from toys import Case, Trace
 from lockstep.comm.world import World
 from lockstep.core.shard import local_tensor
 from lockstep.parallel.engine import State
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 # Relative to a tensor's largest magnitude. Rounding: in fp32 u = 6e-8; sums of 12 samples x 36 places and of 72
@@ -170,6 +170,6 @@ def _first_gradients(world: World, case: Case) -> dict[str, Tensor]:
     assert not engine.update(0.1, 1.0).applied
     assert toys.fingerprint(toys.as_from_disk(toys.whole_state(world, engine))) == before
     engine.forward_backward(own, step)
-    gradients = {name: tensor.clone() for name, tensor in gather_whole(world, engine.gradients()).items()}
+    gradients = {name: tensor.clone() for name, tensor in gather_full_tensors(world, engine.gradients()).items()}
     engine.close()
     return gradients

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.parallel.narrow_steps import AlikeInRows
+from lockstep.parallel.narrow_steps import PositionIndependentMode
 
 SIZE = 37  # some vectors, and some elements over
 ADDS: list[Callable[[Tensor, Tensor], Tensor]] = [
@@ -34,13 +34,13 @@ def _alike(around: AbstractContextManager[object], dtype: torch.dtype, add: Call
 @pytest.mark.parametrize("add", ADDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_sum_does_not_depend_on_its_place(dtype: torch.dtype, add: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert _alike(AlikeInRows(), dtype, add)
+    assert _alike(PositionIndependentMode(), dtype, add)
     assert not _alike(nullcontext(), dtype, add)  # once torch's own are alike, this module can go
 
 
 def test_other_sums_are_torchs_own() -> None:
     left, right = torch.randn(2, SIZE)
-    with AlikeInRows():
+    with PositionIndependentMode():
         wide, plain = left.add(right, alpha=0.3), left.half().add(right.half())
     assert torch.equal(wide, left.add(right, alpha=0.3))
     assert torch.equal(plain, left.half().add(right.half()))

@@ -24,7 +24,7 @@ from lockstep.parallel.offloaded import Offloaded
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.setup.build import setup
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
 from lockstep.training.evaluate import evaluate
 
@@ -46,7 +46,7 @@ def _trained(
     """Train some steps; return all tensors of the state and what waited in all steps but the first."""
     loaded = load("digits", [*BASE, *overrides, f"placement.strategy={strategy}"])
     ready = setup(loaded.config.recipe)
-    engine, loader = start_engine(Prepared(resolve(loaded, world.size), ready), world)
+    engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
     steps = loader.training(0)
     for number in range(STEPS):
         step, microbatches = next(steps)
@@ -115,7 +115,7 @@ def test_no_step_waits_for_a_real_card() -> None:
     loaded = load("digits", [*BASE, "placement.strategy=single"])
     ready = setup(loaded.config.recipe)
     world = World(RankInfo(0, 1, 0, 1, "test"), DEVICE)
-    engine, loader = start_engine(Prepared(resolve(loaded, world.size), ready), world)
+    engine, loader = start_engine(PreparedRun(resolve(loaded, world.size), ready), world)
     steps = loader.training(0)
     try:
         for number in range(STEPS + 1):

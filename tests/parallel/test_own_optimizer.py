@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.common.own_code import location
-from lockstep.errors import OwnCodeError, UsageError
+from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_updates
 
@@ -113,5 +113,5 @@ def test_an_error_in_a_step_has_its_line() -> None:
     told = f"optimizer Broken: a plain step failed: KeyError: 'exp_avg' ({place('exp_avg')}); fix it there"
     with pytest.raises(UsageError, match=re.escape(told)):
         check_optimizer(named("Broken"))
-    with pytest.raises(OwnCodeError, match=re.escape(f"({place('exp_avg')})")):
+    with pytest.raises(UserCodeError, match=re.escape(f"({place('exp_avg')})")):
         check_own("own_optimizers:Broken", named("Broken"))

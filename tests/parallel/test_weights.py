@@ -17,7 +17,7 @@ from lockstep.common.rank import ALONE
 from lockstep.core.order import cut
 from lockstep.core.precision import Precision
 from lockstep.core.shard import local_tensor
-from lockstep.parallel.weights import Weights, computing_in
+from lockstep.parallel.weights import Weights, convert_compute_dtype
 
 BF16 = torch.bfloat16
 CASE = Case(precision="bf16-compute", model=toys.Plain)
@@ -124,7 +124,7 @@ def test_zero1_keeps_the_weights_themselves_in_rows() -> None:
 
 
 def test_a_batchnorm_of_any_class_takes_narrow_parameters() -> None:
-    model = computing_in(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), BF16)
+    model = convert_compute_dtype(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), BF16)
     model(torch.randn(5, 3, dtype=BF16)).sum().backward()
     layer: Any = model[1]
     assert layer.weight.dtype == layer.weight.grad.dtype == BF16
@@ -132,7 +132,7 @@ def test_a_batchnorm_of_any_class_takes_narrow_parameters() -> None:
 
 
 def test_batchnorm_has_no_copies_in_fp16_nor_a_buffer_another_dtype() -> None:
-    model = computing_in(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.float16)
+    model = convert_compute_dtype(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), torch.float16)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     assert {name for name, dtype in dtypes.items() if dtype == torch.float16} == {"0.weight", "0.bias"}
     model(torch.randn(5, 3, dtype=torch.float16)).sum().backward()

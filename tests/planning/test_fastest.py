@@ -16,23 +16,23 @@ from lockstep.planning import fastest
 from lockstep.planning import survey as surveying
 from lockstep.planning.fastest import with_fastest
 from lockstep.planning.measure import Figures
-from lockstep.planning.survey import Machine, Placed, memory_per_rank, open_for_survey, survey
+from lockstep.planning.survey import Machine, PlacementEstimate, memory_per_rank, open_for_survey, survey
 
 pytestmark = pytest.mark.usefixtures("here")
 MIB = 2**20
 WORDS = ["placement.device=cpu", "placement.strategy=fastest", "placement.processes=2"]
-Surveyed = Callable[[Sequence[Placed]], list[int]]
+Surveyed = Callable[[Sequence[PlacementEstimate]], list[int]]
 
 
-def row(strategy: str, seconds: float, peak: int) -> Placed:
-    return Placed(strategy, 2, "", Figures(peak // 2, peak, seconds), seconds=seconds)
+def row(strategy: str, seconds: float, peak: int) -> PlacementEstimate:
+    return PlacementEstimate(strategy, 2, "", Figures(peak // 2, peak, seconds), seconds=seconds)
 
 
 @pytest.fixture
 def surveyed(monkeypatch: pytest.MonkeyPatch) -> Surveyed:
     """Return a function that sets what a survey finds, and returns the counts of those that are asked for."""
 
-    def surveyed(rows: Sequence[Placed]) -> list[int]:
+    def surveyed(rows: Sequence[PlacementEstimate]) -> list[int]:
         asked: list[int] = []
 
         def survey(loaded, ready, strategies, counts, machine, tell):
@@ -90,7 +90,12 @@ def test_all_ranks_are_measured_where_they_have_room(
 
 def test_the_fastest_that_fits_is_written_into_the_configuration(surveyed: Surveyed) -> None:
     surveyed(
-        [row("zero3", 4.0, MIB), row("tensor", 0.1, 2**60), Placed("hsdp", 2, reason="no"), row("zero1", 1.0, MIB)]
+        [
+            row("zero3", 4.0, MIB),
+            row("tensor", 0.1, 2**60),
+            PlacementEstimate("hsdp", 2, reason="no"),
+            row("zero1", 1.0, MIB),
+        ]
     )
     loaded, words = with_fastest(load("digits", WORDS), str)
     assert words == "placement.strategy: fastest: zero1, 1 s a step, zero3 4 s"
@@ -127,11 +132,14 @@ def test_a_run_that_goes_on_keeps_what_was_measured_for_as_many(
             [row("ddp", 1.0, 900 * 2**40), row("zero3", 2.0, 600 * 2**40)],
             "no strategy fits on 2 processes; zero3 needs the least memory, 614,400 GiB per rank of 1 GiB free",
         ),
-        ([Placed("ddp", 2, reason="no\nplace")], "no strategy could be measured:\nnot measured: ddp on 2: no"),
+        (
+            [PlacementEstimate("ddp", 2, reason="no\nplace")],
+            "no strategy could be measured:\nnot measured: ddp on 2: no",
+        ),
     ],
 )
 def test_nothing_that_fits_is_a_mistake_with_what_comes_nearest(
-    surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[Placed], error: str
+    surveyed: Surveyed, monkeypatch: pytest.MonkeyPatch, rows: list[PlacementEstimate], error: str
 ) -> None:
     surveyed(rows)
     monkeypatch.setattr(fastest, "memory_per_rank", lambda *_: 2**30)

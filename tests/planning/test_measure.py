@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from lockstep.comm.simulated_peers import pretended_world
+from lockstep.comm.simulated_peers import simulated_world
 from lockstep.config.load import load
 from lockstep.planning import measure as measuring
 from lockstep.planning.measure import measure
 from lockstep.planning.survey import open_for_survey
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resolved import resolve
 
 
@@ -22,8 +22,8 @@ def test_memory_is_the_most_of_steps_whose_exchanges_take_longer(monkeypatch) ->
         return next(peaks)
 
     monkeypatch.setattr(measuring._Memory, "peak", peak)
-    with pretended_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
-        found = measure(Prepared(resolved, open_for_survey(resolved.loaded)), world, traffic)
+    with simulated_world(0, 2, torch.device("cpu"), 1e12) as (world, traffic):
+        found = measure(PreparedRun(resolved, open_for_survey(resolved.loaded)), world, traffic)
     assert found.peak == 50
     step = found.seconds * traffic.link / found.sent
     assert late == [0, *4 * [0.5 * step], 2 * step]

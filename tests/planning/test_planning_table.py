@@ -6,16 +6,18 @@ from rich.console import Console
 
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures
-from lockstep.planning.survey import Machine, Placed
+from lockstep.planning.survey import Machine, PlacementEstimate
 from lockstep.planning.table import best, draw, in_order, refused, to_json
 
 MIB = 2**20
-DDP = Placed("ddp", 2, "words of ddp", Figures(300 * MIB, 500 * MIB, 1.0, 100 * MIB, 4), pretended=True, seconds=2.0)
-ZERO3 = Placed(
+DDP = PlacementEstimate(
+    "ddp", 2, "words of ddp", Figures(300 * MIB, 500 * MIB, 1.0, 100 * MIB, 4), pretended=True, seconds=2.0
+)
+ZERO3 = PlacementEstimate(
     "zero3", 2, "words of zero3", Figures(150 * MIB, 260 * MIB, 1.2, 300 * MIB, 40), pretended=True, seconds=2.4
 )
-PIPELINE = Placed("pipeline", 2, "words of pipeline", Figures(150 * MIB, 300 * MIB, 3.0), seconds=3.0)
-NONE = [Placed("tensor", count, reason="no chunks\nfile:1") for count in (2, 4)]
+PIPELINE = PlacementEstimate("pipeline", 2, "words of pipeline", Figures(150 * MIB, 300 * MIB, 3.0), seconds=3.0)
+NONE = [PlacementEstimate("tensor", count, reason="no chunks\nfile:1") for count in (2, 4)]
 
 
 def test_what_fits_comes_first_and_is_the_best() -> None:

@@ -14,10 +14,10 @@ from lockstep.errors import (
     CorruptionError,
     DataError,
     HostError,
-    OwnCodeError,
     PreflightError,
     TrainingError,
     UsageError,
+    UserCodeError,
 )
 from lockstep.ranks.external import _lines
 from lockstep.ranks.failure import Failure, PeerFailedError, failure_of, from_json
@@ -55,7 +55,7 @@ def test_a_limit_on_open_files_is_told_as_such(error: Exception) -> None:
     [
         (UsageError("no"), "error: no", 2, "usage"),
         (ConfigError(["a", "b"]), "error: 2 problems\na\nb", 2, "usage"),
-        (OwnCodeError("no"), "error: no", 2, "code"),
+        (UserCodeError("no"), "error: no", 2, "code"),
         (ValueError("no"), "ValueError: no", 1, "code"),
         (MemoryError(), "MemoryError", 1, "host"),
         (TrainingError("loss is nan"), "error: loss is nan", 1, "code"),

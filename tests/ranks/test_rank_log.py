@@ -106,8 +106,8 @@ def test_who_writes_into_a_closed_log_writes_nowhere(here: Path) -> None:
 
 SPEAKER = """
 import contextlib, os, sys
-from lockstep.ranks.rank_log import outliving_terminal
-with outliving_terminal():
+from lockstep.ranks.rank_log import ignore_terminal_errors
+with ignore_terminal_errors():
     for stream in sys.stdout, sys.stderr:
         print("word", file=stream)
     opened = os.open("opened", os.O_WRONLY | os.O_CREAT)

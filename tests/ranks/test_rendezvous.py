@@ -228,7 +228,7 @@ def test_a_rank_that_is_started_before_the_others_have_ended_joins_their_next_st
     before = [dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)]
     before[0].set(rendezvous_module._START, f'- "{name}"')
     before[0].add(f"{name}/came 1", 1)
-    infos = [RankInfo(rank, 2, rank, 2, "node", "127.0.0.1", port, restarted_alone=True) for rank in range(2)]
+    infos = [RankInfo(rank, 2, rank, 2, "node", "127.0.0.1", port, restarted_separately=True) for rank in range(2)]
     first, second = (Rendezvous(info, 20.0, end, b"", QUICK) for info in infos)
     with ThreadPoolExecutor(2) as pool:
         joining = pool.submit(second.join, "env://")

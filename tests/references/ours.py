@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.core.engine_recipe import PlainRecipe
 from lockstep.core.order import Step
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.tasks.base import MicroBatch, Problem
@@ -31,6 +31,8 @@ def trained(world: World, strategy: str, recipe: Recipe) -> dict[str, Tensor]:
         own = [MicroBatch(index, data(number, index), SAMPLES, SAMPLES, dummy) for index, dummy in indices]
         engine.forward_backward(own, step)
         engine.update(recipe.lr, recipe.max_norm)
-    weights = {name: tensor.detach().clone() for name, tensor in gather_whole(world, engine.state().model).items()}
+    weights = {
+        name: tensor.detach().clone() for name, tensor in gather_full_tensors(world, engine.state().model).items()
+    }
     engine.close()
     return weights

@@ -20,7 +20,7 @@ from lockstep.replay.trace import Trace
 from lockstep.strategies.single import Strategy
 from lockstep.tasks.base import MicroBatch, Problem, Task
 from lockstep.tasks.classification import Classification
-from lockstep.training.observer import Examined, NonFinite
+from lockstep.training.observer import NonFinite, StepObservations
 
 SAMPLES = 6
 STEP = Step(0, 0, 0, 2 * SAMPLES, 0, False)
@@ -66,7 +66,7 @@ def started(task: Task, net: nn.Module) -> Engine:
 
 def examined(
     change: Callable[[Tensor], Tensor] = torch.neg, trace: Trace | None = None
-) -> tuple[Examined, Sequence[Tensor]]:
+) -> tuple[StepObservations, Sequence[Tensor]]:
     """Return what is found in a step, and the gradients that follow it."""
     torch.manual_seed(1)
     net, task = Net(change), ObservedTask(Classification())

@@ -19,17 +19,17 @@ def test_a_link_that_leads_to_itself_is_damage_and_the_older_checkpoint_is_taken
     manifest = folder / "checkpoints/step-00000002/manifest.json"
     manifest.unlink()
     manifest.symlink_to("manifest.json")
-    claim = run_folder.claim_own(folder, None)
+    claim = run_folder.claim_loop_folder(folder, None)
     claim.lock.release()
     assert claim.checkpoint == folder / "checkpoints/step-00000001"
     assert claim.notes == [f"warning: {manifest}: cannot be read: it is a symbolic link, expected a regular file"]
     manifest.unlink()
     manifest.symlink_to("/etc/hostname")
     with pytest.raises(UsageError, match="is a link out of the run folder, to /etc/hostname"):
-        run_folder.claim_own(folder, None)
+        run_folder.claim_loop_folder(folder, None)
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
     with pytest.raises(UsageError, match=r"events\.jsonl: must be a regular file; move it away, or choose"):
-        run_folder.claim_own(tmp_path, None)
+        run_folder.claim_loop_folder(tmp_path, None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import OwnCodeError
+from lockstep.errors import UserCodeError
 from lockstep.loop.model import explain_errors
 from lockstep.ranks.external import alone
 from lockstep.runs.worker_context import WorkerContext
@@ -31,7 +31,7 @@ def test_an_error_of_torch_that_a_placement_explains_says_what_to_do() -> None:
     model = nn.BatchNorm1d(3)
     context = WorkerContext(alone(), runs=[PlacedRun(None), PlacedRun(model)])
     with (
-        pytest.raises(OwnCodeError, match=r"Expected more than 1 value per channel.*use fewer micro-batches"),
+        pytest.raises(UserCodeError, match=r"Expected more than 1 value per channel.*use fewer micro-batches"),
         explain_errors(context.runs),
     ):
         model(torch.ones(1, 3))

@@ -99,7 +99,7 @@ def test_a_run_of_another_kind_in_the_folder_is_named(tmp_path: Path) -> None:
         recipe_folder.claim(load("digits", [f"run.dir={tmp_path}"]))
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UsageError, match="contains a run of a recipe, not of a custom loop; choose a different dir"):
-        run_folder.claim_own(tmp_path, None)
+        run_folder.claim_loop_folder(tmp_path, None)
 
 
 def _failed(folder: Path, reason: str) -> dict[str, object]:

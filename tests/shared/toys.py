@@ -24,7 +24,7 @@ from lockstep.parallel.audited import AuditedEngine
 from lockstep.parallel.engine import Engine, State
 from lockstep.parallel.groups import GroupSettings, settings
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.base import gather_whole, trainable_parameters
+from lockstep.parallel.layouts.base import gather_full_tensors, trainable_parameters
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named
@@ -327,9 +327,15 @@ def train(
 def whole_state(world: World, training: Engine) -> State:
     """Return the state with every tensor whole."""
     state = training.state()
-    ema = None if state.ema is None else gather_whole(world, state.ema)
-    feedback = None if state.feedback is None else gather_whole(world, state.feedback)
-    return State(gather_whole(world, state.model), gather_whole(world, state.optimizer), ema, state.scalars, feedback)
+    ema = None if state.ema is None else gather_full_tensors(world, state.ema)
+    feedback = None if state.feedback is None else gather_full_tensors(world, state.feedback)
+    return State(
+        gather_full_tensors(world, state.model),
+        gather_full_tensors(world, state.optimizer),
+        ema,
+        state.scalars,
+        feedback,
+    )
 
 
 def fingerprint(state: State) -> Trace:

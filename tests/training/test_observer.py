@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.tasks.base import MicroBatch
-from lockstep.training.observer import BATCH, Examined, NonFinite, Observer
+from lockstep.training.observer import BATCH, NonFinite, Observer, StepObservations
 
 SAMPLES = 3
 
@@ -22,8 +22,8 @@ class Changed(nn.Module):
         return self.change(x * 1.0)
 
 
-def observed(change: Callable[[Tensor], Tensor], x: Tensor) -> Examined:
-    model, found = nn.Sequential(nn.Identity(), Changed(change)), Examined()
+def observed(change: Callable[[Tensor], Tensor], x: Tensor) -> StepObservations:
+    model, found = nn.Sequential(nn.Identity(), Changed(change)), StepObservations()
     observer = Observer(MicroBatch(5, (x,), SAMPLES, SAMPLES), found)
     with observer.observing(model):
         model(x).sum()
@@ -53,7 +53,7 @@ def test_the_first_value_that_is_not_finite_is_found(
 
 
 def test_the_largest_activation_of_a_module_is_nan_where_one_is() -> None:
-    found = Examined()
+    found = StepObservations()
     for largest in (1.0, float("nan"), 2.0):
         found.note_activation("1", largest)
     assert found.activations["1"] != found.activations["1"]
@@ -61,7 +61,7 @@ def test_the_largest_activation_of_a_module_is_nan_where_one_is() -> None:
 
 
 def test_operations_while_it_looks_away_are_not_seen() -> None:
-    found = Examined()
+    found = StepObservations()
     observer = Observer(MicroBatch(0, (column(1.0),), 1, 1), found)
     with observer.observing(nn.Identity()):
         with observer.paused():
@@ -82,6 +82,6 @@ def test_tensors_are_given_in_the_order_of_their_making() -> None:
     names = Names()
     model = Changed(torch.neg)
     x = column(1.0, 2.0, 3.0)
-    with Observer(MicroBatch(0, (x,), SAMPLES, SAMPLES), Examined(), names).observing(model):
+    with Observer(MicroBatch(0, (x,), SAMPLES, SAMPLES), StepObservations(), names).observing(model):
         model(x)
     assert names.seen == [("", ""), ("Changed", "mul"), ("Changed", "neg"), ("Changed", "the module's output")]

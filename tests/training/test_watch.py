@@ -8,7 +8,7 @@ import torch
 
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.engine_recipe import PlainRecipe, against_nonfinite
+from lockstep.core.engine_recipe import PlainRecipe, nonfinite_advice
 from lockstep.core.order import Steps
 from lockstep.errors import TrainingError
 from lockstep.parallel.engine import Sums
@@ -43,14 +43,14 @@ def test_the_first_that_is_not_finite_is_named(loss: float) -> None:
 
 
 def test_nobody_is_told_to_clip_who_does_or_to_change_the_recipe_of_a_loop() -> None:
-    assert against_nonfinite(PlainRecipe(1)).startswith(
+    assert nonfinite_advice(PlainRecipe(1)).startswith(
         "lower the learning rate, set recipe.clip_norm, or skip such steps"
     )
     assert (
-        against_nonfinite(PlainRecipe(1, clip_norm=1.0))
+        nonfinite_advice(PlainRecipe(1, clip_norm=1.0))
         == "lower the learning rate, or skip such steps with recipe.nonfinite=skip"
     )
-    assert against_nonfinite(None) == "lower the learning rate, or clip with step.update(clip=...)"
+    assert nonfinite_advice(None) == "lower the learning rate, or clip with step.update(clip=...)"
 
 
 def test_a_recipe_that_skips_goes_on() -> None:

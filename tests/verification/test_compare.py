@@ -13,8 +13,8 @@ from lockstep.verification.compare import (
     MISSING_VALUE,
     Difference,
     differences,
-    farthest,
     largest,
+    most_different_elements,
     select_tensors,
     values,
 )
@@ -113,15 +113,15 @@ def test_the_next_number_is_another_text_and_nan_is_like_nan(loss):
 def test_the_pair_that_lies_farthest_apart():
     one = torch.tensor([[1.0, 2.0], [-4.0, 0.0]])
     other = torch.tensor([[1.0, 2.5], [-4.25, 0.0]])
-    found = farthest(one, other)
+    found = most_different_elements(one, other)
     assert (found.index, found.reference, found.found) == ((0, 1), "2", "2.5")
     assert (found.distance, found.scale) == (0.5, 4.0)
-    assert farthest(one, one.clone()) is None
+    assert most_different_elements(one, one.clone()) is None
     nan = torch.tensor([math.nan, 1.0])
-    assert farthest(nan, nan.clone()) is None
-    assert farthest(torch.ones(2), nan).distance == math.inf
-    assert farthest(torch.ones(2), torch.ones(3)).distance is None
-    assert farthest(torch.empty(0), torch.empty(0)) is None
+    assert most_different_elements(nan, nan.clone()) is None
+    assert most_different_elements(torch.ones(2), nan).distance == math.inf
+    assert most_different_elements(torch.ones(2), torch.ones(3)).distance is None
+    assert most_different_elements(torch.empty(0), torch.empty(0)) is None
 
 
 def test_differences_are_measured_by_the_largest_magnitude_of_their_kind(tmp_path):

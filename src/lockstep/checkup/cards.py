@@ -6,11 +6,11 @@ from functools import partial
 from typing import Final
 
 from lockstep.checkup.finding import Finding
-from lockstep.device.cards import Card, Driver, Evidence, ask_driver, look
+from lockstep.device.cards import Card, Driver, Evidence, look, query_driver
 from lockstep.device.env_flags import check_switches
 from lockstep.device.precision import fix_workspace
 from lockstep.errors import UsageError
-from lockstep.ranks.member import at_most
+from lockstep.ranks.member import run_with_timeout
 
 _DRIVER_TIMEOUT_S: Final = (
     20.0  # timeout of the driver; without persistence mode, its first answer takes seconds per GPU
@@ -26,7 +26,7 @@ def look_at_cards() -> Evidence:
 
     If the driver hangs, the query times out.
     """
-    return look(at_most(_DRIVER_TIMEOUT_S, ask_driver) or Driver(problem=_HANGS))
+    return look(run_with_timeout(_DRIVER_TIMEOUT_S, query_driver) or Driver(problem=_HANGS))
 
 
 def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:

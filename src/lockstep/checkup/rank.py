@@ -24,7 +24,7 @@ from lockstep.common import plainfile
 from lockstep.device import host, interfaces
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure
-from lockstep.ranks.member import at_most
+from lockstep.ranks.member import run_with_timeout
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.stall import StallDetector
 from lockstep.ranks.status import RankStatus
@@ -83,7 +83,7 @@ def _facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"timed_out": {}}
 
     def query(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
-        answer = at_most(seconds, work)
+        answer = run_with_timeout(seconds, work)
         if answer is None:
             facts["timed_out"][name] = seconds
         else:

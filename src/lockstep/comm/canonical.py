@@ -37,7 +37,7 @@ class Sum(Protocol):
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor: ...
 
 
-def own_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
+def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
     """Return the sum of a rank's pieces, added from left to right in place, or zeros like `like` without pieces."""
     if not pieces:
         return torch.zeros_like(like)
@@ -187,7 +187,7 @@ class HalfPrecisionSum:
         """Return the sum over all leaves, on every rank. See CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
-        return self._across.sum_over_ranks(own_sum(pieces, like).to(self._dtype)).to(like.dtype)
+        return self._across.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
 
 
 def all_to_all_rows(carrier: Carrier, member: int, members: int, vector: Tensor, holders: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.device.memory import host_like
+from lockstep.device.memory import empty_host_tensor
 
 Addressed = tuple[Tensor, int]  # a contiguous tensor, and the group rank of the peer
 
@@ -65,12 +65,12 @@ def staged_carrier(group: dist.ProcessGroup) -> Carrier:
     """
 
     def start(sent: Sequence[Addressed], received: Sequence[Addressed]) -> Transfer:
-        staged_sends = [(host_like(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
+        staged_sends = [(empty_host_tensor(tensor).copy_(tensor, non_blocking=True), peer) for tensor, peer in sent]
         for device in {tensor.device for tensor, _ in sent if tensor.device.type == "cuda"}:
             # The copies run on the current stream, after the kernels that compute the tensors. gloo must not read the
             # copies before they are complete.
             torch.cuda.current_stream(device).synchronize()
-        staged_receives = [(host_like(tensor), peer) for tensor, peer in received]
+        staged_receives = [(empty_host_tensor(tensor), peer) for tensor, peer in received]
         landing = [(tensor, host) for (tensor, _), (host, _) in zip(received, staged_receives, strict=True)]
         return Transfer(_start(group, staged_sends, staged_receives), [host for host, _ in staged_sends], landing)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final, Literal
 
-from lockstep.comm.peer_errors import lost_peer, translate_peer_errors
+from lockstep.comm.peer_errors import find_peer_error, translate_peer_errors
 from lockstep.comm.world import World, open_lone_group
 
 _LOGGER: Final = "DeepSpeed"
@@ -51,7 +51,7 @@ def translate_deepspeed_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        peer_error = lost_peer(error)
+        peer_error = find_peer_error(error)
         if peer_error is None:
             raise
         raise peer_error from error

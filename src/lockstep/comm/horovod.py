@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.canonical import Sum, own_sum
+from lockstep.comm.canonical import Sum, local_sum
 from lockstep.comm.peer_errors import translate_peer_errors
 from lockstep.comm.world import World
 from lockstep.core.tree import LeafBlock
@@ -66,7 +66,7 @@ class Horovod:
         compressor = getattr(self._horovod.Compression, compression)
 
         def add(pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-            vector = own_sum(pieces, like)
+            vector = local_sum(pieces, like)
             # Sums run one after the other, so vectors of the same length can share a name. Horovod keeps state for each
             # name between steps.
             name = f"gradients {len(like)} {like.dtype}"

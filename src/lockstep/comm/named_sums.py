@@ -51,7 +51,7 @@ def add_over_ranks(
     """
     first = next(iter(rows.values()), {})
     own_shapes = [{name: list(tensor.shape) for name, tensor in kind.items()} for kind in (whole, first)]
-    whole_shapes, row_shapes = next((shapes for shapes in world.told_by_all(own_shapes) if any(shapes)), own_shapes)
+    whole_shapes, row_shapes = next((shapes for shapes in world.all_gather_json(own_shapes) if any(shapes)), own_shapes)
     sums = {name: world.add_(_int_tensor(whole.get(name), shape)) for name, shape in whole_shapes.items()}
     for name, shape in row_shapes.items():
         table = torch.zeros(count, *shape, dtype=torch.float64)

@@ -32,7 +32,7 @@ def translate_peer_errors() -> Iterator[None]:
         raise _make_peer_lost(error) from error
 
 
-def lost_peer(error: BaseException) -> PeerLostError | None:
+def find_peer_error(error: BaseException) -> PeerLostError | None:
     """Return the PeerLostError for an error from any code, or None if no peer was lost.
 
     This includes errors that follow from a failed collective: in a `finally` block, or as its translation. Returns None

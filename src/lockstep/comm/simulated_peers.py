@@ -104,7 +104,7 @@ def _is_group(value: Any) -> bool:
 
 
 @contextmanager
-def pretended_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
+def simulated_world(rank: int, size: int, device: torch.device, link: float) -> Iterator[tuple[World, Traffic]]:
     """Yield a world in which this process is `rank` of `size`, and its traffic over a `link` (bytes per second)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # lazy import: registers the backend "fake"
 

@@ -30,7 +30,7 @@ class StepAgreement:
         self.where = ""  # the line of user code that the facts come from
         self.compared, self.compared_where = self.facts, ""  # the facts of the last exchange
         self.metrics: dict[str, float] = {}  # metrics; should be the same on all ranks that report any
-        self.figures_differ = False  # whether the metrics differed in the last completed exchange
+        self.metrics_differ = False  # whether the metrics differed in the last completed exchange
 
     def exchange(self, level: int) -> int:
         """Start the exchange of this step, and return the highest level of the previous step. Call `settle` first."""
@@ -41,7 +41,7 @@ class StepAgreement:
 
     def settle(self) -> bool:
         """Wait for the exchange of the last step. Returns whether the facts were the same on all ranks."""
-        self.figures_differ = False
+        self.metrics_differ = False
         if (numbers := self.wait()) is None:
             return True
         self._level, _, facts, _, _, negated_facts, _ = numbers.tolist()
@@ -78,7 +78,7 @@ class StepAgreement:
 
     def _other_place(self, numbers: Tensor, place: int) -> tuple[int, int] | None:
         _, last, _, metrics, first, _, negated_figures = numbers.tolist()
-        self.figures_differ |= metrics + negated_figures > 0
+        self.metrics_differ |= metrics + negated_figures > 0
         return next((position for code in (last, -first) if (position := divmod(code, self._size))[0] != place), None)
 
 

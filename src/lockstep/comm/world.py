@@ -45,7 +45,7 @@ from lockstep.errors import UsageError
 # default, torch would abort the process as soon as NCCL detects the broken connection, before the reason is known. A
 # collective that exceeds placement.timeout_s still ends the process (the second variable is new in torch 2.15).
 _NCCL: Final = {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "0", "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "1"}
-_ARRIVED: Final = "arrived"  # a counter in the store: how many times a rank has reached the end of `untimed`
+_ARRIVED: Final = "arrived"  # a counter in the store: how many times a rank has reached the end of `without_timeout`
 _POLL_PAUSES_S: Final = 0.002, 0.2  # the shortest and the longest pause between two polls of the counter
 
 
@@ -60,7 +60,7 @@ class World:
     _store: Any = None
     sharing: list[list[int]] = field(default_factory=list, init=False)  # groups of ranks that share a device
     _store_count: int = field(default=0, init=False)
-    _untimed_count: int = field(default=0, init=False)  # number of `untimed` blocks entered
+    _untimed_count: int = field(default=0, init=False)  # number of `without_timeout` blocks entered
 
     def __post_init__(self, info: RankInfo) -> None:
         self.rank = info.rank
@@ -227,9 +227,9 @@ class World:
             self._agreement.metrics.update(metrics)
 
     @property
-    def figures_differ(self) -> bool:
+    def metrics_differ(self) -> bool:
         """Whether ranks reported different metrics before the second-to-last comparison. The same on all ranks."""
-        return self._agreement is not None and self._agreement.figures_differ
+        return self._agreement is not None and self._agreement.metrics_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
         """Wait for all ranks. Returns the place and rank of a rank at a different place, or None if there is none.
@@ -257,7 +257,7 @@ class World:
         """Raise UsageError with the ranks whose `facts` differ from rank 0. All ranks must call this method."""
         if self.size == 1:
             return
-        facts_by_rank = dict(enumerate(self.told_by_all(facts)))
+        facts_by_rank = dict(enumerate(self.all_gather_json(facts)))
         if lines := differences(facts_by_rank, [], advice, where):
             raise UsageError(lines[0])
 
@@ -269,9 +269,9 @@ class World:
 
     def tell(self, text: str) -> str:
         """Return the `text` of rank 0 on every rank. All ranks must call this method."""
-        return self.all_tell(text)[0]
+        return self.all_gather_text(text)[0]
 
-    def all_tell(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Return the `text` of each rank, in rank order, on every rank. All ranks must call this method."""
         if self.size == 1:
             return [text]
@@ -280,16 +280,16 @@ class World:
         padded = self.gather(encoded.ljust(max(1, *lengths)))
         return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
-    def told_by_all(self, value: Any) -> list[Any]:
+    def all_gather_json(self, value: Any) -> list[Any]:
         """Return the JSON `value` of each rank, in rank order, on every rank. All ranks must call this method."""
-        return [parse_json(text) for text in self.all_tell(json.dumps(value))]
+        return [parse_json(text) for text in self.all_gather_text(json.dumps(value))]
 
     def barrier(self) -> None:
         """Block until all ranks call this method."""
         self.add_(torch.zeros(1))
 
     @contextmanager
-    def untimed(self) -> Iterator[None]:
+    def without_timeout(self) -> Iterator[None]:
         """Wait for all ranks at the end of the block, without a timeout. All ranks must enter the block.
 
         A collective would time out if a rank takes long in the block. This wait uses the store instead, so it can last

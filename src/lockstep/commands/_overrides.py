@@ -6,7 +6,7 @@ from typing import Final
 
 import click
 
-from lockstep.config.wording import key_named
+from lockstep.config.wording import find_key
 
 _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
@@ -26,7 +26,7 @@ def as_override(error: click.NoSuchOption) -> click.UsageError:
     if command is None or not any("KEY=VALUE" in (parameter.metavar or "") for parameter in command.params):
         return error
     name = error.option_name.lstrip("-")
-    key = name if "." in name else key_named(name.replace("-", "_"))
+    key = name if "." in name else find_key(name.replace("-", "_"))
     if not key:
         return error
     return click.UsageError(f"no option '{error.option_name}'; use {key}=VALUE", error.ctx)

@@ -84,7 +84,7 @@ def _check_up(
     from lockstep.checkup.rank import LOST_AFTER_S
     from lockstep.config.placement import Placement
     from lockstep.launchers import detect_rank
-    from lockstep.run.start import Work, as_launched, on_ranks
+    from lockstep.run.start import Work, on_ranks, run_launched_rank
 
     if not re.match(RENDEZVOUS_ADDRESS, rendezvous):
         raise UsageError(f"--rendezvous: expected {RENDEZVOUS_ADDRESSES}, got {rendezvous}")
@@ -103,7 +103,7 @@ def _check_up(
             )
         return placement, partial(_work, request, show, None)
 
-    return as_launched(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
+    return run_launched_rank(info, [f"placement.rendezvous={rendezvous}"], check_and_work)
 
 
 def _work(request: CheckupRequest, show: Callable[[CheckupReport], None], _setup: None, rendezvous: Rendezvous) -> int:

@@ -32,7 +32,7 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     info = detect_rank()  # before the imports below, which take seconds
 
     from lockstep.run import evaluation
-    from lockstep.run.start import as_launched
+    from lockstep.run.start import run_launched_rank
 
     if not words and cfg is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.")
@@ -40,11 +40,11 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
         loaded = _recipe.load_words(words, cfg, None, None if info is None else info.size)
         if info is None:
             raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
-        raise SystemExit(as_launched(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
+        raise SystemExit(run_launched_rank(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
     request = evaluation.EvalRequest(words[0], words[1:], trust)
     if info is None:
         raise SystemExit(evaluation.evaluate_here(request, _tell))
-    raise SystemExit(as_launched(info, words[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell)))
+    raise SystemExit(run_launched_rank(info, words[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell)))
 
 
 def _is_recipe(word: str) -> bool:

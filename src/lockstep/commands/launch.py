@@ -10,7 +10,7 @@ import click
 from lockstep.commands._script import ScriptCommand
 from lockstep.common.names import choices
 from lockstep.errors import UsageError
-from lockstep.jobs.launch import number_of_hosts, read_hosts, start, starters
+from lockstep.jobs.launch import number_of_hosts, read_hosts, start, startable_launchers
 from lockstep.launchers import node
 from lockstep.launchers.job import PORT, RESTARTS, Job, Resources, with_python
 
@@ -25,15 +25,17 @@ _ALTERNATIVES: Final = {
 
 def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> str:
     """Return the name of a launcher. Raises an error that lists the valid names or suggests an alternative."""
-    if name not in starters():
-        raise click.BadParameter(_ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(starters()))}")
+    if name not in startable_launchers():
+        raise click.BadParameter(
+            _ALTERNATIVES.get(name) or f"no launcher {name!r}{choices(name, list(startable_launchers()))}"
+        )
     return name
 
 
 @click.command("launch", cls=ScriptCommand)
 @click.option(
     "--on",
-    metavar=f"[{'|'.join(starters())}]",
+    metavar=f"[{'|'.join(startable_launchers())}]",
     callback=_launcher,
     default="local",
     show_default=True,

@@ -62,13 +62,13 @@ def check_writable(source: str, overrides: Sequence[str]) -> None:
 
 def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
     """Write a placement into a file atomically. The mode and the rest of the file don't change."""
-    from lockstep.config.edit import with_values
+    from lockstep.config.edit import set_values
     from lockstep.training.checkpoint import durable
 
     file = file.resolve()  # so that a symbolic link isn't replaced
     mode = file.stat().st_mode
     with os_error_as(UsageError, f"--write: cannot write to {file}"):
-        text = with_values(
+        text = set_values(
             file.read_bytes().decode(),
             str(file),
             {
@@ -123,7 +123,7 @@ def command(
 
     from lockstep.comparison.plan import placements_in, processes_in
     from lockstep.config.base import values
-    from lockstep.config.blame import with_places
+    from lockstep.config.blame import add_key_positions
     from lockstep.config.document import parse
     from lockstep.config.load import load, split
     from lockstep.config.write import flow
@@ -150,7 +150,7 @@ def command(
     strategies = [load(source, [*overrides, override]).config.placement.strategy for override in strategy_overrides]
     loaded = load(source, overrides)
     _recipe.tell_notes(loaded)
-    with with_places(loaded):
+    with add_key_positions(loaded):
         setup = open_for_survey(loaded)
         rows = survey(loaded, setup, strategies, counts, machine, _recipe.tell_measuring)
         if mtbf and not save:

@@ -16,7 +16,7 @@ from lockstep.commands import _completion, _recipe
 from lockstep.common.text import printable
 from lockstep.errors import EXIT_DONE
 from lockstep.launchers import detect_rank, slurm
-from lockstep.ranks.rank_log import outliving_terminal
+from lockstep.ranks.rank_log import ignore_terminal_errors
 
 if TYPE_CHECKING:
     from lockstep.common.rank import RankInfo
@@ -41,7 +41,7 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
     load = partial(_recipe.load_words, words, cfg, gpus, size)
-    with outliving_terminal():
+    with ignore_terminal_errors():
         raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, words, load))
 
 
@@ -68,7 +68,7 @@ def _train_here(load: Callable[[], Loaded]) -> int:
 
 
 def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Loaded]) -> int:
-    from lockstep.run.start import as_launched
+    from lockstep.run.start import run_launched_rank
     from lockstep.run.training import training_as_rank
 
     def check_and_work() -> tuple[Placement, Work]:
@@ -77,4 +77,4 @@ def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Lo
             _recipe.tell_notes(loaded)
         return training_as_rank(loaded, info)
 
-    return as_launched(info, words, check_and_work)
+    return run_launched_rank(info, words, check_and_work)

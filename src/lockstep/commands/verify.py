@@ -66,7 +66,7 @@ def command(
         )
     if no_resume or seed:
         raise UsageError("--seed, --no-resume: only supported with a script; a recipe is always resumed halfway")
-    from lockstep.config.blame import with_places
+    from lockstep.config.blame import add_key_positions
     from lockstep.config.load import load, split
 
     loaded = load(*split(words))
@@ -81,7 +81,7 @@ def command(
     if file is not None and not file.parent.is_dir():
         raise UsageError(f"--json {file}: folder {file.parent} does not exist; create it, or use a different folder")
     on_terminal = sys.stderr.isatty()
-    with with_places(loaded):
+    with add_key_positions(loaded):
         verification = verify(
             loaded, everything, steps, lambda text: click.echo(f"... {text}", err=True) if on_terminal else None
         )

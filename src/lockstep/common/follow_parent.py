@@ -208,7 +208,7 @@ def _is_orphan(launcher: str) -> bool:
     """
     if launcher == "torchrun":
         return not (any("python" in word for word in parent_command()[:1]) and _has_torch(1))
-    return _nobody_reads(1)
+    return _reader_is_gone(1)
 
 
 def _has_torch(pid: int) -> bool:
@@ -219,7 +219,7 @@ def _has_torch(pid: int) -> bool:
         return True
 
 
-def _nobody_reads(descriptor: int) -> bool:
+def _reader_is_gone(descriptor: int) -> bool:
     """Return whether the reader of a file descriptor, such as the mpirun of a rank, is gone."""
     poll = select.poll()
     poll.register(descriptor, 0)

@@ -8,22 +8,22 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.common.names import suggestion
-from lockstep.common.own_code import OwnCode, describe_error
-from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.common.own_code import UserCode, describe_error
+from lockstep.errors import LockstepError, UsageError, UserCodeError
 
 
 def import_object(path: str, purpose: str) -> Any:
     """Import `package.module:function`. `purpose` describes the object in errors, e.g. model, dataset or loss.
 
     The current directory is searched first, as with `python -m`, because console scripts don't search it. Raises
-    UsageError if the path is malformed, or if the module or the name doesn't exist. Raises OwnCodeError if importing
+    UsageError if the path is malformed, or if the module or the name doesn't exist. Raises UserCodeError if importing
     the module fails.
     """
     name, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in name.split(".")) or not attribute.isidentifier():
         raise UsageError(f"{purpose} {path}: not an import path; use the form package.module:function")
     module = _import(name, f"{purpose} {path}")
-    with OwnCode(f"{purpose} {path}"):  # a module can define __getattr__ or replace itself
+    with UserCode(f"{purpose} {path}"):  # a module can define __getattr__ or replace itself
         try:
             return getattr(module, attribute)
         except AttributeError:
@@ -77,4 +77,4 @@ def _import(name: str, label: str) -> ModuleType:
                 f"start Lockstep in the folder of the module, or set PYTHONPATH"
             ) from None
         message = describe_error(error, f'to see it, run python -c "import {name}"')
-        raise OwnCodeError(f"{label}: module {name} fails on import: {message}") from error
+        raise UserCodeError(f"{label}: module {name} fails on import: {message}") from error

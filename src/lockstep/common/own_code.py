@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Final, final
 
 from lockstep.common.text import printable
-from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.errors import LockstepError, UsageError, UserCodeError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be source checkouts, like user code
@@ -31,8 +31,8 @@ Place = tuple[str, int]  # file and line
 
 
 @final
-class OwnCode:
-    """A context manager for user code. It converts all exceptions, including SystemExit, to OwnCodeError.
+class UserCode:
+    """A context manager for user code. It converts all exceptions, including SystemExit, to UserCodeError.
 
     `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
     `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, or from collectives in them, aren't
@@ -54,16 +54,16 @@ class OwnCode:
         inside = trace.tb_next if trace else None  # skip the frame that entered this context manager
         if self._shared and _origin(inside) == "ours":
             return
-        raise OwnCodeError(f"{self._label}: {describe_error(error)}") from error
+        raise UserCodeError(f"{self._label}: {describe_error(error)}") from error
 
 
-def own_error(error: BaseException) -> OwnCodeError | None:
-    """If `error` comes from user code outside of `OwnCode`, return the error to report. Otherwise, return None."""
+def own_error(error: BaseException) -> UserCodeError | None:
+    """If `error` comes from user code outside of `UserCode`, return the error to report. Otherwise, return None."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
     if _NO_GROUP in str(error) and place(error):
-        return OwnCodeError(describe_error(error, _DDP_ADVICE))
-    return OwnCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
+        return UserCodeError(describe_error(error, _DDP_ADVICE))
+    return UserCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
 
 
 def describe_error(error: BaseException, advice: str = "") -> str:
@@ -108,21 +108,21 @@ def between(before: Place, now: Place) -> str:
     return f"since {location(*now)}" if before == now else f"between {location(*before)} and {location(*now)}"
 
 
-def refusal(text: str, advice: str, where: str = "") -> OwnCodeError:
+def refusal(text: str, advice: str, where: str = "") -> UserCodeError:
     """Return the error for an unsupported action of user code. `where` defaults to the line that called Lockstep."""
     where = where or calling()
-    return OwnCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
+    return UserCodeError(f"{text}{f' ({where})' if where else ''}; {advice}")
 
 
 @contextmanager
-def with_its_line() -> Iterator[None]:
+def add_calling_line() -> Iterator[None]:
     """Add the calling line of user code to each UsageError in the block that has no line.
 
     Recipe keys are shown as arguments, because the caller is a custom training loop.
     """
     try:
         yield
-    except OwnCodeError:
+    except UserCodeError:
         raise
     except UsageError as error:
         message = _RECIPE_PREFIX.sub("", str(error))

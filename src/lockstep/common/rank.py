@@ -15,8 +15,8 @@ class RankInfo:
     - `master`, `port`: The rendezvous address, or None if it isn't needed or is unknown.
     - `advice`: How to set the address with this launcher. Shown in errors if the address is unknown.
     - `hosted`: Whether the launcher listens on this address instead of rank 0. Ray listens in the process of rank 0.
-    - `restarted_alone`: Whether the launcher can restart the processes of one host before the processes of the other
-      hosts have ended. The restarted processes then find the old processes at the rendezvous.
+    - `restarted_separately`: Whether the launcher can restart the processes of one host before the processes of the
+      other hosts have ended. The restarted processes then find the old processes at the rendezvous.
     """
 
     rank: int
@@ -28,7 +28,7 @@ class RankInfo:
     port: int | None = None
     advice: str = ""
     hosted: bool = False
-    restarted_alone: bool = False
+    restarted_separately: bool = False
 
 
 SECRET: Final = "LOCKSTEP_JOB_SECRET"  # set in the environment of all ranks

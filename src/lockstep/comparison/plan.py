@@ -12,7 +12,7 @@ import torch
 
 from lockstep.comparison.result import ResultRow
 from lockstep.config.base import values
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded, load, read_run_recipe
 from lockstep.config.overrides import SHORTHAND
@@ -153,7 +153,7 @@ def _overrides(request: ComparisonRequest, variant: str) -> tuple[str, ...]:
 
 def _open_setup(loaded: Loaded) -> Setup:
     """Run the checks that don't depend on the placement. Return the opened recipe."""
-    with with_places(loaded):
+    with add_key_positions(loaded):
         check_sinks(loaded.config.run)
     return open_unplaced(loaded)
 

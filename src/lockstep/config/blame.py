@@ -23,7 +23,7 @@ _MAX_LINES: Final = 6
 
 
 @contextmanager
-def with_places(loaded: Loaded) -> Iterator[None]:
+def add_key_positions(loaded: Loaded) -> Iterator[None]:
     """Append a line `file:line:column  key` to a UsageError of the block, for each key that its message is about."""
     try:
         yield

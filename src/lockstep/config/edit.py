@@ -10,7 +10,7 @@ from lockstep.config.write import flow
 from lockstep.errors import UsageError
 
 
-def with_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
+def set_values(text: str, source: str, values: Mapping[Path, Any]) -> str:
     """Set keys in the YAML text of a mapping, and return the edited text. `values` has the new values by path.
 
     Missing keys are added. Raises UsageError if the edited text doesn't parse to the expected values. `source` is the

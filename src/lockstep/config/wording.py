@@ -131,7 +131,7 @@ def _suggest_fix(details: ErrorDetails) -> str:
     return "; remove the quotes" if re.fullmatch(_PLAIN[kind], text) else ""
 
 
-def key_named(name: str) -> str:
+def find_key(name: str) -> str:
     """Return the least nested key that ends with `name` as a dotted key, or "" if there is no such key."""
     keys = [key for key in _keys() if key[-1] == name]
     return format_key(min(keys, key=len)) if keys else ""

@@ -53,19 +53,19 @@ def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
     return map_tensors(lambda _: next(remaining), batch)
 
 
-def with_paths(batch: Batch) -> list[tuple[str, Any]]:
+def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
     """Return the path and the value of each leaf. Paths look like `['input']` or `[0]`, or "" for the batch itself."""
     leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
-        leaves += [(pytree.keystr(path) + inner, value) for inner, value in with_paths(attributes)] or [
+        leaves += [(pytree.keystr(path) + inner, value) for inner, value in leaves_with_paths(attributes)] or [
             (pytree.keystr(path), leaf)
         ]
     return leaves
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change(path, leaf)` applied to each leaf. Paths are in the format of `with_paths`."""
+    """Return the batch with `change(path, leaf)` applied to each leaf, with paths as in `leaves_with_paths`."""
 
     def changed(path: Any, leaf: Any) -> Any:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)

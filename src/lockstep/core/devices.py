@@ -7,7 +7,7 @@ from lockstep.errors import UsageError
 Backend = Literal["auto", "nccl", "gloo"]
 
 SHARING: Final = "placement.backend=gloo, which lets processes share a device"
-SLOWLY: Final = "gloo communicates through host memory: the same bits, at a different speed"
+GLOO_NOTE: Final = "gloo communicates through host memory: the same bits, at a different speed"
 
 
 def check_cuda(device: Literal["auto", "cpu", "cuda"], device_count: int) -> None:

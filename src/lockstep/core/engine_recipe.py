@@ -111,7 +111,7 @@ class PlainRecipe:
     model: SequenceChunks = PlainSequenceChunks()
 
 
-def against_nonfinite(recipe: EngineRecipe | None) -> str:
+def nonfinite_advice(recipe: EngineRecipe | None) -> str:
     """Return the advice for a loss that isn't finite. If `recipe` is None, the advice is for a custom training loop."""
     if recipe is None:
         return "lower the learning rate, or clip with step.update(clip=...)"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 
 
-def odd_ones(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
+def find_minority(opinions: Iterable[tuple[int, Hashable]]) -> list[int] | None:
     """Return the ranks with at least one result that differs from the most frequent result, or [] if all ranks agree.
 
     `opinions` are pairs of a rank and its result. A rank can have several results. Returns None if the vote is

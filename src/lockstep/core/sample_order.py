@@ -14,11 +14,11 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core.shuffle import Order, shuffle
 from lockstep.errors import UsageError
 
-NumbersOf = Callable[[int], Any]  # epoch -> sample indices: a sequence, array or tensor of integers
+IndexFunction = Callable[[int], Any]  # epoch -> sample indices: a sequence, array or tensor of integers
 
 SHUFFLED: Final = "shuffled"
 SEQUENTIAL: Final = "sequential"
@@ -29,7 +29,7 @@ SEQUENTIAL: Final = "sequential"
 class SampleOrder:
     """The order of a dataset with `samples` samples. `order` is the setting. Error messages start with `label`."""
 
-    order: str | NumbersOf
+    order: str | IndexFunction
     seed: int
     samples: int
     label: str = "order"
@@ -84,7 +84,7 @@ class SampleOrder:
 
     def _compute(self, epoch: int) -> NDArray[np.int64]:
         assert not isinstance(self.order, str)
-        with OwnCode(f"{self.label}: order"):
+        with UserCode(f"{self.label}: order"):
             result = np.asarray(self.order(epoch))
         if result.ndim != 1 or not len(result) or result.dtype.kind not in "iu":
             raise UsageError(

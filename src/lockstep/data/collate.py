@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.common.type_name import type_name
-from lockstep.core.batch import Batch, like, map_tensors, map_with_paths, tensors_of, with_paths
+from lockstep.core.batch import Batch, leaves_with_paths, like, map_tensors, map_with_paths, tensors_of
 from lockstep.data.images.leaves import check_tensor, tensor
 from lockstep.errors import UsageError
 
@@ -22,7 +22,7 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
     trees = [
         _convert_leaves(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)
     ]
-    leaves = [dict(with_paths(tree)) for tree in trees]
+    leaves = [dict(leaves_with_paths(tree)) for tree in trees]
     if not leaves[0]:
         description = type_name(samples[0])
         raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {description}")
@@ -48,7 +48,7 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
     batch = _to_plain(result)
     if not tensors_of(batch):
         raise UsageError(f"{label}: expected a tensor, or a tuple, list or dict of tensors, got {type_name(result)}")
-    for path, leaf in with_paths(batch):
+    for path, leaf in leaves_with_paths(batch):
         leaf_label = f"{label}: batch{path}"
         if not isinstance(leaf, Tensor):
             raise UsageError(f"{leaf_label} is {type_name(leaf)}; convert it to a tensor, or remove it")

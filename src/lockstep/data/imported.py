@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_callable, import_object
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.common.type_name import type_name
 from lockstep.core.batch import Batch
 from lockstep.data.base import DataSet
-from lockstep.data.items import Collate, ImportedSplit, OwnSplit, is_map_style
+from lockstep.data.items import CheckedSplit, Collate, ImportedSplit, is_map_style
 from lockstep.errors import UsageError, error_as
 from lockstep.tasks.facts import NAMES, find_class_names, find_skip_mask, target_facts
 
@@ -32,7 +32,7 @@ def import_dataset(path: str, options: Mapping[str, Any], collate: str | None = 
     label = f"dataset {path}"
     result = _call_function(label, import_object(path, "dataset"), options)
     function = import_collate(collate)
-    with OwnCode(label):
+    with UserCode(label):
         if isinstance(result, DataSet):
             return _wrap_splits(label, result)
         train, validation = _check_pair(label, result)
@@ -87,7 +87,7 @@ def _check_json(label: str, facts: dict[str, Any]) -> dict[str, Any]:
 def _call_function(label: str, function: Any, options: Mapping[str, Any]) -> Any:
     if not callable(function):
         raise UsageError(f"{label}: expected a function, got {type_name(function)}; set recipe.data.name to a function")
-    with OwnCode(label):
+    with UserCode(label):
         return function(**_fitting_options(label, function, options))
 
 
@@ -131,8 +131,8 @@ def _non_empty_advice(is_validation: bool) -> str:
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
     """Wrap the splits of the user's DataSet in checks, and check its facts."""
-    train = OwnSplit(f"{label}: training", dataset.train)
-    validation = None if dataset.validation is None else OwnSplit(f"{label}: validation", dataset.validation)
+    train = CheckedSplit(f"{label}: training", dataset.train)
+    validation = None if dataset.validation is None else CheckedSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):
         if split is not None and not len(split):
             raise UsageError(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Batch, map_tensors, tensors_of
 from lockstep.data.base import Split
@@ -55,7 +55,7 @@ class Items:
         items = [
             _fetch_item(f"{self._label}: sample {index}", self._dataset, index, draw) for index in indices.tolist()
         ]
-        with OwnCode(f"{self._label}: collate"):
+        with UserCode(f"{self._label}: collate"):
             batch = self._collate(items)
         _check_batch(self._label, batch, len(items))
         return batch
@@ -100,12 +100,12 @@ class ImportedSplit:
         seed_generators(random.key(random.SAMPLE, draw or 0, numbers[0], 1))
         ellipsis = ", ..." if len(numbers) > 4 else ""
         label = f"{self._label}: collate of samples {', '.join(map(str, numbers[:4]))}{ellipsis}"
-        with OwnCode(label):
+        with UserCode(label):
             return check_batch(label, self._collate(samples), len(samples))
 
 
 @final
-class OwnSplit:
+class CheckedSplit:
     """Wraps a split that the user implemented, and checks each batch that it returns."""
 
     def __init__(self, label: str, split: Split) -> None:
@@ -119,7 +119,7 @@ class OwnSplit:
 
     def fetch(self, indices: NDArray[np.int64], draw: int | None) -> Batch:
         """See Split."""
-        with OwnCode(f"{self._label}: fetch"):
+        with UserCode(f"{self._label}: fetch"):
             return _to_pair(check_batch(f"{self._label}: fetch", self.split.fetch(indices, draw), len(indices)))
 
 
@@ -139,7 +139,7 @@ def seed_python_and_numpy(key: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Restore the state of the generators of Python, NumPy and torch after the block."""
     python, numpy = python_random.getstate(), np.random.get_state()
     try:
@@ -157,13 +157,13 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def _length(label: str, dataset: Any) -> int:
-    with OwnCode(f"{label}: length"):
+    with UserCode(f"{label}: length"):
         return len(dataset)
 
 
 def _fetch_item(label: str, dataset: Any, index: int, draw: int | None) -> Any:
     seed_generators(random.key(random.SAMPLE, draw or 0, index))
-    with OwnCode(label):
+    with UserCode(label):
         return dataset[index]
 
 

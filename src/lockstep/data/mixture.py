@@ -16,7 +16,7 @@ from pydantic import Field
 
 from lockstep.common.type_name import type_name
 from lockstep.core import random
-from lockstep.core.batch import Batch, map_with_paths, with_paths
+from lockstep.core.batch import Batch, leaves_with_paths, map_with_paths
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import DataSet, Split
 from lockstep.data.options import Count, Text, build_options, option_errors
@@ -118,7 +118,7 @@ class Mixture:
         """See Split."""
         batches, positions = zip(*self._fetch_sources(indices, draw), strict=True)
         order = torch.from_numpy(np.argsort(np.concatenate(positions)))
-        columns = [dict(with_paths(batch)) for batch in batches]
+        columns = [dict(leaves_with_paths(batch)) for batch in batches]
         problem = "dataset mixture: cannot combine samples of its sources in one batch"
         advice = "; use sources whose samples have the same structure and shapes"
         with error_as(UsageError, (RuntimeError, KeyError, TypeError), problem, advice):
@@ -154,7 +154,7 @@ def parts(split: Split) -> Iterator[Split]:
 
 def _leaf_dtypes(split: Split) -> dict[str, str]:
     """Return the dtype of each tensor in a sample by path. For a leaf that isn't a tensor, return its type."""
-    leaves = with_paths(split.fetch(np.array([0]), None))
+    leaves = leaves_with_paths(split.fetch(np.array([0]), None))
     return {path: str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type_name(leaf) for path, leaf in leaves}
 
 

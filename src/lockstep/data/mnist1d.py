@@ -5,7 +5,7 @@ import torch
 from lockstep.common.importing import import_extra
 from lockstep.data.base import DataSet
 from lockstep.data.images.tensors import TensorSplit
-from lockstep.data.items import generators_kept
+from lockstep.data.items import preserve_generators
 from lockstep.data.options import NoOptions
 from lockstep.data.request import DataRequest
 from lockstep.tasks.facts import facts
@@ -16,7 +16,7 @@ Options = NoOptions
 def open_data(request: DataRequest, options: NoOptions) -> DataSet:
     """Return the package's default dataset: 4,000 training and 1,000 validation signals, float32 of shape [40]."""
     package = import_extra("mnist1d.data", "mnist1d", "dataset mnist1d")
-    with generators_kept():
+    with preserve_generators():
         arrays = package.make_dataset(package.get_dataset_args())
     # As float32, the signals are identical to the published file. As float64, their last bits depend on the machine.
     train, validation = (

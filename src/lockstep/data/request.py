@@ -35,7 +35,7 @@ class DataRequest:
         return self.name in _FILE_DATASETS
 
 
-def request_of(data: Mapping[str, Any]) -> DataRequest:
+def make_data_request(data: Mapping[str, Any]) -> DataRequest:
     """Create a request from the plain values of the section `recipe.data`. Missing keys get their defaults."""
     values = {key.name: data[key.name] for key in fields(DataRequest) if key.name in data}
     low, high = data["augment"]["resized_crop_scale"]

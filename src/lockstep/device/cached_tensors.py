@@ -39,7 +39,7 @@ Tensors = Mapping[int, Tensor]  # by id, which is unique because the mapping kee
 
 
 @contextmanager
-def new_tensors_dropped() -> Iterator[None]:
+def drop_new_tensors() -> Iterator[None]:
     """Drop the tensors that the block added to module-level caches.
 
     Searches modules and their types, functions with their defaults and closures, and nested containers. Clears an

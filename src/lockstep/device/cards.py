@@ -108,7 +108,7 @@ def look(driver: Driver, root: Path = _ROOT) -> Evidence:
     )
 
 
-def ask_driver() -> Driver:
+def query_driver() -> Driver:
     """Query NVML. Call this function with a time limit, because it blocks if the driver hangs."""
     import pynvml as nvml  # imported here because most hosts have no GPU
 

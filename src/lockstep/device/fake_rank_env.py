@@ -29,11 +29,11 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        not_a_rank()
+        remove_rank_variables()
         os.environ.update(before)
 
 
-def not_a_rank() -> None:
+def remove_rank_variables() -> None:
     """Remove the variables that describe a rank from the environment."""
     for name in (*_RANKS, *_SIZES):
         os.environ.pop(name, None)

@@ -24,7 +24,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD_BYTES)
 
 
-def host_like(tensor: Tensor) -> Tensor:
+def empty_host_tensor(tensor: Tensor) -> Tensor:
     """Return an uninitialized CPU tensor for a copy of `tensor`. It is pinned if `tensor` is on a GPU.
 
     Call this function for each copy. Copies record an event for pinned memory, and torch only reuses the memory when

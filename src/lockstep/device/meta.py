@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.device.cached_tensors import drop_new_tensors
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device to inspect names and shapes. Falls back to the CPU if this fails."""
     with warnings.catch_warnings(action="ignore"):  # the real build repeats the relevant warnings
         try:
-            with new_tensors_dropped(), torch.device("meta"):
+            with drop_new_tensors(), torch.device("meta"):
                 return build()
         except Exception:  # the build may read tensor values, which only works on the CPU
             return build()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lockstep.common.text import printable
-from lockstep.core.batch import Inputs, tensors_of, with_paths
+from lockstep.core.batch import Inputs, leaves_with_paths, tensors_of
 from lockstep.core.tolerance import tolerance, unit_roundoff
 from lockstep.errors import TrainingError, UsageError
 from lockstep.exports import as_user
@@ -90,7 +90,7 @@ def _plain_tuples(inputs: Inputs) -> Any:
 
 def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
     """Return the tensors of the inputs by position, as strings."""
-    non_tensors = [name for name, leaf in with_paths(inputs) if not isinstance(leaf, Tensor)]
+    non_tensors = [name for name, leaf in leaves_with_paths(inputs) if not isinstance(leaf, Tensor)]
     if non_tensors:
         raise UsageError(
             f"the model's input {non_tensors[0]} is not a tensor; wrap the model in a function with tensor inputs only"
@@ -101,6 +101,6 @@ def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
 def _tolerance(model: nn.Module, inputs: Inputs) -> float:
     """Return the relative tolerance of two forward passes in fp32 that sum in different orders."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    positions = max((leaf.shape[1] for _, leaf in with_paths(inputs) if leaf.ndim > 1), default=1)
+    positions = max((leaf.shape[1] for _, leaf in leaves_with_paths(inputs) if leaf.ndim > 1), default=1)
     length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
     return tolerance(unit_roundoff("fp32"), length, max(1, len(matrices)), steps=1)

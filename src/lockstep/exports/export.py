@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lockstep.common.names import choices
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.common.version import __version__
 from lockstep.core.batch import Inputs, call, map_tensors
 from lockstep.errors import TrainingError, UsageError, os_error_as
@@ -147,7 +147,7 @@ def _default_path(saved: SavedModel, suffix: str) -> Path:
 
 def _outputs(saved: SavedModel, model: nn.Module, inputs: Inputs) -> torch.Tensor:
     torch.set_num_threads(saved.recipe.threads)
-    with torch.no_grad(), OwnCode(saved.name):
+    with torch.no_grad(), UserCode(saved.name):
         return predictions(call(model, map_tensors(torch.clone, inputs)), saved.name)  # cloned, as in the check
 
 

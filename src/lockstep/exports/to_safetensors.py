@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.common import plainfile
 from lockstep.exports.base import ExportSource
 from lockstep.inference.saved import SavedModel
-from lockstep.models.hugging_face import is_of_transformers
+from lockstep.models.hugging_face import is_transformers_model
 
 SUFFIX: Final = ".safetensors"
 SAME_KERNELS: Final = True
@@ -38,7 +38,7 @@ def builder_of(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
 
     For a transformers model, return its class and config instead.
     """
-    if is_of_transformers(model):
+    if is_transformers_model(model):
         config = plainfile.parse_json(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr, operator]
         return {"class": type(model).__name__, "config": config}
     construction = saved.construction()

@@ -10,7 +10,7 @@ from typing import Any, Final
 from lockstep.exports.base import ExportSource, check_origin
 from lockstep.inference.saved import SavedModel
 from lockstep.inference.text import tokenizer_for
-from lockstep.models.hugging_face import kind_of, without_special_tokens
+from lockstep.models.hugging_face import kind_of, remove_special_tokens
 
 SUFFIX: Final = ""
 SAME_KERNELS: Final = True
@@ -30,7 +30,7 @@ def write(export_source: ExportSource, path: Path) -> str:
     if "use_cache" in config.to_dict():
         config.use_cache = True  # disabled during training, but generating text needs the cache
     if saved.tokenizer_by in ("byte", "character"):
-        without_special_tokens(model)
+        remove_special_tokens(model)
     import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(str(path))  # type: ignore[operator]
     if saved.tokenizer_by:

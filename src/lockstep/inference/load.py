@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.config.base import values
 from lockstep.config.recipe import Recipe
 from lockstep.core.shard import local_tensor
@@ -46,7 +46,7 @@ def load(
     elif isinstance(model, nn.Module):
         module = model
     else:
-        with OwnCode("model"):
+        with UserCode("model"):
             module = model()
     weights = checkpoint.snapshot.model if checkpoint.snapshot.ema is None else checkpoint.snapshot.ema
     with error_as(UsageError, RuntimeError, f"{checkpoint.path}: its weights do not fit {type(module).__name__}"):

@@ -17,7 +17,7 @@ from lockstep.inference.validation_pass import EvaluatedBatch, Validation
 from lockstep.reporting.page import Section, Table, Tile, Tiles, Words
 from lockstep.reporting.wording import format_count
 from lockstep.tasks.batches import predictions, targets_of
-from lockstep.tasks.classification import Classification, truth_of
+from lockstep.tasks.classification import Classification, target_classes
 
 _MAX_MISTAKES: Final = 24  # maximum number of mistakes
 _CHANNELS: Final = (1, 3)
@@ -65,13 +65,13 @@ def mistakes(
 
     If the samples are images, the mistakes are shown as images. Otherwise, they are shown as a table.
     """
-    result = guesses_of(task, batches)
+    result = collect_guesses(task, batches)
     ones = torch.ones_like(result.truths)
     sections = confusions(run, task.classes, result.truths, result.guesses, ones, "samples")
     return [*sections, _worst(f"{run}: worst mistakes", task, validation, result)]
 
 
-def guesses_of(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
+def collect_guesses(task: Classification, batches: Iterable[EvaluatedBatch]) -> Guesses:
     """Return the predictions for all samples."""
     rows = [_rows(task, batch) for batch in batches]
     return Guesses(*(torch.cat(column) for column in zip(*rows, strict=True)))
@@ -108,7 +108,7 @@ def _worst(title: str, task: Classification, validation: Validation, result: Gue
 
 def _rows(task: Classification, evaluated: EvaluatedBatch) -> tuple[Tensor, ...]:
     outputs = predictions(evaluated.outputs, task.model_name)
-    truth, valid = truth_of(targets_of(evaluated.batch))
+    truth, valid = target_classes(targets_of(evaluated.batch))
     guess = outputs.argmax(1)  # same tie-breaking as in the confusion matrix of the run's last evaluation
     log_probabilities = outputs.double().log_softmax(1)
     losses = -log_probabilities.gather(1, truth.clamp(min=0)[:, None])[:, 0]

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor, nn
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.common.rank import ALONE
 from lockstep.config.base import values
 from lockstep.config.placement import Placement
@@ -19,14 +19,14 @@ from lockstep.core.batch import Batch, Inputs, call, map_tensors
 from lockstep.core.shard import local_tensor
 from lockstep.data.base import DataSet
 from lockstep.data.images.pictures import CropSettings, crop_settings
-from lockstep.data.request import request_of
+from lockstep.data.request import make_data_request
 from lockstep.device.precision import autocast
 from lockstep.errors import UsageError
 from lockstep.models.find import Construction, construction
 from lockstep.models.finetuning import build_finetuned
 from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.weights import computing_in, store_in, widen_batchnorm
+from lockstep.parallel.weights import convert_compute_dtype, convert_parameters, widen_batchnorm
 from lockstep.run.evaluation import EvalRequest, open_checkpoint
 from lockstep.run.session import prepare_device
 from lockstep.setup.build import evaluation_batch, open_recipe_data, plain_model, tuning_of
@@ -110,7 +110,7 @@ class SavedModel:
     @property
     def cut(self) -> CropSettings | None:
         """The crop settings of an evaluation, or None if samples aren't cropped from images of varying size."""
-        request = request_of(values(self.recipe.data))
+        request = make_data_request(values(self.recipe.data))
         return crop_settings(request) if request.changes_size else None
 
     @property
@@ -176,15 +176,15 @@ class Computing:
         self._model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
         if self._numerics.stored is not None:  # the weights are stored in this dtype
             widen_batchnorm(self._model)
-            store_in(self._model, self._numerics.stored)
+            convert_parameters(self._model, self._numerics.stored)
         else:
-            computing_in(self._model, self._numerics.copied)
+            convert_compute_dtype(self._model, self._numerics.copied)
 
     @torch.no_grad()
     def __call__(self, inputs: Inputs) -> Any:
         """Move the inputs to the device, and return the outputs of the model."""
         device_inputs = map_tensors(lambda tensor: tensor.to(self.device), inputs)
-        with self._autocast, OwnCode(self._name):
+        with self._autocast, UserCode(self._name):
             outputs = call(self._model, self._numerics.prepare_inputs(device_inputs))
         return self._numerics.prepare_outputs(outputs)
 

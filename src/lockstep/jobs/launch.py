@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.common.follow_parent import GIVE_ADDRESS, SRUN_PORT, host_problem, listening_socket
 from lockstep.common.rank import SECRET
-from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, EXITS_AGAIN, LockstepError, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, PERSISTENT_EXITS, LockstepError, UsageError
 from lockstep.launchers import ORDER
 from lockstep.launchers.base import Launcher
 from lockstep.launchers.job import Job, check_job
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _FIRST_NODE_TIMEOUT_S: Final = 600.0  # maximum time to wait for the name of the first node
 
 
-def starters() -> dict[str, Launcher]:
+def startable_launchers() -> dict[str, Launcher]:
     """Return the launchers that can start a job, by name."""
     return {launcher.name: launcher for launcher in ORDER if launcher.command or launcher.commands}
 
@@ -38,7 +38,7 @@ def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run:
 
     `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
-    launcher = starters()[name]
+    launcher = startable_launchers()[name]
     job = _with_id(launcher, _check_launcher(launcher, job, port))
     _check_node_rank(launcher, job, node_rank)
     if (job.restarts or job.fewest) and job.words[0] == "train" and not _loaded(job).config.run.dir:
@@ -103,7 +103,7 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
     """Return the job. If it requires something that the launcher doesn't support, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
-        *names, last = [starter.name for starter in starters().values() if starter.elastic]
+        *names, last = [starter.name for starter in startable_launchers().values() if starter.elastic]
         raise UsageError(f"{', '.join(job.elastic)}: {unsupported}; use --on {', '.join(names)} or {last}")
     if job.id and (job.standalone or job.rendezvous_backend == "static"):
         raise UsageError(f"--id: got {job.id}, but a static or single-host rendezvous has no id; remove --id")
@@ -190,7 +190,7 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
         code = result.get("exit_code", code)
     if code in (EXIT_SAVED, EXIT_INTERRUPTED):
         return EXIT_INTERRUPTED if ended.stop_signal == signal.SIGINT else EXIT_SAVED
-    return code if code in EXITS_AGAIN else ended.code
+    return code if code in PERSISTENT_EXITS else ended.code
 
 
 def _wait_for(host: str) -> None:

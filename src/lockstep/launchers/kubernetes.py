@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from lockstep.common.rank import SECRET
-from lockstep.errors import EXIT_SAVED, EXITS_AGAIN, UsageError
+from lockstep.errors import EXIT_SAVED, PERSISTENT_EXITS, UsageError
 from lockstep.launchers.job import Job, template
 from lockstep.launchers.node import FIRST_NODE, NODES
 
@@ -73,7 +73,7 @@ def manifest(job: Job, cluster: Cluster) -> str:
         job=job,
         cluster=cluster,
         words=[word.replace("$(", "$$(") for word in arguments],  # Kubernetes expands $(NAME)
-        exits_again=EXITS_AGAIN,
+        exits_again=PERSISTENT_EXITS,
         exit_saved=EXIT_SAVED,
         variables=(NODES, FIRST_NODE, SECRET),
     )

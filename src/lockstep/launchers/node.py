@@ -110,7 +110,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if `lockstep launch --on node` started it, or else None."""
     if _STARTED not in env:
         return None
-    return replace(environment.from_variables(env, "node"), restarted_alone=True)
+    return replace(environment.from_variables(env, "node"), restarted_separately=True)
 
 
 def commands(job: Job) -> dict[str, list[str]]:

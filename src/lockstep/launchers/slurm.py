@@ -31,7 +31,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     The variables of a job aren't sufficient, because batch scripts and shells have them too, and batch scripts even
     have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were no launcher.
     """
-    if not _is_task_of_many(env):
+    if not _is_one_of_several_tasks(env):
         return None
     variables = Variables(env, _MISSING_ADVICE)
     rank = variables.number("SLURM_PROCID")
@@ -130,7 +130,7 @@ LAUNCHER: Final = Launcher(
 )
 
 
-def _is_task_of_many(env: Mapping[str, str]) -> bool:
+def _is_one_of_several_tasks(env: Mapping[str, str]) -> bool:
     step = env.get("SLURM_STEP_ID", "")
     pseudo = step.isdecimal() and int(step) >= _PSEUDO_STEPS
     return bool(step) and not pseudo and "SLURM_PROCID" in env and env.get("SLURM_STEP_NUM_TASKS") != "1"

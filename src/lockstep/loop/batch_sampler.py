@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from lockstep.comm.world import process_group
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Step, Steps
-from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
+from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
 from lockstep.errors import UsageError
 from lockstep.launchers import detect
 
@@ -53,7 +53,7 @@ class BatchSampler(Sampler[list[int]]):
         uneven: bool = False,
         rank: int | None = None,
         world_size: int | None = None,
-        order: str | NumbersOf = SHUFFLED,
+        order: str | IndexFunction = SHUFFLED,
     ) -> None:
         for name, value in (("length", length), ("batch", batch), ("microbatches", microbatches), ("seed", seed)):
             if not isinstance(value, Integral) and not (name == "microbatches" and value is None):

@@ -8,7 +8,7 @@ from lockstep.common.own_code import calling
 from lockstep.core.shard import whole_tensors
 from lockstep.errors import TrainingError
 from lockstep.loop.member import Member
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.record import LoopRecord
 from lockstep.loop.resume import read_loop_checkpoint
 from lockstep.loop.state import ScriptState, check_copied, compare_tensors
@@ -25,7 +25,7 @@ class LoopCheckpoints:
     current optimizer settings, scheduler state and module modes.
     """
 
-    def __init__(self, member: Member, placed: Placed, record: LoopRecord, state: ScriptState) -> None:
+    def __init__(self, member: Member, placed: PlacedModel, record: LoopRecord, state: ScriptState) -> None:
         self._member = member
         self._rank = member.rank
         self._placed = placed

@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.common.own_code import refusal
 from lockstep.core.batch import tensors_of
-from lockstep.data.items import generators_kept
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.data.items import preserve_generators
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.loop.model import entry_modules
 from lockstep.setup.chunk_check import ADVICE, LARGEST, Departure, describe, quick_departure
 
@@ -67,7 +67,7 @@ class FirstCallCheck:
             args, kwargs = arguments
             return model.get_submodule(name)(*args, **kwargs)
 
-        with generators_kept(), new_tensors_dropped(), torch.autocast(device.type, enabled=False):
+        with preserve_generators(), drop_new_tensors(), torch.autocast(device.type, enabled=False):
             try:
                 return quick_departure(whole_model.to(device), self._cut, inputs, run)
             except Exception as error:  # a custom model may raise any exception

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lockstep.data.items import Items, generators_kept
+from lockstep.data.items import Items, preserve_generators
 from lockstep.loop.member import Member
-from lockstep.probe.probe import items_of_a_loop
+from lockstep.probe.probe import loop_items
 from lockstep.training.sample_digest import digest_ends
 
 
@@ -34,8 +34,8 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
 
 def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
     """Compute the digest of the first and last sample of a dataset. In a new run, also check the dataset for faults."""
-    with generators_kept():  # also on a single rank, so that a dataset that counts its calls behaves the same
+    with preserve_generators():  # also on a single rank, so that a dataset that counts its calls behaves the same
         # Look for faults first, since a dataset may cache the samples that it returned.
         is_examined = member.checkpoint is None and not items.in_memory
-        findings = items_of_a_loop(items, type(dataset).__getitem__) if is_examined else []
+        findings = loop_items(items, type(dataset).__getitem__) if is_examined else []
         return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

@@ -9,7 +9,7 @@ from lockstep.core.batch import Batch
 from lockstep.data.loader import Loader
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.model import Gate, preserve_modes
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import seed_all
 from lockstep.loop.sums import EvaluationPass, sum_values
 from lockstep.run.rank import Rank
@@ -42,7 +42,7 @@ class Evaluation:
             raise refusal("run.each: got no batch, and no earlier run.steps sets a default", "pass batch=")
         return samples
 
-    def batches(self, placed: Placed, loader: Loader, samples: int) -> Iterator[Batch]:
+    def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
         self.end_pass()
@@ -51,7 +51,7 @@ class Evaluation:
         draws = random.key(random.OWN_LOOP, self._seed, self._rank.progress.step, random.EVALUATION)
         try:
             placed.audit.kept.forget()
-            with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.own_evaluation():
+            with preserve_modes(placed.model), self._rank.during("evaluating"), placed.engine.custom_evaluation():
                 guard.mark(moved=True)  # averaged weights replace the trained weights during the pass
                 for number, batch, _ in loader.validation(samples):
                     current_pass.numbers.append(number)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.common import plainfile
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.parallel.engine import Update
 from lockstep.parallel.layouts.base import wholes
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import durable
-from lockstep.training.observer import Examined, LayerNorms, Observer
+from lockstep.training.observer import LayerNorms, Observer, StepObservations
 from lockstep.training.update_norms import measure_update
 
 _MAX_BYTES: Final = 1 << 28  # the maximum size of an observation file in bytes
@@ -37,7 +37,7 @@ class Seen(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     samples: list[list[int]]
-    examined: Examined = Field(default_factory=Examined)
+    examined: StepObservations = Field(default_factory=StepObservations)
     iteration: int = 0
     layers: list[LayerNorms] = []
 
@@ -50,7 +50,7 @@ class Examination:
     """
 
     def __init__(
-        self, folder: Path, world: World, placed: Placed, samples: list[list[int]], report: Callable[[], None]
+        self, folder: Path, world: World, placed: PlacedModel, samples: list[list[int]], report: Callable[[], None]
     ) -> None:
         self._path = folder / f"examined-{world.rank}.json"
         self._world = world
@@ -107,13 +107,13 @@ class Examination:
         durable.replace(self._path, self._observations.model_dump_json().encode())
 
 
-def read_seen(folder: Path) -> Seen | None:
+def read_observations(folder: Path) -> Seen | None:
     """Return the combined observations of all ranks in a step, or None if no rank reached the step."""
     paths = sorted(folder.glob("examined-*.json"), key=lambda path: int(path.stem.partition("-")[2]))
     observations = [Seen.model_validate_json(plainfile.content(path, _MAX_BYTES)) for path in paths]
     if not observations:
         return None
-    examined = Examined()
+    examined = StepObservations()
     for observation in observations:
         examined.microbatches |= observation.examined.microbatches
         for name, largest in observation.examined.activations.items():

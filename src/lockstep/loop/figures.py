@@ -6,7 +6,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.common.own_code import refusal
-from lockstep.common.reserved_metrics import OF_ALL, first_taken
+from lockstep.common.reserved_metrics import OF_ALL, first_reserved
 from lockstep.run.rank import Rank
 from lockstep.training.events import Logged
 
@@ -28,7 +28,7 @@ class LoggedMetrics:
             values = {name: float(value) for name, value in figures.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
-        if reserved_name := first_taken(values, OF_ALL):
+        if reserved_name := first_reserved(values, OF_ALL):
             raise refusal(f"run.log: {reserved_name} is a reserved name", "choose a different name")
         self._rank.world.say(values)
         self._values.update({name: repr(value) for name, value in values.items()})
@@ -37,10 +37,10 @@ class LoggedMetrics:
     def compare(self) -> None:
         """Warn, at most once per run, if metrics have different values on different ranks."""
         world = self._rank.world
-        if not world.figures_differ or self._compared:
+        if not world.metrics_differ or self._compared:
             return
         self._compared = True
-        rank_0_values, *other_values = world.told_by_all(self._values)
+        rank_0_values, *other_values = world.all_gather_json(self._values)
         if names := [
             name
             for name in rank_0_values

@@ -10,7 +10,7 @@ from lockstep.core.batch import tensors_of
 from lockstep.core.order import Step
 from lockstep.loop.examination import Examination
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.tasks.base import MicroBatch
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
@@ -23,7 +23,7 @@ class Forward:
     If a replay examines the step, `examination` observes each forward.
     """
 
-    def __init__(self, step: Step, placed: Placed, gate: Gate, examination: Examination | None) -> None:
+    def __init__(self, step: Step, placed: PlacedModel, gate: Gate, examination: Examination | None) -> None:
         self.microbatch: MicroBatch | None = None  # the current micro-batch, until its backward begins
         self._step = step
         self._placed = placed
@@ -46,7 +46,7 @@ class Forward:
         if self._examination is not None and not beside:
             self._examination.enter(microbatch, iteration)
         self.microbatch, self._stray_check = microbatch, stray_check
-        forward = engine.forward_beside if beside else engine.forward
+        forward = engine.forward_extra if beside else engine.forward
         self._context = forward(microbatch, self._step)
         self._context.__enter__()
         self._gate.open = True

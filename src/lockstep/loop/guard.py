@@ -182,7 +182,7 @@ class Guard:
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
         self._hook_ids = self._gradient_hooks()
         self._identities = self._part_ids()
-        self.withhold()
+        self.block_gradient_writes()
         self.mark(moved=True)
 
     def close(self) -> None:
@@ -281,14 +281,14 @@ class Guard:
             frame = frame.f_back  # type: ignore[assignment]
         return "", 0
 
-    def withhold(self) -> None:
+    def block_gradient_writes(self) -> None:
         """Replace gradients with stand-ins that reject writes."""
         self._withheld, self._shown_gradients = [parameter.grad for parameter in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._summing = bool(self.step)
 
-    def give_back(self) -> None:
+    def restore_gradients(self) -> None:
         """Replace the stand-ins with the gradients again."""
         for parameter, gradient in zip(self._trained, self._withheld, strict=False):
             parameter.grad = gradient
@@ -453,10 +453,10 @@ class NoGuard:
         """Return a placeholder without a path."""
         return self.last
 
-    def withhold(self) -> None:
+    def block_gradient_writes(self) -> None:
         """See Guard."""
 
-    def give_back(self) -> None:
+    def restore_gradients(self) -> None:
         """See Guard."""
 
     def close(self) -> None:

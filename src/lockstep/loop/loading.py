@@ -9,12 +9,12 @@ from lockstep.data.base import DataSet, NoTransforms
 from lockstep.data.items import Items
 from lockstep.data.loader import Loader
 from lockstep.data.weigh import Weigh
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.strategies.base import replica_devices
 
 
 def make_loader(
-    placed: Placed,
+    placed: PlacedModel,
     items: Items,
     steps: Steps,
     microbatches: int = 1,

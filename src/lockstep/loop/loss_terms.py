@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.parallel.gradients import nodes_behind
+from lockstep.parallel.gradients import backward_nodes
 from lockstep.tasks.base import MicroBatch
 
 Node = Any  # a node of an autograd graph
@@ -101,7 +101,7 @@ def are_sample_losses(terms: Sequence[LossTerm], samples: int) -> bool:
 
 def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
     """Return whether a part of the loss depends on an output of the model. True if the outputs aren't known."""
-    return not returned or any(ancestor in returned for ancestor in nodes_behind(node))
+    return not returned or any(ancestor in returned for ancestor in backward_nodes(node))
 
 
 def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
@@ -112,9 +112,10 @@ def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Colle
     """
     if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
-    ancestors = {ancestor for node in returned for ancestor in nodes_behind(node)}
+    ancestors = {ancestor for node in returned for ancestor in backward_nodes(node)}
     return any(
-        ancestor in ancestors and not ancestor.name().endswith("AccumulateGrad") for ancestor in nodes_behind(term.node)
+        ancestor in ancestors and not ancestor.name().endswith("AccumulateGrad")
+        for ancestor in backward_nodes(term.node)
     )
 
 

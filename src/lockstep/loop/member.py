@@ -118,7 +118,7 @@ class Member:
             folder_path = checkpoint_path = None
             if (folder := run_config.dir) is not None:
                 claim = run_folder.hold_run_folder(
-                    rendezvous, lambda: run_folder.claim_own(Path(folder), signing_key(run_config.key_file))
+                    rendezvous, lambda: run_folder.claim_loop_folder(Path(folder), signing_key(run_config.key_file))
                 )
                 start = resources.enter_context(claim)
                 folder_path, checkpoint_path = start.folder, start.checkpoint
@@ -128,7 +128,7 @@ class Member:
                 streams.append(resources.enter_context(rendezvous.rank_log.capture(log)))
             world = resources.enter_context(session.open_world())
             rank = Rank(rendezvous, world, folder_path, machine.numerics(session.device), source)
-            if warning := hashing.seed_warning(world.all_tell(hashing.probe())):
+            if warning := hashing.seed_warning(world.all_gather_text(hashing.probe())):
                 rank.warn(warning)
             strategy, observe = (context.strategy, context.observe) if context is not None else (None, None)
             guarded = context is None or context.guarded

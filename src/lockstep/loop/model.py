@@ -16,8 +16,8 @@ from lockstep.comm.gathers import CALL_THE_MODEL, CALLED_ALONE
 from lockstep.comm.world import World
 from lockstep.common.own_code import Place, describe_error, location, place, refusal
 from lockstep.core.batch import tensors_of
-from lockstep.errors import LockstepError, OwnCodeError
-from lockstep.parallel.gradients import nodes_behind
+from lockstep.errors import LockstepError, UserCodeError
+from lockstep.parallel.gradients import backward_nodes
 from lockstep.parallel.numerics import Numerics
 from lockstep.runs.worker_context import OpenRun
 
@@ -235,7 +235,7 @@ class StrayModuleCheck:
 
     def check_parameters(self, step: int, loss: Tensor) -> None:
         """Raise UsageError if a loss depends on a parameter outside the placed model."""
-        for node in nodes_behind(loss.grad_fn):
+        for node in backward_nodes(loss.grad_fn):
             leaf = node.variable if node.name().startswith("torch::autograd::AccumulateGrad") else None
             if isinstance(leaf, nn.Parameter) and leaf not in self._parameters:
                 raise refusal(
@@ -306,13 +306,13 @@ def explain_error(error: BaseException, model: nn.Module) -> BaseException:
     if is_sharded and any(word in str(error) for word in _DTENSOR_WORDS):
         if name := _module_called_alone(error, model):
             return refusal(f"{name} {CALLED_ALONE}", CALL_THE_MODEL, place(error))
-        return OwnCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
+        return UserCodeError(f"the code computes with sharded weights: {describe_error(error, _SHARDED_ADVICE)}")
     advice = ""
     if "Expected more than 1 value per channel" in str(error):
         advice = _BATCHNORM_ADVICE
     if _DTYPE_WORDS in str(error):
         advice = _DTYPE_ADVICE
-    return OwnCodeError(describe_error(error, advice)) if advice else error
+    return UserCodeError(describe_error(error, advice)) if advice else error
 
 
 def _module_called_alone(error: BaseException, model: nn.Module) -> str:

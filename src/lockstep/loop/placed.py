@@ -15,7 +15,7 @@ from lockstep.common.own_code import location, refusal
 from lockstep.config.placement import StrategyConfig
 from lockstep.config.strategy_name import strategy_problems
 from lockstep.core.audit_schedule import AuditSchedule
-from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, against_nonfinite
+from lockstep.core.engine_recipe import PlainEma, PlainLossScale, PlainRecipe, nonfinite_advice
 from lockstep.core.precision import default_static_scale
 from lockstep.core.shard import Chunked, local_tensor
 from lockstep.device.precision import stored_dtype
@@ -32,7 +32,7 @@ from lockstep.loop.settings import Settings
 from lockstep.models.check import check_layers
 from lockstep.parallel.audited import Audit
 from lockstep.parallel.engine import Engine, Phased
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.parallel.tensor.plan import Plan
@@ -73,7 +73,7 @@ class ChunkPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
+class PlacedModel:
     """The user's model and optimizer, and the engine that trains them.
 
     `canonical` is a view of the engine. It converts the state to the shapes that the model has without `chunks`.
@@ -118,13 +118,13 @@ class Placed:
 
     def weights(self) -> Mapping[str, Tensor]:
         """Return the full weights by name. All ranks must call this method."""
-        return gather_whole(self.world, self.canonical.state().model)
+        return gather_full_tensors(self.world, self.canonical.state().model)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of each weight by name. All ranks must call this method."""
         return {name: digest([tensor]) for name, tensor in self.weights().items()}
 
-    def some_idle(self, microbatches: int) -> bool:
+    def has_idle_ranks(self, microbatches: int) -> bool:
         """Return whether some ranks get no micro-batch in a step with `microbatches` micro-batches."""
         return microbatches < self._replicas
 
@@ -182,7 +182,7 @@ class Placed:
         if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{more} is not finite after step {step}, so nothing was saved; {against_nonfinite(None)}"
+                f"{broken[0]}{more} is not finite after step {step}, so nothing was saved; {nonfinite_advice(None)}"
             )
 
     def check_structure(self) -> None:
@@ -203,7 +203,7 @@ def place_model(
     chunks: ChunkPlan,
     scheduler: UserScheduler | None = None,
     ema: float | None = None,
-) -> Placed:
+) -> PlacedModel:
     """Distribute the model over the ranks. All ranks must call this function with the same initial weights."""
     settings, world = member.settings, member.rank.world
     resting, placed_in_evaluation = evaluating(model.named_modules()), is_evaluating(model)
@@ -253,7 +253,7 @@ def place_model(
     _free_replaced_parameters(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
     guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else NoGuard()
-    return Placed(
+    return PlacedModel(
         settings=settings,
         world=world,
         model=model,

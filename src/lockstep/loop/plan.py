@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.comm.named_sums import over_ranks
 from lockstep.comm.world import World
-from lockstep.common.own_code import OwnCode, refusal
+from lockstep.common.own_code import UserCode, refusal
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.sample_order import SampleOrder
@@ -76,7 +76,7 @@ class LoopPlan:
         """Return the object that computes the weights of micro-batches on all ranks, or None if `weight` isn't set."""
         if self.weight is None:
             return None
-        return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_tell)
+        return Weigh(partial(_evaluate_weight, self.weight), partial(over_ranks, world), world.all_gather_text)
 
     def loop_plan(self, log_every: int) -> Plan:
         """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
@@ -116,7 +116,7 @@ def make_plan(
 
 
 def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
-    with OwnCode("weight"):
+    with UserCode("weight"):
         counted = weight(batch)
         if isinstance(counted, Mapping):
             weights = check_weights("weight:", counted)

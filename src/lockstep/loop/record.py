@@ -7,7 +7,7 @@ from typing import Any, final
 from lockstep.common.own_code import calling, refusal
 from lockstep.core.work import earlier_microbatches
 from lockstep.errors import UsageError
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.run.rank import Rank
 
@@ -73,7 +73,7 @@ class LoopRecord:
             ) from None
         self.loop, self._dataset = loop, (dataset, ends)
 
-    def warn_of_changes(self, placed: Placed) -> None:
+    def warn_of_changes(self, placed: PlacedModel) -> None:
         """Warn once about changes since the checkpoint that are allowed, but affect the resulting weights."""
         if self._resumed is None:
             return
@@ -99,11 +99,11 @@ class LoopRecord:
             "remove the outer loop, or pass `epochs=epoch + 1`, because epochs count from the start of the run",
         )
 
-    def saved(self, placed: Placed) -> dict[str, Any]:
+    def saved(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the record to save in a checkpoint, as JSON-serializable values."""
         return {**(self.loop or placed.decisive()), "began": self._changeable_settings(placed)}
 
-    def _changeable_settings(self, placed: Placed) -> dict[str, Any]:
+    def _changeable_settings(self, placed: PlacedModel) -> dict[str, Any]:
         """Return the settings that determine the resulting weights, but may change on resume.
 
         Learning rates are only included if there is no scheduler, because a scheduler saves its rates itself.

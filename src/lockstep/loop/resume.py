@@ -8,20 +8,20 @@ from lockstep.core.sample_order import SHUFFLED
 from lockstep.core.shard import local_tensor
 from lockstep.errors import UsageError
 from lockstep.loop.member import Member
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.record import refuse_different_loop
 from lockstep.run.checkpoints import Resumed
 from lockstep.training.checkpoint import saved_state
-from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import signing_key
 
 
-def read_loop_checkpoint(member: Member, path: Path, placed: Placed) -> tuple[Resumed, dict[str, Any]]:
+def read_loop_checkpoint(member: Member, path: Path, placed: PlacedModel) -> tuple[Resumed, dict[str, Any]]:
     """Return the checkpoint and the settings of the loop that saved it. All ranks must call this function.
 
     Raises UsageError if the settings or the model differ from those of the current loop.
     """
-    manifest, snapshot = read_alike(member.rendezvous, path, signing_key(member.settings.run.key_file))
+    manifest, snapshot = read_same_checkpoint(member.rendezvous, path, signing_key(member.settings.run.key_file))
     state = saved_state.parse_state(path, snapshot.state)
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):

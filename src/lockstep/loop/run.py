@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.comm import exchanges
-from lockstep.common.own_code import refusal, with_its_line
+from lockstep.common.own_code import add_calling_line, refusal
 from lockstep.config.placement import Placement
 from lockstep.core.batch import Batch
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
-from lockstep.core.sample_order import SHUFFLED, NumbersOf, SampleOrder
+from lockstep.core.sample_order import SHUFFLED, IndexFunction, SampleOrder
 from lockstep.data.items import Collate, Items
 from lockstep.errors import CorruptionError, LockstepError
 from lockstep.loop.checkpoints import LoopCheckpoints
@@ -31,7 +31,7 @@ from lockstep.loop.loading import make_loader
 from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
 from lockstep.loop.model import CallConsistencyCheck, Gate, explain_error, preserve_modes
-from lockstep.loop.placed import ChunkPlan, Placed, place_model
+from lockstep.loop.placed import ChunkPlan, PlacedModel, place_model
 from lockstep.loop.placing import check_model_and_optimizer, disable_optimizer
 from lockstep.loop.plan import make_plan
 from lockstep.loop.record import LoopRecord
@@ -78,7 +78,7 @@ class Run:
         self._state = ScriptState(self._world)
         self._record = LoopRecord(rank, member.checkpoint)
         self._sequence = StepSequence(member, self._gate, self._meeting, self._figures, self._evaluation, self._state)
-        self._placed: Placed | None = None
+        self._placed: PlacedModel | None = None
         self._checkpoints: LoopCheckpoints | None = None  # set by `place` if there is a run folder
         self._steps: Generator[Step] | None = None
         self._ended = False
@@ -165,7 +165,7 @@ class Run:
         chunk_plan = ChunkPlan(chunks, plan or {})
         own_scheduler = None if scheduler is None else UserScheduler(scheduler, optimizer)
         with preserve_modes(model):
-            with with_its_line():
+            with add_calling_line():
                 placed = self._placed = place_model(
                     self._member, model, optimizer, strategy, chunk_plan, scheduler=own_scheduler, ema=ema
                 )
@@ -194,7 +194,7 @@ class Run:
         weight: Callable[[Batch], int] | None = None,
         collate: Collate | None = None,
         drop_last: bool = False,
-        order: str | NumbersOf = SHUFFLED,
+        order: str | IndexFunction = SHUFFLED,
     ) -> Iterator[Step]:
         """Yield the remaining steps of the run, up to `epochs` or `steps`, which count from the start of the run.
 
@@ -215,7 +215,7 @@ class Run:
         """
         placed = self._begin_placed_call("run.steps")
         refuse_autocast("run.steps")
-        with with_its_line():
+        with add_calling_line():
             items = Items(dataset, collate)
             sample_order = SampleOrder(order, self._member.settings.seed, len(items), "run.steps")
             if microbatches is None and microbatch is None:
@@ -246,7 +246,7 @@ class Run:
         placed = self._begin_placed_call("run.each")
         samples = self._evaluation.batch_size(batch)
         self._sequence.report_complete()
-        with with_its_line():
+        with add_calling_line():
             items = Items(dataset, collate)
         loader = make_loader(placed, items, Steps(len(items), samples, epochs=1))
         return self._evaluation.batches(placed, loader, samples)
@@ -357,11 +357,11 @@ class Run:
         finally:  # `close` may raise if a save failed
             self._member.close(None)
 
-    def _begin_placed_call(self, call: str) -> Placed:
+    def _begin_placed_call(self, call: str) -> PlacedModel:
         self._begin_call(call)
         return self._require_placed(call)
 
-    def _require_placed(self, call: str = "run") -> Placed:
+    def _require_placed(self, call: str = "run") -> PlacedModel:
         if self._placed is None:
             raise refusal(f"{call}: no model is placed", "call run.place(model, optimizer) first")
         return self._placed

@@ -15,7 +15,7 @@ from lockstep.loop.meeting import Meeting
 from lockstep.loop.member import Member
 from lockstep.loop.model import Gate, StrayModuleCheck
 from lockstep.loop.model_modes import is_evaluating, mode_dependent_layer
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.state import ScriptState, state_digests
@@ -66,7 +66,7 @@ class StepSequence:
 
     def begin(
         self,
-        placed: Placed,
+        placed: PlacedModel,
         plan: LoopPlan,
         turn: Turn,
         reports: StepReports,
@@ -96,7 +96,7 @@ class StepSequence:
         placed.guard.mark()
         return self._step
 
-    def end(self, placed: Placed) -> None:
+    def end(self, placed: PlacedModel) -> None:
         """End the current step when the loop asks for the next one. Raises UsageError if the step has no update."""
         assert self._step is not None
         assert self._turn is not None
@@ -164,7 +164,7 @@ class StepSequence:
             self._losses[phase, name] = LossCheck(self._rank.world.size, self._rank.warn, name)
         return self._losses[phase, name]
 
-    def _make_stray_check(self, placed: Placed, turn: Turn, phase: int) -> StrayModuleCheck | None:
+    def _make_stray_check(self, placed: PlacedModel, turn: Turn, phase: int) -> StrayModuleCheck | None:
         """Return a module check if this rank hasn't checked the update with index `phase` yet, and None otherwise."""
         if self._modules_checked > phase:
             return None

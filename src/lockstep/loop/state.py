@@ -93,7 +93,7 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
     All ranks must call this function.
     """
     own_digests = state_digests(tensors)
-    rank_0_digests, *other_digests = [own_digests] if world.size == 1 else world.told_by_all(own_digests)
+    rank_0_digests, *other_digests = [own_digests] if world.size == 1 else world.all_gather_json(own_digests)
     for rank, digests in enumerate(other_digests, start=1):
         differing_name = next(
             (name for name in [*rank_0_digests, *digests] if digests.get(name) != rank_0_digests.get(name)), None

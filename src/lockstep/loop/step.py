@@ -16,7 +16,7 @@ from lockstep.loop.forward import Forward
 from lockstep.loop.loss_check import LossCheck
 from lockstep.loop.losses import NamedArgument, has_names, losses_of, named_arguments, without_weights
 from lockstep.loop.model import Gate, StrayModuleCheck
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.seeding import StepDraws
 from lockstep.loop.step_pass import StepPass
 from lockstep.loop.step_sums import StepSums
@@ -43,8 +43,8 @@ class Step:
     _turn: Turn
     _gate: Gate
     _leaves: int
-    _placed: Placed
-    _make_stray_check: Callable[[Placed, Turn, int], StrayModuleCheck | None]
+    _placed: PlacedModel
+    _make_stray_check: Callable[[PlacedModel, Turn, int], StrayModuleCheck | None]
     _losses: Callable[[int, str], LossCheck]
     _sums: StepSums
     _draws: StepDraws
@@ -311,20 +311,20 @@ class Step:
         self._guard.check(whole=False, modes=True, forward=True)
         self._gate.end_batch()
         counts = self._sums.end_microbatch(number)
-        self._guard.give_back()
+        self._guard.restore_gradients()
         self._forward.microbatch = None
         self._pass.done += 1
         self._gate.recomputing = True
         try:
             if self._pass.beside:
-                self._engine.backward_beside(microbatch, loss, self._turn.step, mean=is_mean)
+                self._engine.backward_extra(microbatch, loss, self._turn.step, mean=is_mean)
             else:
                 self._engine.backward(microbatch, loss, mean=is_mean, counts=counts)
         finally:
             self._gate.recomputing = False
             if self._examination is not None:
                 self._examination.leave()
-        self._guard.withhold()
+        self._guard.block_gradient_writes()
         self._guard.mark()
         self._gate.ended_at = self._guard.last
 
@@ -348,10 +348,10 @@ class Step:
         if not self._pass.complete:
             raise self._unfinished()
         self._guard.check(whole=False, updating=True)
-        self._guard.give_back()
+        self._guard.restore_gradients()
         placed = self._placed
         given = update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
-        self._sums.end(some_idle=placed.some_idle(self._leaves))
+        self._sums.end(has_idle_ranks=placed.has_idle_ranks(self._leaves))
         placed.agree(number, given.rate, given.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
         sums = self._pass.sums()

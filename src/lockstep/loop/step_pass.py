@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 from lockstep.common.own_code import refusal
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.step_sums import ROOM
 from lockstep.parallel.audited import Part
 from lockstep.parallel.engine import Sums
@@ -29,7 +29,7 @@ class StepPass:
     """
 
     def __init__(
-        self, turn: Turn, placed: Placed, leaves: int, audit: Callable[[], Iterator[Part]] | None = None
+        self, turn: Turn, placed: PlacedModel, leaves: int, audit: Callable[[], Iterator[Part]] | None = None
     ) -> None:
         self._turn = turn
         self._engine, self._guard = placed.engine, placed.guard
@@ -68,14 +68,14 @@ class StepPass:
             if not part.beside:
                 self._engine.begin(part.microbatches, self._turn.step, self._leaves, ROOM)
             if self.done:
-                self._guard.withhold()
+                self._guard.block_gradient_writes()
             yield from part.microbatches
             if self._audit is not None:
                 self._guard.check(whole=False, modes=True)
-                self._guard.give_back()  # the audit reads the gradients, and not the stand-ins
+                self._guard.restore_gradients()  # the audit reads the gradients, and not the stand-ins
                 part.sums = None if part.beside else self._engine.end()
         if self._audit is not None:
-            self._guard.withhold()
+            self._guard.block_gradient_writes()
             self._guard.mark()
 
     def sums(self) -> Sums:

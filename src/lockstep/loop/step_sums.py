@@ -77,14 +77,14 @@ class StepSums:
             vector[index] = values[name]
         return vector
 
-    def end(self, *, some_idle: bool) -> None:
+    def end(self, *, has_idle_ranks: bool) -> None:
         """Determine the names of the numbers. All ranks must call this method after each iteration.
 
-        If `some_idle` is set, some ranks have no micro-batch and receive the names from the other ranks.
+        If `has_idle_ranks` is set, some ranks have no micro-batch and receive the names from the other ranks.
         """
         self.names = self._first_names or ()
-        if some_idle:
-            self.names = next((tuple(names) for names in self._world.told_by_all(self.names) if names), ())
+        if has_idle_ranks:
+            self.names = next((tuple(names) for names in self._world.all_gather_json(self.names) if names), ())
 
     def take(self, counts: Tensor | None) -> None:
         """Store the totals of the iteration over all ranks. `counts` is the reduced vector."""

@@ -16,7 +16,7 @@ from lockstep.loop.dataset_check import DatasetFault
 from lockstep.loop.examination import Examination
 from lockstep.loop.loading import make_loader
 from lockstep.loop.member import Member
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 from lockstep.loop.plan import LoopPlan
 from lockstep.loop.seeding import seed_after_loop
 from lockstep.loop.sequence import StepSequence
@@ -46,7 +46,7 @@ class TrainingLoop:
     """
 
     member: Member
-    placed: Placed
+    placed: PlacedModel
     plan: LoopPlan
     sequence: StepSequence
     checkpoints: LoopCheckpoints | None
@@ -188,7 +188,7 @@ class TrainingLoop:
         raise SystemExit(EXIT_DONE)
 
 
-def finish(rank: Rank, placed: Placed, checkpoints: LoopCheckpoints | None) -> None:
+def finish(rank: Rank, placed: PlacedModel, checkpoints: LoopCheckpoints | None) -> None:
     """Wait for the last save, and write the event for the end of a loop. All ranks must call this function."""
     for saved in checkpoints.wait() if checkpoints else []:
         rank.write(saved)

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from lockstep.common.own_code import refusal
-from lockstep.loop.placed import Placed
+from lockstep.loop.placed import PlacedModel
 
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
@@ -25,7 +25,7 @@ class UpdateSettings(NamedTuple):
 
 
 def update_settings(
-    step: int, placed: Placed, lr: float | None, clip: float | None, of: str | None, *, audited: bool
+    step: int, placed: PlacedModel, lr: float | None, clip: float | None, of: str | None, *, audited: bool
 ) -> UpdateSettings:
     """Validate the arguments of `step.update`. Raises UsageError if an argument is invalid.
 
@@ -63,7 +63,7 @@ def _to_float(value: object) -> float:
         return math.nan
 
 
-def _group_indices(step: int, placed: Placed, of: str, audited: bool) -> frozenset[int]:
+def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> frozenset[int]:
     """Return the indices of the groups named `of`. Raises UsageError if a partial update isn't supported."""
     reasons = {
         "in an audited step": audited,

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.common.own_code import OwnCode, describe_error, place
+from lockstep.common.own_code import UserCode, describe_error, place
 from lockstep.core.batch import Inputs, call, length, map_tensors, tensors_of
-from lockstep.device.cached_tensors import new_tensors_dropped
-from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.device.cached_tensors import drop_new_tensors
+from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.flops import FlopCounter, backward_flops
 from lockstep.tasks.base import Build
 
@@ -84,7 +84,7 @@ def check_model(
     trial = partial(_run_trial, build, name, evaluation, training)
     # Ignore warnings, because they appear again when the ranks build the model. In addition, torch warns about each
     # weight that is loaded on the meta device, because it has no values.
-    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"):
+    with warnings.catch_warnings(action="ignore"), UserCode(f"model {name}"):
         try:
             evaluation_outputs, training_outputs, summary = trial("meta")
         except Exception:  # the model may need real values. If there is a mistake, the trial on the CPU fails too
@@ -112,7 +112,7 @@ def check_dtype(
     `convert_model` prepares the model for this dtype. The check runs on the meta device. If the model can't run there,
     the check passes, and the first step of the run reports the error.
     """
-    with warnings.catch_warnings(action="ignore"), OwnCode(f"model {name}"), new_tensors_dropped():
+    with warnings.catch_warnings(action="ignore"), UserCode(f"model {name}"), drop_new_tensors():
         try:
             with torch.device("meta"):
                 model = build()
@@ -237,7 +237,7 @@ def hooked_parameter(model: nn.Module) -> str:
 
 def _run_trial(build: Build, name: str, evaluation: Inputs, training: Inputs, device: str) -> tuple[Any, Any, Summary]:
     """Run the model in evaluation and in training mode. Return the outputs of both, and the summary of the model."""
-    with new_tensors_dropped(), torch.device(device):
+    with drop_new_tensors(), torch.device(device):
         model = build()
         check_weights(name, model)
         model.eval()
@@ -289,7 +289,7 @@ def _call_model(model: nn.Module, name: str, inputs: Inputs) -> Any:
                 f"2; change recipe.batch or recipe.microbatches so that every micro-batch has at least 2 samples, also "
                 f"in the last step of an epoch, or set recipe.last_batch=drop"
             ) from error
-        raise OwnCodeError(
+        raise UserCodeError(
             f"model {name}: forward failed with inputs of {_describe_inputs(inputs)}: {message}"
         ) from error
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from lockstep.common.importing import import_callable, import_object
 from lockstep.common.names import suggestion
-from lockstep.common.own_code import OwnCode, describe_error
+from lockstep.common.own_code import UserCode, describe_error
 from lockstep.common.type_name import type_name
-from lockstep.errors import LockstepError, OwnCodeError, UsageError
+from lockstep.errors import LockstepError, UsageError, UserCodeError
 from lockstep.models.hugging_face import check_weights, is_transformers_folder, transformers_model
 from lockstep.models.pretrained import download_lock, load_matching_weights
 
@@ -212,7 +212,7 @@ def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Ma
             # By default, segmentation models would download weights for their backbone.
             return sizes | _filter_arguments(models.get_model_builder(name), {"weights_backbone": None}, False)
         case "path":
-            with OwnCode(f"model {name}"):  # the user's object can define __signature__
+            with UserCode(f"model {name}"):  # the user's object can define __signature__
                 named_facts = {key: facts[key] for key in ("shape", "outputs") if key in facts}
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, named_facts, accepts_any=False)
         case _:
@@ -246,4 +246,4 @@ def _report_arguments(name: str, arguments: Mapping[str, Any]) -> Iterator[None]
     except BaseException as error:  # third-party functions may raise any exception, even SystemExit
         description = ", ".join(f"{key}={value!r}" for key, value in arguments.items()) or "no arguments"
         message = describe_error(error, "correct recipe.model.options or the function")
-        raise OwnCodeError(f"model {name}: cannot be built with {description}: {message}") from error
+        raise UserCodeError(f"model {name}: cannot be built with {description}: {message}") from error

@@ -11,7 +11,7 @@ from lockstep.models.freezing import freeze, freeze_batchnorm
 from lockstep.tasks.base import Build
 
 
-class FirstWeights(Protocol):
+class InitialWeights(Protocol):
     """Initial weights to load into a new model."""
 
     @property
@@ -36,7 +36,7 @@ class Tuning:
     frozen_batchnorm: bool = False
 
 
-def build_finetuned(build: Build, tuning: Tuning, first_weights: FirstWeights | None = None) -> nn.Module:
+def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights | None = None) -> nn.Module:
     """Build a model, load `first_weights` into it if they are set, and apply `tuning`.
 
     Weights from a model with adapters are loaded after the adapters are added. All other weights are loaded before,

@@ -128,7 +128,7 @@ def is_transformers_folder(name: str) -> bool:
     return os.path.isfile(os.path.join(name, "config.json"))
 
 
-def without_special_tokens(model: nn.Module) -> None:
+def remove_special_tokens(model: nn.Module) -> None:
     """Remove the default ids of special tokens from the configs of a model. Text generation would stop at these ids.
 
     Call this function if the vocabulary has no special tokens, because the default ids are ordinary tokens then.
@@ -139,7 +139,7 @@ def without_special_tokens(model: nn.Module) -> None:
                 setattr(settings, name, None)
 
 
-def is_of_transformers(model: nn.Module) -> bool:
+def is_transformers_model(model: nn.Module) -> bool:
     """Return whether the class of the model is from transformers."""
     return type(model).__module__.partition(".")[0] == "transformers"
 

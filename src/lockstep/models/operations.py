@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.core.batch import Batch, Inputs, call, map_tensors
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.kernels import RNN_DROPOUT, Refused, find_refusal
 from lockstep.device.meta import on_meta
 from lockstep.tasks.base import Build
@@ -61,7 +61,7 @@ def find_refused_operations(
     """
     for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
-            with warnings.catch_warnings(action="ignore"), new_tensors_dropped(), _deterministic():
+            with warnings.catch_warnings(action="ignore"), drop_new_tensors(), _deterministic():
                 return record(build, inputs, batch, loss, training)
         except Exception:  # third-party models may raise any exception
             continue

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lockstep.device.memory import host_like
+from lockstep.device.memory import empty_host_tensor
 
 # Starting a copy takes a few microseconds. A PCIe bus transfers about this many bytes in the same time.
 _LEAST_BYTES: Final = 1 << 16
@@ -129,7 +129,7 @@ class Elements:
     def __init__(self, elements: Tensor) -> None:
         self._device = elements.device
         # A copy from a GPU doesn't block the CPU, and runs in order with the computation on the GPU.
-        self._host = host_like(elements).copy_(elements, non_blocking=elements.is_cuda)
+        self._host = empty_host_tensor(elements).copy_(elements, non_blocking=elements.is_cuda)
         self._last: StorageWeakRef | None = None
 
     def back(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:

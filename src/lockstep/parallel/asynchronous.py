@@ -34,7 +34,7 @@ from lockstep.comm.named_sums import add_over_ranks
 from lockstep.comm.rpc import Rpc
 from lockstep.comm.world import World
 from lockstep.common.rank import ALONE
-from lockstep.core.engine_recipe import against_nonfinite
+from lockstep.core.engine_recipe import nonfinite_advice
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
@@ -78,7 +78,7 @@ class AsynchronousEngine:
         )
         self._has_microbatches = True
         self._skips = numerics.skip_nonfinite
-        self._advice = against_nonfinite(numerics.recipe)
+        self._advice = nonfinite_advice(numerics.recipe)
         if world.size > 1:
             self._calls = Rpc(world, *([self._server.exchange, self._snapshot] if self._server else []))
 

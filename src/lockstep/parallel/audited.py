@@ -21,7 +21,7 @@ from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
 from lockstep.core.audit_schedule import AuditSchedule
 from lockstep.core.digest import Digests
-from lockstep.core.majority import odd_ones
+from lockstep.core.majority import find_minority
 from lockstep.core.order import Step
 from lockstep.errors import CorruptionError
 from lockstep.parallel.audit_digests import (
@@ -116,7 +116,7 @@ class Audit:
     def __init__(self, engine: Auditable, world: World, log: MessageLog, every: int | None) -> None:
         self.audited = 0
         if every is not None:
-            engine.keep_whole()
+            engine.keep_full_gradients()
         self.kept = KeptState(engine, world, every)
         self._engine = engine
         self._world = world
@@ -177,7 +177,7 @@ class Audit:
             for direction in (SENT, RECEIVED)
         ]
         links = [[*map(list, digest_by_peer.items())] for digest_by_peer in digests]
-        reports = self._world.told_by_all({"host": self._world.host, "links": links})
+        reports = self._world.all_gather_json({"host": self._world.host, "links": links})
         sent, received = ([dict(report["links"][direction]) for report in reports] for direction in (0, 1))
         if link := find_changed_link(sent, received):
             raise link_verdict(step, *link, reports)
@@ -191,7 +191,7 @@ class Audit:
         """Return the subjects on which the ranks disagree. All ranks must call this method."""
         summaries = [[*subject, short_hash(digests)] for subject, digests in findings]
         opinions: Opinions = {}
-        for rank, summaries_of_rank in enumerate(self._world.told_by_all(summaries)):
+        for rank, summaries_of_rank in enumerate(self._world.all_gather_json(summaries)):
             for kind, rows, result in summaries_of_rank:
                 opinions.setdefault(ComparedResult(kind, rows), []).append((rank, result))
         return {
@@ -204,10 +204,10 @@ class Audit:
         """Return the error that names the faulty ranks. All ranks must call this method and get the same error."""
         disputes = self._find_disputes(findings)
         accused = {
-            subject: odd_ones(opinions) or sorted({rank for rank, _ in opinions})
+            subject: find_minority(opinions) or sorted({rank for rank, _ in opinions})
             for subject, opinions in disputes.items()
         }
-        decided = [subject for subject, opinions in disputes.items() if odd_ones(opinions)]
+        decided = [subject for subject, opinions in disputes.items() if find_minority(opinions)]
         # The subject with the fewest faulty ranks is closest to the fault. For example, if the rows of a weight are
         # corrupted, this is the subject of these rows, and not of the results that the replica computes with them.
         subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
@@ -215,7 +215,7 @@ class Audit:
             "host": self._world.host,
             "found": [digests for candidate, digests in findings if candidate == subject],
         }
-        return _verdict(step, subject, disputes[subject], self._world.told_by_all(report))
+        return _verdict(step, subject, disputes[subject], self._world.all_gather_json(report))
 
 
 def _microbatch(index: int) -> ComparedResult:
@@ -231,7 +231,7 @@ def _verdict(
     first, second = [*{short_hash(digests): digests for digests in all_digests}.values()][:2]
     label = f"{subject.kind} ({list_some(names, MAX_SHOWN_NAMES)}{describe_flipped_bit(subject, names, first, second)})"
     start = f"audit at step {step.number + 1}"
-    odd_ranks = odd_ones(opinions)
+    odd_ranks = find_minority(opinions)
     results: dict[int, list[str]] = {}
     for rank, result in opinions:
         results.setdefault(rank, []).append(result)

@@ -53,7 +53,7 @@ class BufferGuard:
             for name, buffer in module._buffers.items()
             if id(buffer) not in exempt_ids
         ]
-        self._names = self._names_now()
+        self._names = self._current_names()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -83,14 +83,14 @@ class BufferGuard:
 
     def _check_buffers(self, states: Sequence[tuple[Tensor | None, int]]) -> None:
         if sum(map(len, self._buffers)) != len(self._names):
-            path, name = min(self._names_now() ^ self._names)
+            path, name = min(self._current_names() ^ self._names)
             raise _refusal(path, self._modules[path], name)
         for (path, module, name), (buffer, version) in zip(self._locations, states, strict=False):
             current, current_version = _state(module._buffers.get(name))
             if current is not buffer or current_version != version:
                 raise _refusal(path, module, name)
 
-    def _names_now(self) -> set[tuple[str, str]]:
+    def _current_names(self) -> set[tuple[str, str]]:
         return {(path, name) for path, module in self._modules.items() for name in module._buffers}
 
 

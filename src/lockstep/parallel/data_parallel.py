@@ -36,7 +36,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
@@ -49,7 +49,7 @@ from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import average_of, evaluating
+from lockstep.parallel.ema import evaluating, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
@@ -89,7 +89,7 @@ class DataParallelEngine:
     ) -> None:
         self._problem = problem
         self._world = world
-        self._model_code = OwnCode(problem.name, shared=True)
+        self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
         layout = torch.channels_last if numerics.channels_last else torch.preserve_format
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
@@ -119,7 +119,7 @@ class DataParallelEngine:
         self._guarded = guard.watch_buffers if numerics.guarded else nullcontext
         # A custom loop has a separate guard for weights (loop/guard.py), which reports the line of a write.
         self._weights_guarded = guard.watch_weights if numerics.guarded else nullcontext
-        self._ema = average_of(self._layout.state(), numerics.ema_decay, world.device)
+        self._ema = make_average(self._layout.state(), numerics.ema_decay, world.device)
         unowned = self._owned.unowned if self._owned is not None else ()
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
@@ -198,25 +198,25 @@ class DataParallelEngine:
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
         """See Auditable."""
-        with self.forward_beside(microbatch, step):
+        with self.forward_extra(microbatch, step):
             loss = self._loss_of(microbatch, step, NamedSums(enabled=False))
-        self.backward_beside(microbatch, loss, step)
+        self.backward_extra(microbatch, loss, step)
 
-    def keep_whole(self) -> None:
+    def keep_full_gradients(self) -> None:
         """See Auditable."""
         if isinstance(self._storage, CutsGradients):
-            self._storage.keep_whole()
+            self._storage.keep_full_gradients()
 
     def witnessed(self) -> Sequence[NamedTensors]:
         """See Auditable."""
         return self._storage.witnessed() if isinstance(self._storage, CutsGradients) else []
 
-    def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+    def forward_extra(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """See Phased."""
         self._saved_buffers = [(buffer, buffer.clone(), buffer._version) for buffer in self._model.buffers()]
         return self.forward(microbatch, step)
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
+    def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """See Phased."""
         if self._replicas is None:
             self._totals.show(microbatch, loss)
@@ -274,7 +274,7 @@ class DataParallelEngine:
             self._layout.reload()
 
     @contextmanager
-    def own_evaluation(self) -> Iterator[None]:
+    def custom_evaluation(self) -> Iterator[None]:
         """See Phased."""
         with self.evaluation(), self._autocast:
             yield
@@ -298,7 +298,7 @@ class DataParallelEngine:
         return {name: self._slots.as_shard(name, tensor) for name, tensor in tensors.items()}, scalars
 
     @torch.no_grad()
-    def take_weights(self, state: State) -> None:
+    def load_full_weights(self, state: State) -> None:
         """See Rotates."""
         take_over(state.model, self._layout.state())
         self._running.reload()
@@ -314,7 +314,7 @@ class DataParallelEngine:
     @torch.no_grad()
     def load(self, state: State) -> None:
         """See Engine."""
-        self.take_weights(state)
+        self.load_full_weights(state)
         wholes = {name: local_tensor(whole) for name, whole in state.optimizer.items()}
         optimizer, scalars = self._updates.optimizer, state.scalars["optimizer"]
         if self._owned is not None:

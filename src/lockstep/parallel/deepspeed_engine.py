@@ -29,7 +29,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.deepspeed import init_deepspeed, translate_deepspeed_errors
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.world import World
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, call
 from lockstep.core.mesh import Mesh
@@ -41,7 +41,7 @@ from lockstep.errors import TrainingError, UsageError
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.ema import average_of, evaluating
+from lockstep.parallel.ema import evaluating, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
@@ -68,7 +68,7 @@ class DeepSpeedEngine:
     ) -> None:
         self._task = problem.task
         self._world = world
-        self._model_code = OwnCode(problem.name, shared=True)
+        self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
         model = problem.build_model().to(world.device)  # contiguous, because DeepSpeed sends weights in memory order
         if flat := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
@@ -99,7 +99,7 @@ class DeepSpeedEngine:
         self._optimizer: Any = self._engine.optimizer
         self._shards_weights = stage == 3
         self._pieces = flat_pieces(self._optimizer, world.rank, stage)
-        self._ema = average_of(self._model_state(), numerics.ema_decay)
+        self._ema = make_average(self._model_state(), numerics.ema_decay)
         self._scaler = numerics.loss_scaler(world.device)
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._canonical = world.canonical(mesh, "replicate", "shard", side_stream=False)

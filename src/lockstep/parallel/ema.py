@@ -69,7 +69,7 @@ class WeightAverage:
         return {name: shard_like(tensor, live[name]) for name, tensor in self.state().items()}
 
 
-def average_of(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
+def make_average(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
     """Return the moving average of `live` with this decay, or None if `decay` is None."""
     return None if decay is None else WeightAverage(live, decay, device)
 

@@ -105,7 +105,7 @@ class Engine(Stepping, Protocol):
 class Rotates(Engine, Protocol):
     """An engine that can repeat a step of its own, or of an engine with a different assignment of ranks in the mesh."""
 
-    def take_weights(self, state: State) -> None:
+    def load_full_weights(self, state: State) -> None:
         """Load the model tensors, which must be unsharded, and the loss scale."""
 
     def forget(self) -> None:
@@ -123,7 +123,7 @@ class Auditable(Engine, Protocol):
         clears the gradients in `grad`.
         """
 
-    def keep_whole(self) -> None:
+    def keep_full_gradients(self) -> None:
         """From now on, keep the gradients that `witnessed` returns until the update of each step."""
 
     def witnessed(self) -> Sequence[NamedTensors]:
@@ -143,7 +143,7 @@ class Phased(Auditable, Protocol):
     3. Call `end`.
     4. Call `update`.
 
-    For a micro-batch that isn't part of the step (see Auditable.repeat), use `forward_beside` and `backward_beside`.
+    For a micro-batch that isn't part of the step (see Auditable.repeat), use `forward_extra` and `backward_extra`.
     """
 
     @property
@@ -183,14 +183,14 @@ class Phased(Auditable, Protocol):
     def end(self) -> Sums:
         """Complete the canonical gradient of the step, and return its sums."""
 
-    def forward_beside(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
+    def forward_extra(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
         """Same as `forward`, for a dummy micro-batch that isn't part of the step."""
 
-    def backward_beside(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
+    def backward_extra(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, *, mean: bool = False) -> None:
         """Same as `backward`, for a dummy micro-batch that isn't part of the step. Results only go to its `note`."""
 
     def update(self, lr: float, max_norm: float | None, only: Collection[int] | None = None) -> Update:
         """See Engine. If `only` is set, update only the optimizer groups with these indices."""
 
-    def own_evaluation(self) -> AbstractContextManager[None]:
+    def custom_evaluation(self) -> AbstractContextManager[None]:
         """Switch to evaluation mode for a custom loop, which calls the model itself."""

@@ -112,7 +112,7 @@ class Gradients:
         if self._armed:
             self._armed = False
             return
-        if self._nothing_to_add and not microbatch.dummy:
+        if self._is_already_summed and not microbatch.dummy:
             if self._note is not None:
                 self._show(self._parameters, [wide_gradient(parameter) for parameter in self._parameters])
             return
@@ -123,7 +123,7 @@ class Gradients:
 
     def finish(self) -> None:
         """See GradientSum."""
-        if self._nothing_to_add:
+        if self._is_already_summed:
             for parameter in self._parameters:
                 # An fp32 gradient needs no conversion, regardless of the dtype of the parameter. This check comes
                 # first, because it is cheaper than `wide_gradient`.
@@ -133,15 +133,15 @@ class Gradients:
         if self._alone:
             for bucket in self._buckets:
                 parts = total(bucket.counter.pieces(), self._leaves, add_parts_)
-                give_gradients(bucket.parameters, parts)
+                set_gradients(bucket.parameters, parts)
             return
         self._send_ready(everything=True)
         for bucket, wait in zip(self._buckets, self._waiting, strict=True):
-            give_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
+            set_gradients(bucket.parameters, unflatten(wait(), bucket.parameters))
         self._waiting.clear()
 
     @property
-    def _nothing_to_add(self) -> bool:
+    def _is_already_summed(self) -> bool:
         """Whether backward already computes the sum, because there is only one micro-batch and one rank."""
         return self._alone and self._leaves == 1
 
@@ -215,7 +215,7 @@ def wide_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient if gradient.dtype is dtype else gradient.to(dtype)  # faster than `to` if the dtype is the same
 
 
-def nodes_behind(root: Any) -> Iterator[Any]:
+def backward_nodes(root: Any) -> Iterator[Any]:
     """Yield an autograd node, and all nodes that its gradient flows to."""
     pending, visited = [root], {root}
     while pending:
@@ -231,7 +231,7 @@ def sum_dtype(parameter: nn.Parameter) -> torch.dtype:
     return torch.float32 if parameter.grad_dtype is None else parameter.dtype
 
 
-def give_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
+def set_gradients(parameters: Sequence[nn.Parameter], gradients: Parts) -> None:
     """Store gradients in the `grad` of the parameters."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
@@ -271,10 +271,10 @@ def flatten(parts: Parts, parameters: Sequence[nn.Parameter]) -> Tensor:
 def unflatten(flat: Tensor, parameters: Sequence[nn.Parameter]) -> Parts:
     """Return views of the flat vector of a bucket, with the shapes and strides of its parameters."""
     pieces = torch.split(flat, _sizes(parameters))[::2]
-    return [_as_lies(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
+    return [_in_memory_layout(piece, parameter) for piece, parameter in zip(pieces, parameters, strict=True)]
 
 
-def _as_lies(piece: Tensor, parameter: nn.Parameter) -> Tensor:
+def _in_memory_layout(piece: Tensor, parameter: nn.Parameter) -> Tensor:
     order = _memory_order(parameter)
     inverse = [order.index(dim) for dim in range(parameter.ndim)]
     return piece.view([parameter.shape[dim] for dim in order]).permute(inverse)

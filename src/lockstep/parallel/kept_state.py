@@ -72,7 +72,9 @@ class KeptState:
         """
         findings, saved = self._findings(), self._saved
         self._saved = None
-        reports = self._world.told_by_all({"host": self._world.host, "changed": _changed(saved or findings, findings)})
+        reports = self._world.all_gather_json(
+            {"host": self._world.host, "changed": _changed(saved or findings, findings)}
+        )
         if changed_ranks := [rank for rank, report in enumerate(reports) if report["changed"]]:
             kind, names, bit = reports[changed_ranks[0]]["changed"]
             label = f"{kind} ({list_some(names, MAX_SHOWN_NAMES)}{bit})"

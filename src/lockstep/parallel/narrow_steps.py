@@ -19,7 +19,7 @@ _IN_PLACE: Final = frozenset({_ATEN.add_.Tensor, _ATEN._foreach_add_.List})
 
 
 @final
-class AlikeInRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PositionIndependentMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that computes a + alpha b in float32 and rounds once, for 16-bit tensors on the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,7 +16,7 @@ from lockstep.parallel.compiled import compile_blocks
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.random_relu import watch_random_relu
-from lockstep.parallel.weights import store_in, widen_batchnorm
+from lockstep.parallel.weights import convert_parameters, widen_batchnorm
 
 # Arguments: the trained tensors of this rank, and the function that computes the norms of full tensors.
 MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
@@ -90,7 +90,7 @@ class Numerics:
         if self.dtype is not None:
             widen_batchnorm(model)
         if self.stored is not None:
-            store_in(model, self.stored)
+            convert_parameters(model, self.stored)
         watch_random_relu(model)
         if self.recipe.compile:
             compile_blocks(model, device)

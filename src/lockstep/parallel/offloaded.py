@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.device.memory import host_like
+from lockstep.device.memory import empty_host_tensor
 
 # The size of a piece in bytes of full weights. Each rank has its part of one piece on the device, together with the
 # same part of the gradients and of each optimizer slot.
@@ -122,7 +122,7 @@ def _copy_to_host(value: Tensor, host: Tensor | None) -> Tensor:
     """Copy a tensor from the device to CPU memory. Reuses the memory of `host` if it has the same shape."""
     if host is not None and host.shape == value.shape:
         return host.copy_(value)
-    return host_like(value).copy_(value)
+    return empty_host_tensor(value).copy_(value)
 
 
 def _copy_group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.common.importing import import_callable
 from lockstep.common.names import choices, suggestion
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.errors import UsageError, error_as
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import Lamb, Lars, Norms, whole_norms
@@ -116,7 +116,7 @@ def _call_factory(
 
     Raises UsageError unless it returns an optimizer over exactly these parameters.
     """
-    with OwnCode(f"optimizer {path}"):
+    with UserCode(f"optimizer {path}"):
         optimizer = factory([dict(group) for group in groups], **arguments)
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer {path}: returned a {type(optimizer).__name__}; return a torch.optim.Optimizer")

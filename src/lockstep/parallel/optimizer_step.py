@@ -14,7 +14,7 @@ from lockstep.device.precision import unscale_
 from lockstep.parallel.engine import Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layouts.base import Layout
-from lockstep.parallel.narrow_steps import AlikeInRows, narrow
+from lockstep.parallel.narrow_steps import PositionIndependentMode, narrow
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.offloaded import Offloaded
 from lockstep.parallel.optimize import bare_step
@@ -111,7 +111,7 @@ class Updates:
             return False
         for tensor in self._unowned:
             tensor.grad = None
-        with AlikeInRows() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
+        with PositionIndependentMode() if self._narrow else nullcontext():  # type: ignore[no-untyped-call]
             self._step_optimizer()
         return True
 

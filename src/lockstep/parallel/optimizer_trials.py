@@ -16,9 +16,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lockstep.common import plainfile
-from lockstep.common.own_code import OwnCode, own_error
+from lockstep.common.own_code import UserCode, own_error
 from lockstep.errors import UsageError
-from lockstep.parallel.narrow_steps import AlikeInRows
+from lockstep.parallel.narrow_steps import PositionIndependentMode
 from lockstep.parallel.optimize import CONTRACT, OWN_OPTIMIZERS
 from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbers_of, optimizer_state
 
@@ -159,7 +159,7 @@ def check_own(path: str, make: Make) -> None:
     This includes an optimizer that raises an error, ignores the learning rate, is random, or has state that isn't in
     checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
-    with OwnCode(f"optimizer {path}"):
+    with UserCode(f"optimizer {path}"):
         weights = _after_steps(make, rate=1.0)
         if not torch.equal(weights, _after_steps(make, rate=1.0)):
             raise UsageError(
@@ -204,7 +204,7 @@ def _largest_steps(make: Make, dtype: torch.dtype) -> Tensor:
 def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | None) -> bool:
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
-    with AlikeInRows() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
+    with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
         whole = _after_steps(make, shape, dtype=dtype)
         return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 

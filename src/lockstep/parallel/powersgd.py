@@ -27,7 +27,7 @@ from typing import Final, final
 import torch
 from torch import Size, Tensor, nn
 
-from lockstep.comm.canonical import CanonicalSum, own_sum
+from lockstep.comm.canonical import CanonicalSum, local_sum
 from lockstep.comm.stream import CommStream
 from lockstep.comm.world import World
 from lockstep.core import random
@@ -101,7 +101,7 @@ class PowerSgd:
         self, parameters: Sequence[nn.Parameter], pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor
     ) -> Tensor:
         """Return the approximate sum of a bucket over the ranks, in place of CanonicalSum. Keeps the errors."""
-        flat = own_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
+        flat = local_sum(pieces, like).to(torch.promote_types(like.dtype, torch.float32))
         parts = dict(
             zip((self._numbers[parameter] for parameter in parameters), unflatten(flat, parameters), strict=True)
         )

@@ -35,7 +35,7 @@ from torch._C import TensorBase
 
 from lockstep.comm.world import World
 from lockstep.parallel.batchnorm import RunningStatistics
-from lockstep.parallel.gradients import flatten, give_gradients, partition, unflatten, wide_gradient
+from lockstep.parallel.gradients import flatten, partition, set_gradients, unflatten, wide_gradient
 
 # Of the base class, because a custom loop rejects writes to `Tensor.data` (loop/guard.py).
 _DATA: Final[Any] = TensorBase.data
@@ -82,7 +82,7 @@ class Replicas:
             parameter.grad = None
         self._switch(self._home)
         for bucket, gradients in zip(self._buckets, flat, strict=True):
-            give_gradients(bucket, unflatten(self.at_home(gradients), bucket))
+            set_gradients(bucket, unflatten(self.at_home(gradients), bucket))
         self._running.observed.copy_(observed)
 
     def at_home(self, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lockstep.parallel.audit_digests import short_hash
 from lockstep.parallel.corruption import OTHER_HOSTS, REMOVE_HOST, find_changed_link, link_verdict, name_ranks
 from lockstep.parallel.engine import Rotates, Sums
 from lockstep.parallel.kept_state import KeptState
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.parallel.numerics import Numerics
 from lockstep.tasks.base import MicroBatch, MicroBatches
 
@@ -103,7 +103,7 @@ class RotatedAudit:
         world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
-            engine.take_weights(replace(state, model=gather_whole(self.world, state.model)))
+            engine.load_full_weights(replace(state, model=gather_full_tensors(self.world, state.model)))
         indices = self.schedule.mesh.data_rank(world.rank).indices(min(self.schedule.microbatches, step.samples))
         microbatches = [replace(self.fetch(step, index), dummy=dummy) for index, dummy in indices]
         return self._record_step(world, engine, microbatches, step)[0]
@@ -122,14 +122,14 @@ class RotatedAudit:
     def _differ(self, *played: RecordedStep) -> bool:
         """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
-        for played_by_rank in self.world.told_by_all([(run.place, short_hash(run.messages)) for run in played]):
+        for played_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in played]):
             for place, messages in played_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
     def _verdict(self, step: Step, played: Sequence[RecordedStep]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
-        reports = self.world.told_by_all({"host": self.world.host, "played": played})
+        reports = self.world.all_gather_json({"host": self.world.host, "played": played})
         runs = [
             [RecordedStep(*fields) for fields in report["played"]] for report in reports
         ]  # by rank, then by repetition

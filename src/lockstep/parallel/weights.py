@@ -77,7 +77,7 @@ class Weights:
     reload = publish
 
 
-def computing_in(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Make a model compute in `dtype`, unless `dtype` is None. Returns the model, which loses its original weights."""
     if dtype is not None:
         widen_batchnorm(model)
@@ -96,7 +96,7 @@ def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parame
     return frozenset(parameter for layer in layers for parameter in layer.parameters(recurse=False))
 
 
-def store_in(model: nn.Module, dtype: torch.dtype) -> None:
+def convert_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the parameters of a model to `dtype` in place. Its buffers don't change."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -7,7 +7,7 @@ from typing import Final
 
 from lockstep.common import plainfile
 from lockstep.common.text import size, step_time
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.document import mapping_at, parse
 from lockstep.config.load import Loaded
 from lockstep.config.placement import StrategyConfig
@@ -16,7 +16,7 @@ from lockstep.config.run import PredictedConfig, RunConfig
 from lockstep.errors import UsageError
 from lockstep.planning.survey import (
     Machine,
-    Placed,
+    PlacementEstimate,
     as_predicted,
     memory_per_rank,
     open_for_survey,
@@ -36,7 +36,7 @@ def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, s
     A resumed run keeps the strategy that was measured before, if this was for the same number of processes. `tell` is
     called with each placement that is measured. Raises UsageError if no strategy fits into memory.
     """
-    with with_places(loaded):
+    with add_key_positions(loaded):
         for option in loaded.config.placement.strategy.model_extra or {}:
             raise UsageError(f"placement.strategy.{option}: fastest has no options; remove it")
         count = local_processes(loaded.changed("placement", {"strategy": StrategyConfig()}).config)
@@ -89,7 +89,7 @@ def _recorded_config(run: RunConfig) -> Path | None:
     return next((file for file in files if file.exists()), None)
 
 
-def _no_fit_message(rows: Sequence[Placed], memory: int) -> str:
+def _no_fit_message(rows: Sequence[PlacementEstimate], memory: int) -> str:
     peaks = {row.figures.peak: row for row in rows if row.figures is not None}
     if not peaks:
         return "\n".join([f"{_KEY}: no strategy could be measured:", *refused(rows)])

@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 
-from lockstep.comm.simulated_peers import Traffic, pretended_world
+from lockstep.comm.simulated_peers import Traffic, simulated_world
 from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.errors import EXIT_DONE
@@ -27,7 +27,7 @@ from lockstep.run.rank import Rank
 from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.prepare import PreparedRun, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.training.digests import StepDigests
 from lockstep.training.loop import take_step
@@ -69,13 +69,13 @@ def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, ren
         if rendezvous.info.size == resolved.processes > 1:
             world = stack.enter_context(session.open_world())
         else:
-            world, traffic = stack.enter_context(pretended_world(0, resolved.processes, session.device, link))
+            world, traffic = stack.enter_context(simulated_world(0, resolved.processes, session.device, link))
         figures = measure(_prepare(resolved, setup), world, traffic)
     (folder / f"{world.rank}.json").write_text(json.dumps(asdict(figures)), encoding="utf-8")
     return EXIT_DONE
 
 
-def measure(prepared: Prepared, world: World, traffic: Traffic | None) -> Figures:
+def measure(prepared: PreparedRun, world: World, traffic: Traffic | None) -> Figures:
     """Run steps with the first batch of the recipe, and return the measurements of this rank.
 
     Memory is counted from before the model is built.
@@ -119,12 +119,12 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
     return EXIT_DONE
 
 
-def _prepare(resolved: Resolved, setup: Setup | None) -> Prepared:
+def _prepare(resolved: Resolved, setup: Setup | None) -> PreparedRun:
     """Return the prepared recipe. A spawned process has no `setup`, so it opens the recipe itself."""
-    return Prepared(resolved, setup or open_unplaced(resolved.loaded))
+    return PreparedRun(resolved, setup or open_unplaced(resolved.loaded))
 
 
-def _start(prepared: Prepared, world: World) -> tuple[Engine, Callable[..., None]]:
+def _start(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
     """Start the engine of this rank. Return it, and a function that runs a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))

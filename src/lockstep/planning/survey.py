@@ -22,7 +22,7 @@ from lockstep.errors import EXIT_DONE, UsageError
 from lockstep.planning.costs import Costs
 from lockstep.planning.measure import Figures, work, work_saving
 from lockstep.ranks.rendezvous import Rendezvous
-from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import check_cut
 from lockstep.setup.prepare import check, open_unplaced
@@ -48,7 +48,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacementEstimate:
     """A placement with the measurements of its largest rank, or with the reason why there are none.
 
     `pretended` is whether the peers of the measured rank were simulated. Otherwise, all ranks ran.
@@ -70,7 +70,7 @@ class Placed:
         return self.figures.peak <= machine.memory
 
 
-def as_predicted(row: Placed) -> PredictedConfig:
+def as_predicted(row: PlacementEstimate) -> PredictedConfig:
     """Return the prediction for a measured placement. At the end of a run, it is compared with the run."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
@@ -89,7 +89,7 @@ def survey(
     counts: Sequence[int],
     machine: Machine,
     tell: Tell,
-) -> list[Placed]:
+) -> list[PlacementEstimate]:
     """Measure each strategy on each number of processes.
 
     If `strategies` is empty, this measures all strategies that promise the same bits, except for strategies that
@@ -155,12 +155,12 @@ def with_strategy(loaded: Loaded, strategy: StrategyConfig, processes: int) -> L
 
 def _check_and_measure(
     strategy: StrategyConfig, processes: int, loaded: Loaded, setup: Setup, machine: Machine, tell: Tell
-) -> Placed:
+) -> PlacementEstimate:
     """Check and measure a placement."""
     options = strategy.model_dump(exclude={"name"}, exclude_unset=True)
     name = flow({"name": strategy.name, **options}) if options else strategy.name
     overrides = f"{shlex.quote(f'placement.strategy={name}')} placement.processes={processes}"
-    row = Placed(name, processes, overrides)
+    row = PlacementEstimate(name, processes, overrides)
     try:
         check(with_strategy(loaded, strategy, processes), processes)
         resolved = check(with_placement(loaded, strategy, processes), processes)
@@ -260,7 +260,7 @@ def _results(
     """
     with TemporaryDirectory(prefix="lockstep-plan-", dir=disk) as name:
         folder = Path(name)
-        code, text = in_workers_silently(partial(body, folder), setup, resolved.placement, ranks)
+        code, text = run_in_workers(partial(body, folder), setup, resolved.placement, ranks)
         files = sorted(folder.glob("*.json"))
         if code != EXIT_DONE or len(files) < ranks:
             return [], text.partition("error: ")[2] or text or f"ended with exit code {code}"

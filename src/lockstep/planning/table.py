@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.common.text import printable_line, size
-from lockstep.planning.survey import Machine, Placed
+from lockstep.planning.survey import Machine, PlacementEstimate
 
 _HEADINGS: Final = ("strategy", "processes", "peak memory", "between steps", "sends", "a step", "fits")
 _COSTS: Final = {"epoch": "an epoch", "run": "the run", "save_every": "save every, steps", "kept": "kept"}
 
 
-def in_order(rows: Sequence[Placed], machine: Machine) -> list[Placed]:
+def in_order(rows: Sequence[PlacementEstimate], machine: Machine) -> list[PlacementEstimate]:
     """Return the rows sorted by step time, followed by rows that don't fit and rows without measurements."""
     return sorted(rows, key=lambda row: (row.figures is None, row.fits(machine) is False, row.seconds or 0.0))
 
 
-def draw(rows: Sequence[Placed], machine: Machine) -> Table:
+def draw(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
     """Return a table of the measured rows."""
     table = Table(box=None, pad_edge=False, header_style="")
     measured_rows = [row for row in rows if row.figures is not None]
@@ -33,12 +33,12 @@ def draw(rows: Sequence[Placed], machine: Machine) -> Table:
     return table
 
 
-def refused(rows: Sequence[Placed]) -> list[str]:
+def refused(rows: Sequence[PlacementEstimate]) -> list[str]:
     """Return a line for each strategy that couldn't be measured on some numbers of processes.
 
     The line lists these numbers, and the reason for the first number.
     """
-    unmeasured: dict[str, list[Placed]] = {}
+    unmeasured: dict[str, list[PlacementEstimate]] = {}
     for row in rows:
         if row.figures is None:
             unmeasured.setdefault(row.strategy, []).append(row)
@@ -49,12 +49,12 @@ def refused(rows: Sequence[Placed]) -> list[str]:
     return lines
 
 
-def best(rows: Sequence[Placed], machine: Machine) -> Placed | None:
+def best(rows: Sequence[PlacementEstimate], machine: Machine) -> PlacementEstimate | None:
     """Return the first measured row, skipping rows that are known not to fit. Return None if there is none."""
     return next((row for row in rows if row.figures is not None and row.fits(machine) is not False), None)
 
 
-def to_json(rows: Sequence[Placed], machine: Machine) -> str:
+def to_json(rows: Sequence[PlacementEstimate], machine: Machine) -> str:
     """Return the full survey as JSON."""
     content = [{**asdict(row), "fits": row.fits(machine)} for row in rows]
     return json.dumps({"machine": asdict(machine), "placements": content}, indent=1) + "\n"
@@ -70,7 +70,7 @@ def _cost(key: str, value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or key == "save_every" else f"{value:.3g}"
 
 
-def _cells(row: Placed, machine: Machine) -> list[str]:
+def _cells(row: PlacementEstimate, machine: Machine) -> list[str]:
     figures = row.figures
     assert figures is not None
     has_messages = figures.messages or row.processes == 1  # messages are only counted with simulated peers

@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.common import plainfile
 from lockstep.common.follow_parent import die_with_parent
-from lockstep.device.fake_rank_env import not_a_rank
+from lockstep.device.fake_rank_env import remove_rank_variables
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError
 from lockstep.models.find import OURS
@@ -127,7 +127,7 @@ def _run_check(setup: Setup, sending: Connection) -> None:
     _silence_output()
     _reopen_files()
     torch.set_num_threads(1)  # a fork doesn't copy the threads of a thread pool
-    not_a_rank()
+    remove_rank_variables()
     answer: dict[str, Any]
     try:
         answer = {"found": [(finding.culprit, finding.text) for finding in _faults(setup)]}

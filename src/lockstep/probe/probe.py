@@ -23,20 +23,20 @@ from lockstep.common.importing import import_object
 from lockstep.common.own_code import place as place_of_error
 from lockstep.common.rank import ALONE
 from lockstep.core import random
-from lockstep.core.batch import call, map_tensors, tensors_of, with_paths
+from lockstep.core.batch import call, leaves_with_paths, map_tensors, tensors_of
 from lockstep.core.mesh import DataRank
 from lockstep.core.order import Steps
 from lockstep.core.precision import Precision
 from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.shuffle import shuffle
 from lockstep.data.base import Split
-from lockstep.data.items import ImportedSplit, Items, OwnSplit
+from lockstep.data.items import CheckedSplit, ImportedSplit, Items
 from lockstep.device.fake_rank_env import as_rank
 from lockstep.device.precision import autocast
-from lockstep.errors import OwnCodeError, TrainingError
+from lockstep.errors import TrainingError, UserCodeError
 from lockstep.models.initialise import initialise
 from lockstep.parallel.numerics import Numerics
-from lockstep.parallel.weights import computing_in
+from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.probe.findings import LossFact, ProbeResult, RandomSample, findings
 from lockstep.probe.state import CACHE, Globals, ModelState, streams, weights
 from lockstep.probe.traits import ModelTraits
@@ -117,7 +117,7 @@ def random_samples(setup: Setup, count: int) -> list[RandomSample]:
     return [sample for part, split, indices, draw in parts for sample in _changing_samples(part, split, indices, draw)]
 
 
-def items_of_a_loop(split: Split, fetching: object) -> list[CodeFinding]:
+def loop_items(split: Split, fetching: object) -> list[CodeFinding]:
     """Fetch the first and the last item of a custom loop's dataset twice. Return the findings if an item changes.
 
     `fetching` is the method that fetches an item. The findings name its line.
@@ -166,8 +166,8 @@ def _run_probe(
 ) -> ProbeResult:
     try:
         return _Probe(setup, device, settings).facts(samples)
-    except (RuntimeError, OwnCodeError) as raised:
-        error = raised.__cause__ if isinstance(raised, OwnCodeError) and raised.__cause__ else raised
+    except (RuntimeError, UserCodeError) as raised:
+        error = raised.__cause__ if isinstance(raised, UserCodeError) and raised.__cause__ else raised
         if _NO_KERNEL not in str(error):
             raise
         message = str(error).partition(", but you set")[0].splitlines()[0]
@@ -283,7 +283,7 @@ class _Probe:
         """Build the model. This also resets the random generators of Python and NumPy to a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
-        computing = computing_in(model, self._numerics.dtype)
+        computing = convert_compute_dtype(model, self._numerics.dtype)
         computing.train()  # a separate line, because a custom train() may not return the model
         return computing
 
@@ -346,7 +346,7 @@ def _fetch_function(split: Split) -> object:
     """Return the function that fetches samples of a custom split."""
     if isinstance(split, ImportedSplit):
         return type(split.dataset).__getitem__
-    return type(split.split if isinstance(split, OwnSplit) else split).fetch
+    return type(split.split if isinstance(split, CheckedSplit) else split).fetch
 
 
 def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -368,7 +368,7 @@ def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[
     """
     digests = []
     for index in indices:
-        leaves = with_paths(split.fetch(np.array([index]), draw))
+        leaves = leaves_with_paths(split.fetch(np.array([index]), draw))
         digests.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
         if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random generators for each item
             # If a dataset caches an augmented item, its values stay the same, but fetching it again draws no random

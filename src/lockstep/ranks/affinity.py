@@ -32,11 +32,11 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
     if not world.on_gpu:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
-    seats = [_read(text) for text in world.all_tell(_to_json(seat))]
+    seats = [_read(text) for text in world.all_gather_text(_to_json(seat))]
     binding = choose_cores(world.rank, seats, siblings(seat.usable, sysfs), threads)
     if binding.cores != seat.usable:
         _bind_threads(binding.cores)
-    return world.all_tell(f"{format_cores(binding.cores)}: {binding.reason}")
+    return world.all_gather_text(f"{format_cores(binding.cores)}: {binding.reason}")
 
 
 def pci_address(device: torch.device) -> str:

@@ -7,12 +7,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NoReturn
 
-from lockstep.comm.peer_errors import lost_peer
+from lockstep.comm.peer_errors import find_peer_error
 from lockstep.common.rank import ALONE, RankInfo
 from lockstep.errors import LockstepError
 from lockstep.ranks.failure import Failure, failure_of
 from lockstep.ranks.heartbeat import Heartbeat
-from lockstep.ranks.member import at_most, end_process, member
+from lockstep.ranks.member import end_process, member, run_with_timeout
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.secret import job_secret
 from lockstep.ranks.timing import TIMING, Timing
@@ -33,7 +33,7 @@ def membership(
             try:
                 yield rendezvous
             except Exception as error:
-                if lost_peer(error) is None:
+                if find_peer_error(error) is None:
                     raise
                 # If no rank reported a cause, for example because a link between two other hosts went down, the lost
                 # peer is reported as the failure.
@@ -75,13 +75,13 @@ def _end(rendezvous: Rendezvous, failure: Failure) -> NoReturn:
 def _report(rendezvous: Rendezvous, failure: Failure) -> None:
     """Report the failure to the other ranks, and print everything that no other rank prints."""
     timing = rendezvous.timing
-    first = at_most(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
+    first = run_with_timeout(timing.report_s, lambda: rendezvous.fail(failure))  # the store may no longer exist
     if (save_failure := rendezvous.keep_failure) is not None:
-        at_most(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
+        run_with_timeout(timing.report_s, lambda: save_failure(first or failure))  # the disk may hang
     for line in _lines(rendezvous.info, failure, first) if first else _lines_alone(rendezvous, failure):
         with suppress(OSError):  # the terminal may no longer exist
             rendezvous.rank_log.notice(line)
-    at_most(timing.leave_s, rendezvous.leave)
+    run_with_timeout(timing.leave_s, rendezvous.leave)
     sys.stdout.flush()
     sys.stderr.flush()
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any, Final, final, get_args
 
-from lockstep.comm.peer_errors import PeerLostError, lost_peer
+from lockstep.comm.peer_errors import PeerLostError, find_peer_error
 from lockstep.common import plainfile
 from lockstep.common.loader_processes import lost_loader_process
 from lockstep.common.own_code import own_error
@@ -98,7 +98,7 @@ def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failu
 
     If a peer was lost or a system limit was reached, the traceback is only written to the log.
     """
-    known_error = too_many_files(error) or lost_loader_process(error) or lost_peer(error)
+    known_error = too_many_files(error) or lost_loader_process(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known_error

@@ -29,7 +29,7 @@ from lockstep.errors import EXIT_FAILED, EXIT_INTERRUPTED, Cause, PreflightError
 from lockstep.ranks import oom
 from lockstep.ranks.failure import Failure, from_json
 from lockstep.ranks.member import end_process, member
-from lockstep.ranks.rank_log import log_name, outliving_terminal
+from lockstep.ranks.rank_log import ignore_terminal_errors, log_name
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.signals import stopping
 from lockstep.ranks.timing import TIMING, Timing
@@ -257,7 +257,7 @@ def _run_worker(
     info = RankInfo(rank, size, rank, size, "lockstep")
     rendezvous = Rendezvous(info, timeout_s, partial(_end, pipe), timing=timing)
     # A spawned process has separate streams, and a forked process shares the streams of its parent.
-    with member(rendezvous, address), outliving_terminal():
+    with member(rendezvous, address), ignore_terminal_errors():
         code = worker(rendezvous)
     os.write(pipe.fileno(), _DONE + str(code).encode())
 

@@ -35,12 +35,12 @@ def member(rendezvous: Rendezvous, address: str) -> Iterator[None]:
 def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rendezvous, Failure], object]) -> NoReturn:
     """Call `report`, then end this process, even if other threads are running or `report` hangs or fails."""
     try:
-        at_most(rendezvous.timing.end_s, lambda: report(rendezvous, failure))
+        run_with_timeout(rendezvous.timing.end_s, lambda: report(rendezvous, failure))
     finally:
         os._exit(failure.exit_code)
 
 
-def at_most(seconds: float, work: Callable[[], T]) -> T | None:
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
     """Return the result of `work`, or None if it takes longer than `seconds`. Then it keeps running in a thread."""
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)

@@ -163,7 +163,7 @@ class _Tee(io.TextIOBase):
 
 
 @contextmanager
-def outliving_terminal() -> Iterator[None]:
+def ignore_terminal_errors() -> Iterator[None]:
     """While the block runs, ignore output that can't be written. The logs of the ranks still contain this output.
 
     A closed terminal, a closed pipe (`| head`) or a full disk must not end a run. Standard descriptors that are closed

@@ -202,7 +202,7 @@ class Rendezvous:
         # A store that rank 0 hosts is new at each start.
         hosted_by_rank_0 = not at_launcher and address.startswith("tcp://")
         self.serves = self.info.rank == 0 and hosted_by_rank_0
-        retry_until = time.monotonic() + self.timeout_s if self.info.restarted_alone and not self.serves else 0.0
+        retry_until = time.monotonic() + self.timeout_s if self.info.restarted_separately and not self.serves else 0.0
         while True:
             try:
                 with self._store_errors():
@@ -250,7 +250,7 @@ class Rendezvous:
                 part = base.part(start_id)
                 is_over = part.has(_BEGIN) or self.first_failure(part) is not None  # the start excludes this rank
                 if part.add(f"came {self.info.rank}", 1) > 1:
-                    if not late_s and not self.info.restarted_alone:
+                    if not late_s and not self.info.restarted_separately:
                         raise UsageError(
                             f"rendezvous: another process has already joined as rank {self.info.rank}; {ANOTHER_RUN}"
                         )
@@ -455,7 +455,7 @@ def _wait_for_connection(rendezvous: Rendezvous, host: str, port: int, open_stor
                 socket.create_connection((host, port), timeout=timing.name_missing_s).close()
             except socket.gaierror as error:
                 reason = str(error.strerror)
-                if time.monotonic() - last_known >= timing.unknown_host_s and not info.restarted_alone:
+                if time.monotonic() - last_known >= timing.unknown_host_s and not info.restarted_separately:
                     raise ports.unknown(host, port, error) from error
                 continue
             except OSError as error:

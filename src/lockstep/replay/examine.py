@@ -14,7 +14,7 @@ from lockstep.core.several_losses import Loss
 from lockstep.parallel.engine import Auditable
 from lockstep.replay.trace import Trace
 from lockstep.tasks.base import MicroBatches, Task
-from lockstep.training.observer import Examined, Observer
+from lockstep.training.observer import Observer, StepObservations
 
 
 @final
@@ -42,13 +42,13 @@ def examine(
     microbatches: MicroBatches,
     step: Step,
     trace: Trace | None = None,
-) -> Examined:
+) -> StepObservations:
     """Run the micro-batches of a step again in a single process, and return the observations.
 
     The step itself isn't affected. `trace` records the tensors of the micro-batches, and the results of all modules and
     operations.
     """
-    observations = Examined()
+    observations = StepObservations()
     for microbatch in microbatches:
         observer = Observer(microbatch, observations, trace)
         task.see = observer.note_losses

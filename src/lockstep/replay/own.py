@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lockstep.errors import UsageError
-from lockstep.loop.examination import read_seen
+from lockstep.loop.examination import read_observations
 from lockstep.loop.replaying import Replaying
 from lockstep.replay.run import Replay, check_done, checkpoint_before, recorded_digests
 from lockstep.reporting.jsonl import EVENTS, read
@@ -35,7 +35,7 @@ def replay_script(folder: Path, first: int, last: int, command: Sequence[str], *
             command, env={**os.environ, **variables}, capture_output=True, text=True, check=False
         )
         events = [*read(run_folder / EVENTS)] if (run_folder / EVENTS).exists() else []
-        observations = read_seen(run_folder)
+        observations = read_observations(run_folder)
         end_reason = ""
         if not any(event.get("step") == last for event in events) or (completed.returncode and observations is None):
             end = "\n".join((completed.stdout + completed.stderr).splitlines()[-20:])

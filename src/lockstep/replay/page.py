@@ -9,7 +9,7 @@ from lockstep.replay.run import Replay, ReplayedStep
 from lockstep.reporting import charts
 from lockstep.reporting.jsonl import EVENTS, read
 from lockstep.reporting.page import Section, Table, Words
-from lockstep.training.observer import BATCH, LOSS, Examined, NonFinite
+from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
 _MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
 _MAX_ROWS: Final = 200  # maximum number of rows in a table
@@ -84,7 +84,7 @@ def _samples(replay: Replay) -> list[tuple[int, int, float]]:
     return sorted(rows, key=lambda row: _sort_key(row[2]))
 
 
-def _microbatches(observations: Examined) -> list[tuple[int, float]]:
+def _microbatches(observations: StepObservations) -> list[tuple[int, float]]:
     """Return the index and loss of each micro-batch, with the largest loss first."""
     return sorted(observations.microbatches.items(), key=lambda row: _sort_key(row[1]))
 
@@ -126,7 +126,7 @@ def _match(step: ReplayedStep) -> str:
     return "unknown" if step.recorded is None else "no" if step.differs else "yes"
 
 
-def _examined(replay: Replay, observations: Examined) -> Iterator[Section]:
+def _examined(replay: Replay, observations: StepObservations) -> Iterator[Section]:
     note = "Sorted by loss, largest first."
     if observations.microbatches:
         names = [", ".join(map(replay.name_of, numbers)) for numbers in replay.samples]

@@ -42,14 +42,14 @@ from lockstep.run.start import on_ranks
 from lockstep.runs import digest_file
 from lockstep.setup.build import open_recipe_data
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared, prepare
+from lockstep.setup.prepare import PreparedRun, prepare
 from lockstep.setup.resume import evaluation_state, resume_state
 from lockstep.tasks.base import Build, MicroBatches
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.signing import signing_key
 from lockstep.training.digests import Digest, StepDigests
 from lockstep.training.loop import train, turns
-from lockstep.training.observer import Examined, LayerNorms
+from lockstep.training.observer import LayerNorms, StepObservations
 from lockstep.training.plan import NEVER, Interval
 from lockstep.training.progress import Progress
 from lockstep.training.reports import StepReports
@@ -116,7 +116,7 @@ class Replay:
     same_start: bool | None = None  # whether the starting weights match the digest, or None without a digest
     layers: list[LayerNorms] = field(default_factory=list)
     samples: list[list[int]] = field(default_factory=list)
-    examined: Examined | None = None
+    examined: StepObservations | None = None
     name_of: Callable[[int], str] = "sample {}".format
     trace: Trace | None = None
     ended: str = ""
@@ -212,7 +212,7 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(store.step_of(path) or 0, path) for path in store.checkpoints(folder / store.FOLDER)]
 
 
-def _prepare(run: OpenedRun, processes: int | None = None) -> Prepared:
+def _prepare(run: OpenedRun, processes: int | None = None) -> PreparedRun:
     prepared = prepare(run.loaded, processes)
     total = prepared.ready.steps.total
     if run.last > total:
@@ -223,7 +223,7 @@ def _prepare(run: OpenedRun, processes: int | None = None) -> Prepared:
 def _run_rank(
     request: ReplayRequest,
     report: Callable[[Replay], None],
-    shared: tuple[OpenedRun, Prepared] | None,
+    shared: tuple[OpenedRun, PreparedRun] | None,
     rendezvous: Rendezvous,
 ) -> int:
     run = shared[0] if shared else open_run(request)
@@ -245,7 +245,7 @@ class _Steps:
     """The steps on a rank. The training loop calls it like an engine, and it records the results of its engine."""
 
     def __init__(
-        self, request: ReplayRequest, run: OpenedRun, prepared: Prepared, world: World, progress: Progress
+        self, request: ReplayRequest, run: OpenedRun, prepared: PreparedRun, world: World, progress: Progress
     ) -> None:
         self._request = request
         self._opened_run = run

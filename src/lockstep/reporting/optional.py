@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.errors import LockstepError
 from lockstep.reporting.sink import Sink
 from lockstep.training.events import Event
@@ -33,12 +33,12 @@ class Optional:
         # Libraries draw retry delays from Python's global random generator, which the user's loop may also use.
         drawn = random.getstate()
         try:
-            with OwnCode(self._label):
+            with UserCode(self._label):
                 call()
         except LockstepError as error:
             failed, self._sink = self._sink, None
             self._warn(f"warning: {error}; the sink is off, and the run continues without it")
-            with suppress(LockstepError), OwnCode(self._label):  # closing can fail too
+            with suppress(LockstepError), UserCode(self._label):  # closing can fail too
                 if failed is not None:
                     failed.close()
         finally:

@@ -9,7 +9,7 @@ from typing import Final, final
 from lockstep.common.hashing import RANDOM, VARIABLE
 from lockstep.common.text import printable_line, size, step_time
 from lockstep.core import epochs
-from lockstep.core.devices import SLOWLY
+from lockstep.core.devices import GLOO_NOTE
 from lockstep.core.order import part
 from lockstep.training.events import Done, Evaluated, Logged, Saved, Skipped, Started, Stepped, Stopped
 
@@ -27,7 +27,7 @@ _RANDOM: Final = (
 def start_lines(event: Started, rate_rule: str) -> list[str]:
     """Return lines that describe a run at its start. `rate_rule` explains the learning rate."""
     backend = f", backend {event.backend}" if event.backend else ""
-    slowly = f"; {SLOWLY}" if event.backend == "gloo" else ""
+    slowly = f"; {GLOO_NOTE}" if event.backend == "gloo" else ""
     counted = [(event.train_samples, "training sample")]
     # In a custom training loop, the number of validation samples isn't known.
     counted += [(event.validation_samples, "validation sample")] if event.validation_samples or event.task else []

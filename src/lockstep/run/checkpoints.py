@@ -12,7 +12,7 @@ from lockstep.config.run import RunConfig
 from lockstep.device import machine
 from lockstep.parallel.engine import Engine, State
 from lockstep.run.rank import Rank
-from lockstep.setup.resume import feedback_lost
+from lockstep.setup.resume import lost_feedback_warning
 from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.saver import Saver
@@ -59,7 +59,7 @@ class Checkpoints:
         self.engine.load(engine_state(resumed.snapshot))
         rank.progress, self.weights = state.progress, resumed.weights_sha256
         self._saved_at = rank.progress.step
-        for line in feedback_lost(resumed.snapshot, self.engine.state()):
+        for line in lost_feedback_warning(resumed.snapshot, self.engine.state()):
             rank.warn(line)
         for line in machine.numerics_differences(state.numerics, rank.numerics):
             rank.warn(f"{line}: results may differ from an uninterrupted run")

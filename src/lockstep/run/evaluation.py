@@ -19,7 +19,7 @@ from lockstep.config.recipe import TRAINING_KEYS
 from lockstep.config.recorded import CONFIG
 from lockstep.config.write import flow
 from lockstep.errors import EXIT_DONE, UsageError
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 from lockstep.ranks.affinity import bind
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.ranks.status import RankStatus
@@ -30,7 +30,7 @@ from lockstep.run.start import Work, on_ranks
 from lockstep.runs.folder import say
 from lockstep.setup.data_facts import setup_facts
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Placed, Prepared, check, place
+from lockstep.setup.prepare import Placed, PreparedRun, check, place
 from lockstep.setup.resume import checkpoint_recipe
 from lockstep.setup.resume import evaluation_state as checked_state
 from lockstep.setup.user_code import import_paths
@@ -70,7 +70,7 @@ class EvalResult(NamedTuple):
 
 
 ReportResult = Callable[[EvalResult], None]  # called on rank 0
-Opened = tuple[store.FoundCheckpoint, Prepared]
+Opened = tuple[store.FoundCheckpoint, PreparedRun]
 
 
 def evaluate_here(request: EvalRequest, report: ReportResult) -> int:
@@ -201,7 +201,7 @@ def _key(section: str) -> str:
     return "recipe.data.collate" if section == "collate" else f"recipe.{section}.name"
 
 
-def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None) -> Prepared:
+def _prepare(loaded: Loaded, checkpoint: store.FoundCheckpoint | None, processes: int | None = None) -> PreparedRun:
     """Open and check the recipe. If `checkpoint` is None, the recipe must specify the weights to evaluate."""
     if checkpoint is None:
         placed = place(loaded, processes, training=False)
@@ -231,7 +231,7 @@ def _on_rank(
     loaded: Loaded,
     checkpoint: store.FoundCheckpoint | None,
     report: ReportResult,
-    prepared: Prepared | None,
+    prepared: PreparedRun | None,
     rendezvous: Rendezvous,
 ) -> int:
     """Evaluate a checkpoint, or the initial weights of the recipe. All ranks call it after they have joined."""
@@ -251,7 +251,11 @@ def _on_rank(
             if checkpoint is not None:
                 # The saved optimizer state isn't loaded, because an evaluation doesn't use the optimizer.
                 engine.load(replace(engine_state(checkpoint.snapshot), optimizer={}, scalars=engine.state().scalars))
-            model = checkpoint.snapshot.model if checkpoint is not None else gather_whole(world, engine.state().model)
+            model = (
+                checkpoint.snapshot.model
+                if checkpoint is not None
+                else gather_full_tensors(world, engine.state().model)
+            )
             sha256 = store.weights_sha256(model)
             rendezvous.status = lambda: RankStatus("evaluating", progress.step)
             event = evaluation_event(engine, world, ready, loader, progress)

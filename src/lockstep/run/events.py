@@ -15,7 +15,7 @@ from lockstep.parallel.engine import Engine
 from lockstep.run.rank import Rank
 from lockstep.run.start_event import loop_start_event
 from lockstep.setup.build import Setup, evaluation_batch
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.strategies.base import replica_devices
 from lockstep.tasks.base import Report
 from lockstep.training.evaluate import LOSS, evaluate, task_metrics
@@ -23,7 +23,7 @@ from lockstep.training.events import Evaluated, Started
 from lockstep.training.progress import Progress
 
 
-def start_event(prepared: Prepared, rank: Rank, resumed_from: Path | None) -> Started:
+def start_event(prepared: PreparedRun, rank: Rank, resumed_from: Path | None) -> Started:
     """Return the start event of a run. All ranks must call it."""
     recipe, ready = prepared.recipe, prepared.ready
     task, data = ready.task, ready.data
@@ -88,6 +88,6 @@ def _peak_flops_per_s(world: World, precision: Precision) -> float | None:
     if not world.on_gpu:
         return None
     properties = torch.cuda.get_device_properties(world.device)
-    cards = set(world.all_tell(str(properties.uuid)))
+    cards = set(world.all_gather_text(str(properties.uuid)))
     peak = peak_flops(properties.name, precision)
     return None if peak is None else peak * len(cards)

@@ -35,7 +35,7 @@ from lockstep.runs.folder import RunStart
 from lockstep.setup.data_facts import model_facts
 from lockstep.setup.engine import start_engine
 from lockstep.setup.first_weights import weights_record
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.setup.resume import continuation_state
 from lockstep.tasks.base import MicroBatch, Report
 from lockstep.training.agreement import agreed
@@ -62,7 +62,7 @@ class RankTraining:
     - `extra_sink`: A sink in addition to the sinks of the configuration.
     """
 
-    prepared: Prepared
+    prepared: PreparedRun
     rendezvous: Rendezvous
     world: World
     start: RunStart
@@ -184,7 +184,7 @@ class RankTraining:
         """Yield the files that any rank couldn't read since the last report. All ranks must call it."""
         for split_index, file in enumerate(self.prepared.ready.data.files or ()):
             unreadable, reported = self.loader.unreadable[split_index], self.reported[split_index]
-            by_rank = self.world.told_by_all(sorted(unreadable - reported))
+            by_rank = self.world.all_gather_json(sorted(unreadable - reported))
             new_indices = sorted({index for rank_indices in by_rank for index in rank_indices} - reported)
             reported.update(new_indices)
             for first in range(0, len(new_indices), _MAX_FILES_PER_EVENT):
@@ -194,7 +194,7 @@ class RankTraining:
     def _done(self) -> Done:
         seconds, peak = self.clock.activity_seconds(), Meter(self.world.device).peak_bytes()
         predicted, measured = self.prepared.run.predicted, {} if self.grading is None else self.grading.measured()
-        ranks = self.world.told_by_all([seconds, peak, measured, sorted(self.loader.unreadable[0])])
+        ranks = self.world.all_gather_json([seconds, peak, measured, sorted(self.loader.unreadable[0])])
         progress = self.rank.progress
         return Done(
             **progress.at,

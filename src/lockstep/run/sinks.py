@@ -11,7 +11,7 @@ from typing import Any, Final, TextIO, final
 
 from lockstep.common.importing import import_object
 from lockstep.common.names import choices
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.common.text import printable
 from lockstep.config.run import RunConfig
 from lockstep.config.run import SinkConfig as Named
@@ -105,7 +105,7 @@ def _open_sink(config: Named, recipe_values: Mapping[str, Any], folder: Path) ->
         return _open_custom_sink(config.name, folder, options)
     if config.name == "csv":
         return Tables(folder)
-    with OwnCode(f"sink {config.name}"):
+    with UserCode(f"sink {config.name}"):
         if config.name == "wandb":
             return wandb_sink.Wandb(folder, options, recipe_values)
         return mlflow_sink.Mlflow(folder, options, recipe_values)
@@ -126,7 +126,7 @@ class _CustomSink:
 
 
 def _open_custom_sink(path: str, folder: Path, options: Mapping[str, Any]) -> _CustomSink:
-    with OwnCode(f"sink {path}"):
+    with UserCode(f"sink {path}"):
         sink = import_object(path, "sink")(folder, **options)
         members = dir(sink)
     if missing := [name for name in ("write", "close") if name not in members]:

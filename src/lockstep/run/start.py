@@ -31,7 +31,9 @@ _SIGNAL_BASE: Final = 128  # larger exit codes represent signals, as in a shell
 Work = Callable[[Rendezvous], int]  # returns the exit code
 
 
-def as_launched(info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]) -> int:
+def run_launched_rank(
+    info: RankInfo, override_words: Sequence[str], check: Callable[[], tuple[Placement, Work]]
+) -> int:
     """Join the other ranks that the launcher started, and do the work that `check` returns. Return its exit code.
 
     `check` runs all checks that are possible before the ranks join. If it raises a LockstepError, this rank exits. If
@@ -79,13 +81,13 @@ def on_ranks(
         if method == "spawn":  # otherwise, each process would choose a different hash seed
             stack.enter_context(hash_seed_for_children(hashes or (FIXED if hash_seed() == RANDOM else hash_seed())))
         if hashes is not None:
-            stack.enter_context(_without_main())
+            stack.enter_context(_hide_main())
         return run_workers(worker, count, method, placement.timeout_s, logs, failed)
 
 
 def can_be_spawned(work: Callable[..., object]) -> bool:
     """Return whether a function can be pickled for a spawned process. It must not be defined in the script itself."""
-    with _without_main():
+    with _hide_main():
         try:
             ForkingPickler.dumps(work)
         except Exception:  # pickling can raise any exception
@@ -94,7 +96,7 @@ def can_be_spawned(work: Callable[..., object]) -> bool:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
+def _hide_main() -> Iterator[None]:
     """Hide this process's script from processes spawned in the block. Otherwise, they would run it first."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -111,7 +113,7 @@ def import_for_all() -> None:
             import_module(f"{room.__name__}.{module.name}")
 
 
-def in_workers_silently(
+def run_in_workers(
     work: Callable[[T | None, Rendezvous], int], ready: T, placement: Placement, count: int, hashes: str | None = None
 ) -> tuple[int, str]:
     """Run `work` on ranks in separate processes, without printing errors. Return the exit code and the error message.

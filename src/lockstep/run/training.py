@@ -16,7 +16,7 @@ import torch
 
 from lockstep.common.follow_parent import parent_command
 from lockstep.common.rank import RankInfo
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.schema import Config
@@ -38,11 +38,11 @@ from lockstep.runs.folder import RunStart
 from lockstep.setup import recipe_folder
 from lockstep.setup.chunk_check import check_plan
 from lockstep.setup.data_facts import setup_facts
-from lockstep.setup.prepare import Placed, Prepared, check, place, prepare
+from lockstep.setup.prepare import Placed, PreparedRun, check, place, prepare
 from lockstep.setup.resolved import Resolved
 from lockstep.setup.resume import check_beginning
 from lockstep.setup.resume import resume_state as checked_state
-from lockstep.training.checkpoint.read_alike import read_alike
+from lockstep.training.checkpoint.read_same_checkpoint import read_same_checkpoint
 from lockstep.training.checkpoint.signing import signing_key
 
 
@@ -55,7 +55,7 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
-    with with_places(loaded):
+    with add_key_positions(loaded):
         check_sinks(loaded.config.run)
     prepared = prepare(loaded)
     resolved = prepared.resolved
@@ -65,10 +65,10 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
         for note in claim.notes:
             run_folder.say(note)
         if claim.checkpoint is None and not claim.done_message:
-            with with_places(loaded):
+            with add_key_positions(loaded):
                 check_beginning(prepared.ready)
         work = partial(run_rank, resolved, RunStart(claim.folder, claim.checkpoint, claim.done_message), extra_sink)
-        code = on_ranks_of(prepared, work, claim.folder, failures)
+        code = run_on_placement(prepared, work, claim.folder, failures)
     wrong_ranks = [rank for failure in failures for rank in failure.wrong]
     if not wrong_ranks or resolved.placement.on_corruption == "end":
         return code
@@ -80,8 +80,8 @@ def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     return train_here(reduced, extra_sink)
 
 
-def on_ranks_of(
-    prepared: Prepared, work: Callable[[Prepared | None, Rendezvous], int], folder: Path, failures: list[Failure]
+def run_on_placement(
+    prepared: PreparedRun, work: Callable[[PreparedRun | None, Rendezvous], int], folder: Path, failures: list[Failure]
 ) -> int:
     """Run `work` on the ranks of a placement. Return the exit code. Logs and the result are written to the run folder.
 
@@ -118,7 +118,7 @@ def training_as_rank(loaded: Loaded, info: RankInfo, extra_sink: Sink | None = N
     `extra_sink` is a sink of this rank. The sinks of the configuration are only opened on rank 0.
     """
     _check_launch(loaded.config, info)
-    with with_places(loaded):
+    with add_key_positions(loaded):
         check_sinks(loaded.config.run)
     resolved = check(loaded, info.size)
 
@@ -139,7 +139,7 @@ def run_rank(
     resolved: Resolved,
     start: RunStart | None,
     extra_sink: Sink | None,
-    prepared: Prepared | None,
+    prepared: PreparedRun | None,
     rendezvous: Rendezvous,
 ) -> int:
     """Train on a rank that has joined the other ranks. Return the exit code.
@@ -176,11 +176,13 @@ def run_rank(
             rendezvous.compare(setup_facts(prepared.ready) | {"your source files": prepared.sources})
         resumed = None
         if run_start.checkpoint:
-            manifest, snapshot = read_alike(rendezvous, run_start.checkpoint, signing_key(prepared.run.key_file))
+            manifest, snapshot = read_same_checkpoint(
+                rendezvous, run_start.checkpoint, signing_key(prepared.run.key_file)
+            )
             state = checked_state(run_start.checkpoint, snapshot, prepared.ready)
             resumed = Resumed(snapshot, state, manifest.weights_sha256)
         if resumed is None:
-            with with_places(loaded):
+            with add_key_positions(loaded):
                 check_beginning(prepared.ready)
         probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
         look = stack.enter_context(first_look(prepared.ready)) if probes else list
@@ -190,7 +192,7 @@ def run_rank(
         return training.run(stop)
 
 
-def warn(prepared: Prepared) -> None:
+def warn(prepared: PreparedRun) -> None:
     """Warn about settings that are valid but probably unintended."""
     for warning in [*prepared.ready.warnings, *check_plan(prepared.ready)]:
         run_folder.say(f"warning: {warning}")

@@ -157,7 +157,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
     return Claim(folder, folder_lock, created, checkpoint_path, notes, before=before)
 
 
-def claim_own(folder: Path, key: bytes | None) -> Claim:
+def claim_loop_folder(folder: Path, key: bytes | None) -> Claim:
     """Lock the run folder of a custom training loop, which resumes from the newest checkpoint in the folder."""
 
     def begin() -> tuple[Path | None, list[str]]:

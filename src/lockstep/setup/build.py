@@ -21,7 +21,7 @@ from lockstep.core.order import Step, Steps
 from lockstep.core.shard import Chunked
 from lockstep.data.base import DataSet
 from lockstep.data.loader import Loader
-from lockstep.data.request import request_of
+from lockstep.data.request import make_data_request
 from lockstep.data.sources import open_data
 from lockstep.data.weigh import Weigh
 from lockstep.device.compiler import check_compiler
@@ -37,10 +37,10 @@ from lockstep.models.match_state import Fit
 from lockstep.parallel.layerwise import Norms
 from lockstep.parallel.optimizer_state import Named
 from lockstep.parallel.optimizer_trials import check_optimizer, check_own, check_stored
-from lockstep.parallel.weights import computing_in
+from lockstep.parallel.weights import convert_compute_dtype
 from lockstep.setup.chunking import build_in_chunks, check_loss, check_sequences, chunk_layouts
 from lockstep.setup.examples import examples, norm_warnings, repeat_samples, smallest_microbatch, transforms_of
-from lockstep.setup.first_weights import FirstWeights
+from lockstep.setup.first_weights import InitialWeights
 from lockstep.setup.optimizing import optimizer, optimizer_factories, special_settings
 from lockstep.setup.schedule import check_rate, find_rate
 from lockstep.setup.user_code import import_paths
@@ -66,7 +66,7 @@ class Setup:
     source: Mapping[str, str]  # hashes of the user's source files
     task_line: str = ""  # describes the task and why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    first: FirstWeights | None = None  # the initial weights, if they don't come from the seed
+    first: InitialWeights | None = None  # the initial weights, if they don't come from the seed
     fit: Fit | None = None  # how the initial weights match the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
@@ -119,7 +119,7 @@ class Setup:
         transforms = transforms_of(recipe, self.data)
         weigh = None
         if not task.counts_samples:
-            weigh = Weigh(task.weight, partial(over_ranks, world), world.all_tell, "task: weight")
+            weigh = Weigh(task.weight, partial(over_ranks, world), world.all_gather_text, "task: weight")
         return Loader(
             data=self.data,
             steps=self.steps,
@@ -159,7 +159,7 @@ def tuning_of(recipe: Recipe) -> Tuning:
     return Tuning(lora, recipe.model.freeze, recipe.batchnorm == "frozen")
 
 
-def setup(recipe: Recipe, first: FirstWeights | None = None) -> Setup:
+def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
     """Open the data of a recipe, and check its model, loss and optimizer with it.
 
     `first` is the source of the initial weights, if they don't come from the seed (setup/first_weights.py). If the
@@ -214,7 +214,7 @@ class _Models(NamedTuple):
     first: Build  # `uncut` with its initial weights
 
 
-def _models(recipe: Recipe, data: DataSet, first: FirstWeights | None) -> _Models:
+def _models(recipe: Recipe, data: DataSet, first: InitialWeights | None) -> _Models:
     if recipe.model.pretrained:
         check_pretrained(recipe.model.name, recipe.model.source)
     plain, tuning = plain_model(recipe, data.facts), tuning_of(recipe)
@@ -254,7 +254,11 @@ def _check_computing(
         inputs = check_sequences(models.chunked, task, batch, chunks, f"model {name}")
     if dtype is not None:
         check_dtype(
-            models.chunked, computing_in, name=name, inputs=task.inputs(repeat_samples(evaluation, 2)), dtype=dtype
+            models.chunked,
+            convert_compute_dtype,
+            name=name,
+            inputs=task.inputs(repeat_samples(evaluation, 2)),
+            dtype=dtype,
         )
     return inputs
 
@@ -275,7 +279,7 @@ def _check_optimizer(recipe: Recipe, models: _Models, summary: Summary) -> dict[
 
 
 def _warnings(
-    recipe: Recipe, steps: Steps, summary: Summary, first: FirstWeights | None, fit: Fit | None
+    recipe: Recipe, steps: Steps, summary: Summary, first: InitialWeights | None, fit: Fit | None
 ) -> Iterator[str]:
     if summary.batchnorm:
         yield from norm_warnings(recipe, steps)
@@ -310,4 +314,4 @@ def evaluation_batch(recipe: Recipe) -> int:
 
 def open_recipe_data(recipe: Recipe) -> DataSet:
     """Open the data of a recipe. Raise UsageError if the data is missing or doesn't match the recipe."""
-    return open_data(request_of(values(recipe.data)))
+    return open_data(make_data_request(values(recipe.data)))

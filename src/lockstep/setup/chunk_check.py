@@ -13,8 +13,8 @@ from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, call, map_tensors, tensors_of
 from lockstep.core.several_losses import sum_of_losses
 from lockstep.core.shard import Chunked
-from lockstep.data.items import generators_kept
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.data.items import preserve_generators
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError, VerificationError
 from lockstep.parallel.tensor.plan import region_names
 from lockstep.setup.build import Setup
@@ -66,7 +66,7 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
     config = ready.recipe.model
     if config.chunks == 1:
         return
-    with generators_kept(), new_tensors_dropped():
+    with preserve_generators(), drop_new_tensors():
         whole = ready.uncut().eval()
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
@@ -84,7 +84,7 @@ def check_saved(path: Path, model: nn.Module, config: ModelConfig, inputs: Input
     if config.chunks == 1:
         return
     cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
-    with generators_kept(), new_tensors_dropped():
+    with preserve_generators(), drop_new_tensors():
         departure = quick_departure(copy.deepcopy(model), cut_features, inputs)
     if departure:
         raise UsageError(
@@ -109,7 +109,7 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
     cut_features = (
         partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _keep_whole
     )
-    with generators_kept(), new_tensors_dropped():
+    with preserve_generators(), drop_new_tensors():
         example, _ = examples(ready.recipe, ready.data)
         batch = repeat_samples(example, _SAMPLES)
         whole = ready.uncut().eval()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.config.recipe import ModelConfig
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.core.shard import Chunked
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.device.meta import on_meta
 from lockstep.errors import LockstepError, UsageError
 from lockstep.parallel.context.attention import KEY
@@ -91,10 +91,10 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
     sequence_task(task)
 
     def trial(device: str) -> Sequence[str]:
-        with new_tensors_dropped():
+        with drop_new_tensors():
             return _trial(build, task, batch, chunks, name, device)
 
-    with warnings.catch_warnings(action="ignore"), OwnCode(name):
+    with warnings.catch_warnings(action="ignore"), UserCode(name):
         try:
             arguments = trial("meta")
         except LockstepError:

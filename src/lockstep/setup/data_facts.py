@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from lockstep.errors import UsageError
 from lockstep.setup.build import Setup
-from lockstep.tasks.batches import targets_if_any
+from lockstep.tasks.batches import targets_or_batch
 from lockstep.training.sample_digest import digest_ends
 
 _RECIPE_FACTS: Final = ("mean", "std")  # facts that a recipe can set, and that are compared as part of the recipe
@@ -27,7 +27,7 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
         "data": {
             "number of samples": [len(split) for split in splits],
             **data.facts,
-            "samples": [digest_ends(split, targets_if_any) if is_custom else digest_ends(split) for split in splits],
+            "samples": [digest_ends(split, targets_or_batch) if is_custom else digest_ends(split) for split in splits],
         },
     }
 

@@ -16,11 +16,11 @@ from lockstep.parallel.rotated_audit import RotatedAudit
 from lockstep.parallel.tensor.canonical_state import CanonicalState
 from lockstep.setup.build import Setup
 from lockstep.setup.checks import needs_whole_updates
-from lockstep.setup.prepare import Prepared
+from lockstep.setup.prepare import PreparedRun
 from lockstep.strategies.base import CutsModel, replica_devices
 
 
-def start_engine(prepared: Prepared, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
+def start_engine(prepared: PreparedRun, world: World, resumes: bool = False) -> tuple[Engine, Loader]:
     """Start the engine of a placement. Return the engine and the loader of this rank. All ranks call it.
 
     If `resumes` is set, the engine starts without the initial weights, because all weights are loaded later.

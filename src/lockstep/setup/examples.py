@@ -82,19 +82,19 @@ def norm_warnings(recipe: Recipe, steps: Steps) -> Iterator[str]:
         if smallest < _MIN_NORM_SAMPLES and is_sync:
             yield (
                 f"recipe.batch: BatchNorm normalizes over {step_name}, which has only {smallest} samples; use a larger "
-                f"batch{_drop_advice(step)}"
+                f"batch{_last_batch_advice(step)}"
             )
             return
         if smallest < _MIN_NORM_SAMPLES:
             yield (
                 f"recipe.microbatches: BatchNorm normalizes each micro-batch separately, and with "
                 f"{recipe.microbatches} micro-batches in {step_name} of {step.samples} samples, it sees only "
-                f"{smallest} of them; use fewer micro-batches or a larger batch{_drop_advice(step)}"
+                f"{smallest} of them; use fewer micro-batches or a larger batch{_last_batch_advice(step)}"
             )
             return
 
 
-def _drop_advice(step: Step) -> str:
+def _last_batch_advice(step: Step) -> str:
     return ", or set recipe.last_batch=drop" if step.number else ""
 
 

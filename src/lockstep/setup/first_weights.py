@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError, TrainingError, UsageError, error_as
 from lockstep.models.adapters import has_adapters
 from lockstep.models.match_state import Fit, fit
 from lockstep.models.statefiles import read_tensors, strip_prefix
-from lockstep.tasks.facts import DECIDE_OUTPUTS
+from lockstep.tasks.facts import OUTPUT_FACTS
 from lockstep.training.checkpoint import saved_state, store
 from lockstep.training.checkpoint.saved_state import SavedState
 from lockstep.training.checkpoint.signing import read_key
@@ -34,7 +34,7 @@ _START: Final = "run.start_from"
 
 
 @dataclass(frozen=True)
-class FirstWeights:
+class InitialWeights:
     """Initial weights, by parameter name. Parameters that match a pattern in `fresh` keep their random initialization.
 
     `checkpoint` is the checkpoint that the weights come from, if they come from a run. If `optimizer` is set, the
@@ -69,10 +69,10 @@ class FirstWeights:
     def output_facts(self) -> Mapping[str, Any]:
         """The facts that decided the outputs of the last layer. Empty if unknown, or if `fresh` patterns are used."""
         facts = self.state.data if self.state is not None and not self.fresh else None
-        return {name: value for name, value in (facts or {}).items() if name in DECIDE_OUTPUTS and value is not None}
+        return {name: value for name, value in (facts or {}).items() if name in OUTPUT_FACTS and value is not None}
 
 
-def load_first_weights(loaded: Loaded) -> tuple[Loaded, FirstWeights | None]:
+def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
     """Return the configuration with the hashes of the initial weights in its recipe, and the initial weights.
 
     The initial weights are None if the configuration specifies none. They are also None if they no longer exist and the
@@ -96,7 +96,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, FirstWeights | None]:
     return loaded, None
 
 
-def weights_record(recipe: Recipe, first: FirstWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
+def weights_record(recipe: Recipe, first: InitialWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
     """Return the record of the initial weights for the run folder. It is empty if they come from the seed."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
@@ -112,7 +112,7 @@ def weights_record(recipe: Recipe, first: FirstWeights | None, weights_fit: Fit 
     }
 
 
-def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, FirstWeights | None]:
+def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) -> tuple[Loaded, InitialWeights | None]:
     previous = before.model.weights if before is not None else None
     if weights.path is None or not Path(weights.path).exists():
         if previous is not None and previous.sha256 is not None and weights.path in (None, previous.path):
@@ -135,10 +135,10 @@ def _from_file(loaded: Loaded, weights: WeightsConfig, before: Recipe | None) ->
         )
     named_tensors = strip_prefix(tensors, str(path), weights.prefix or "")
     updated = _with_first_weights(loaded, weights=weights.model_copy(update={"sha256": sha256}))
-    return updated, FirstWeights(str(path), named_tensors, weights.fresh, checkpoint)
+    return updated, InitialWeights(str(path), named_tensors, weights.fresh, checkpoint)
 
 
-def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) -> tuple[Loaded, FirstWeights | None]:
+def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) -> tuple[Loaded, InitialWeights | None]:
     path, recipe = Path(config.run), loaded.config.recipe
     if not path.exists() and before is not None and before.start is not None:
         return _with_first_weights(loaded, start=before.start), None
@@ -150,7 +150,7 @@ def _from_run(loaded: Loaded, config: StartFromConfig, before: Recipe | None) ->
             f"{', and its optimizer' if config.optimizer else ''}) does not match recipe.start; use a different "
             f"checkpoint, or unset recipe.start"
         )
-    first = FirstWeights(
+    first = InitialWeights(
         str(checkpoint.path), _tensors_of_run(checkpoint, ema=False), checkpoint=checkpoint, optimizer=config.optimizer
     )
     return _with_first_weights(loaded, start=start), first

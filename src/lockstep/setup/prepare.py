@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import final
 
 from lockstep.common.user_source import source_digests
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.load import Loaded
 from lockstep.config.placement import Placement
 from lockstep.config.recipe import Recipe
 from lockstep.config.run import RunConfig
 from lockstep.setup.build import Setup, setup
 from lockstep.setup.checks import check_cut, check_kernels, check_placement
-from lockstep.setup.first_weights import FirstWeights, load_first_weights
+from lockstep.setup.first_weights import InitialWeights, load_first_weights
 from lockstep.setup.resolved import Resolved, resolve
 from lockstep.setup.resume import check_first
 from lockstep.strategies.base import Strategy
@@ -22,7 +22,7 @@ from lockstep.strategies.base import Strategy
 
 @final
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A recipe on a placement. The data, the model and the optimizer are open and have been checked."""
 
     resolved: Resolved
@@ -75,14 +75,14 @@ class Placed:
     """A configuration that has been checked against its placement, and its initial weights. Data isn't open yet."""
 
     resolved: Resolved
-    first: FirstWeights | None = None
+    first: InitialWeights | None = None
 
-    def open(self, *, training: bool = True) -> Prepared:
+    def open(self, *, training: bool = True) -> PreparedRun:
         """Open the data, the model and the optimizer. Raise UsageError if they don't match the placement."""
-        with with_places(self.resolved.loaded):
+        with add_key_positions(self.resolved.loaded):
             ready = open_recipe(self.resolved.loaded, self.first, training=training)
             check_cut(self.resolved, ready)
-        return Prepared(self.resolved, ready)
+        return PreparedRun(self.resolved, ready)
 
 
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
@@ -91,7 +91,7 @@ def check(loaded: Loaded, processes: int | None = None, *, training: bool = True
     Raises UsageError for mistakes that can be found from the configuration only. With `training=False`, it checks an
     evaluation, which can use more processes than a step has micro-batches, because it doesn't split steps.
     """
-    with with_places(loaded):
+    with add_key_positions(loaded):
         resolved = resolve(loaded, processes)
         check_placement(resolved, training=training)
     return resolved
@@ -99,17 +99,17 @@ def check(loaded: Loaded, processes: int | None = None, *, training: bool = True
 
 def place(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Placed:
     """Check a configuration like `check`, and load its initial weights."""
-    with with_places(loaded):
+    with add_key_positions(loaded):
         loaded, first = load_first_weights(loaded)
     return Placed(check(loaded, processes, training=training), first)
 
 
-def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Prepared:
+def prepare(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> PreparedRun:
     """Open and check everything that a configuration specifies. This doesn't need a process group."""
     return place(loaded, processes, training=training).open(training=training)
 
 
-def open_recipe(loaded: Loaded, first: FirstWeights | None, *, training: bool = True) -> Setup:
+def open_recipe(loaded: Loaded, first: InitialWeights | None, *, training: bool = True) -> Setup:
     """Open and check the parts of a recipe that don't depend on the placement."""
     ready = setup(loaded.config.recipe, first)
     check_first(ready)
@@ -119,5 +119,5 @@ def open_recipe(loaded: Loaded, first: FirstWeights | None, *, training: bool = 
 
 def open_unplaced(loaded: Loaded) -> Setup:
     """Open and check a recipe with its initial weights, regardless of the placement."""
-    with with_places(loaded):
+    with add_key_positions(loaded):
         return open_recipe(*load_first_weights(loaded))

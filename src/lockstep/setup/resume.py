@@ -118,7 +118,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
     _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
 
 
-def feedback_lost(before: Snapshot, current: State) -> list[str]:
+def lost_feedback_warning(before: Snapshot, current: State) -> list[str]:
     """Return a warning if this placement discards the error feedback of the checkpoint's ranks."""
     if before.feedback is None or current.feedback is not None:
         return []

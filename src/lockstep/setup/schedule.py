@@ -6,7 +6,7 @@ from numbers import Real
 from typing import Final
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.config import plan as planning
 from lockstep.config.recipe import Recipe
 from lockstep.core.order import Steps
@@ -52,7 +52,7 @@ def check_rate(recipe: Recipe, steps: Steps) -> None:
 def _custom_shape(recipe: Recipe) -> Shape:
     path, options = recipe.schedule.name, recipe.schedule.options
     function: Callable[..., object] = import_callable(path, "schedule", f"a function ({_CONTRACT})")
-    code = OwnCode(f"schedule {path}")
+    code = UserCode(f"schedule {path}")
 
     def factor(epoch: float, epochs: float) -> float:
         with code:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from lockstep.common.importing import import_object
 from lockstep.common.names import choices
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.config.placement import FASTEST, Placement
 from lockstep.core.mesh import Mesh
 from lockstep.errors import UsageError
@@ -104,5 +104,5 @@ def _build_strategy(kind: type[Any], options: Mapping[str, Any]) -> Strategy:
         raise UsageError("\n".join(lines)) from error
 
 
-def _strategy_code(name: str) -> OwnCode:
-    return OwnCode(f"strategy {name}", shared=True)
+def _strategy_code(name: str) -> UserCode:
+    return UserCode(f"strategy {name}", shared=True)

@@ -114,7 +114,7 @@ def place_of_variable(scope: ModuleType | CodeType, name: str) -> str:
     return location(file, max(first, 1) + line - 1)
 
 
-def is_carried(scope: ModuleType | CodeType, name: str) -> bool | None:
+def carries_value(scope: ModuleType | CodeType, name: str) -> bool | None:
     """Return whether a loop reads a variable before assigning it, so that its value carries over between iterations.
 
     Returns None if no loop in this module or function assigns the variable. A tensor may still be modified in place.

@@ -46,7 +46,7 @@ def targets_of(batch: Batch) -> Tensor:
     return targets
 
 
-def targets_if_any(batch: Batch) -> Any:
+def targets_or_batch(batch: Batch) -> Any:
     """Return the targets of a batch, or the batch itself if it has no targets."""
     try:
         return parts(batch).targets

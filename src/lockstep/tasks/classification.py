@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch, Inputs
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Figures, Monitor, Report
@@ -95,7 +95,7 @@ class Classification:
         """
         if self.own_loss is not None:
             return sum_loss(self.own_loss(outputs, targets), outputs)
-        with OwnCode(f"{self.model_name}: cross entropy of the outputs"):
+        with UserCode(f"{self.model_name}: cross entropy of the outputs"):
             return cross_entropy_sum(outputs, targets, self.label_smoothing, self._device_weights(outputs))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ class Classification:
 
         All values are 0-dim int64 tensors. In a mixture of classes, the class with the largest weight is correct.
         """
-        truth, counted = truth_of(targets_of(batch))
+        truth, counted = target_classes(targets_of(batch))
         scores = predictions(outputs, self.model_name)
         guesses = scores.topk(min(max(self.topk, default=1), scores.shape[1]), dim=1).indices
         hits = (guesses == truth[:, None]) & counted[:, None]
@@ -118,7 +118,7 @@ class Classification:
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return `confusion`: int64 of shape [classes, classes], with a row per target and a column per prediction."""
-        truth, counted = truth_of(targets_of(batch))
+        truth, counted = target_classes(targets_of(batch))
         scores = predictions(outputs, self.model_name)
         return {"confusion": confusion(truth, scores.argmax(1), scores.shape[1], counted)}
 
@@ -168,7 +168,7 @@ def confusion(truth: Tensor, guess: Tensor, classes: int, counted: Tensor) -> Te
     return sums.reshape(copies, size).sum(0)[:-1].reshape(classes, classes)
 
 
-def truth_of(targets: Tensor) -> tuple[Tensor, Tensor]:
+def target_classes(targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the class of each sample, int64 of shape [n], and whether the sample counts, bool of shape [n].
 
     In a mixture of classes, the class is the one with the largest weight.
@@ -199,7 +199,7 @@ def check_loss(loss: Loss, classes: int, targets: Tensor) -> None:
 
     Both samples have the first target in `targets` that isn't ignored.
     """
-    counted = truth_of(targets)[1]
+    counted = target_classes(targets)[1]
     target = targets[counted][:1] if counted.any() else targets[:1]
     check_sum(loss, torch.linspace(-1.0, 1.0, classes)[None], target)
 

@@ -16,7 +16,7 @@ from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skip_mask
 
 NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets this fact
-DECIDE_OUTPUTS: Final = (NAMES,)  # the facts that determine the last layer of a model
+OUTPUT_FACTS: Final = (NAMES,)  # the facts that determine the last layer of a model
 # The maximum number of classes. Each class has a name, so a wrong number could use up all memory.
 _MAX_CLASSES: Final = 1 << 24
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.common.importing import import_callable
 from lockstep.common.names import choices
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.base import Task
@@ -118,7 +118,7 @@ def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
     """Create a custom task with the class or function at `path`, from the options and, if accepted, the `facts`."""
     factory = import_callable(path, "task", "a class")
-    with OwnCode(f"task {path}"):
+    with UserCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
         arguments = {**options, "facts": dict(facts)} if "facts" in parameters else dict(options)
         accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import OwnCode
-from lockstep.common.reserved_metrics import OF_TRAINING, first_taken
+from lockstep.common.own_code import UserCode
+from lockstep.common.reserved_metrics import OF_TRAINING, first_reserved
 from lockstep.core.batch import Batch, Inputs, length, map_tensors, tensors_of
 from lockstep.core.several_losses import (
     Loss,
@@ -110,7 +110,7 @@ class OwnTask:
     def figures(self, sums: Mapping[str, Tensor]) -> Figures:
         """See Task."""
         results = self._mapping("figures", sums)
-        reserved_name = first_taken(map(str, results), OF_TRAINING) or next(
+        reserved_name = first_reserved(map(str, results), OF_TRAINING) or next(
             filter(is_reserved, map(str, results)), None
         )
         if reserved_name is not None:
@@ -253,8 +253,8 @@ class OwnTask:
     def _member(self, member: str, default: Any) -> Any:
         return default if self._members[member] is None else self._members[member]
 
-    def _code(self, member: str) -> OwnCode:
-        return OwnCode(f"{self._name}: {member}")
+    def _code(self, member: str) -> UserCode:
+        return UserCode(f"{self._name}: {member}")
 
 
 def with_metrics(task: Task, paths: Sequence[str]) -> Task:
@@ -318,13 +318,13 @@ def check_metrics(metrics: Metrics, outputs: Any, batch: Batch) -> None:
 
 
 def _sums(path: str, metric: Metric, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-    with OwnCode(f"metric {path}"):
+    with UserCode(f"metric {path}"):
         result = metric(outputs, batch)
         if not isinstance(result, Mapping):
             raise UsageError(f"metric {path}: returned {type(result).__name__}; return a mapping of names to sums")
         # Detach the sums, because metrics are only reported and need no gradients.
         sums = {str(name): torch.as_tensor(value).detach() for name, value in result.items()}
-    if (reserved_name := first_taken(sums, OF_TRAINING)) is not None:
+    if (reserved_name := first_reserved(sums, OF_TRAINING)) is not None:
         raise UsageError(
             f"metric {path}: {reserved_name} is a name that Lockstep uses for evaluations; choose a different name "
             f"({_CONTRACT})"

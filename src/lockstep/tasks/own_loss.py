@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.common.importing import import_callable
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.errors import UsageError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -18,7 +18,7 @@ PATH_MARK: Final = ":"  # a loss name with this character is an import path
 def find_own_loss(path: str) -> Loss:
     """Import the loss function at `path`. Errors in the function are reported with its file and line."""
     loss = import_callable(path, "loss", "a function of outputs and targets")
-    code = OwnCode(f"loss {path}")
+    code = UserCode(f"loss {path}")
 
     def call_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         with code:

@@ -15,7 +15,7 @@ from torch import nn
 
 from lockstep.comm.world import World
 from lockstep.common.patterns import list_some
-from lockstep.core.majority import odd_ones
+from lockstep.core.majority import find_minority
 from lockstep.core.shard import MaybeSharded, NamedTensors, Shard, local_tensor, whole_tensors
 from lockstep.errors import UsageError
 from lockstep.training.checkpoint import store, tensorfile
@@ -96,7 +96,7 @@ def _find_disagreement(world: World, model: NamedTensors) -> Disagreement | None
             rows, content = answer[start : start + _DIGEST_BYTES], answer[start + _DIGEST_BYTES :][:_DIGEST_BYTES]
             same_rows[rows].append((rank, content))
         for opinions in same_rows.values():
-            if (odd_ranks := odd_ones(opinions)) != []:
+            if (odd_ranks := find_minority(opinions)) != []:
                 differing_names.append(name)
                 odd |= set(odd_ranks or ())
                 has_majority = has_majority and odd_ranks is not None

@@ -69,7 +69,7 @@ class LayerNorms:
 
 
 @dataclass
-class Examined:
+class StepObservations:
     """The observations of a step: losses, the largest activation of each module, and the first non-finite value.
 
     For a recipe, `losses` holds the loss of each sample. A custom training loop only has one loss per micro-batch. In
@@ -96,7 +96,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `tensors` receives the inputs of the micro-batch and the results of all modules and operations.
     """
 
-    def __init__(self, microbatch: MicroBatch, examined: Examined, tensors: Tensors | None = None) -> None:
+    def __init__(self, microbatch: MicroBatch, examined: StepObservations, tensors: Tensors | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._microbatch = microbatch
         self._examined = examined

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.core.engine_recipe import against_nonfinite
+from lockstep.core.engine_recipe import nonfinite_advice
 from lockstep.core.order import Step
 from lockstep.core.several_losses import loss_means, loss_sums, with_total
 from lockstep.device.meter import Meter
@@ -31,7 +31,7 @@ class StepReports:
         self.plan = plan
         self.progress = progress
         self.digests = digests
-        self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, against_nonfinite(plan.recipe), digests)
+        self._losses = NonFiniteCheck(world, plan.stop_on_nonfinite, nonfinite_advice(plan.recipe), digests)
         self._meter = Meter(world.device)
         self._last_step = -1  # number of the last step; keeping the step itself would keep its batch in memory
 

@@ -24,11 +24,11 @@ from lockstep.config.placement import StrategyConfig
 from lockstep.core.batch import tensors_of
 from lockstep.core.order import Steps
 from lockstep.core.tolerance import comm_tolerance, tolerance, unit_roundoff
-from lockstep.errors import EXIT_DONE, EXIT_USAGE, OwnCodeError, TrainingError, UsageError
+from lockstep.errors import EXIT_DONE, EXIT_USAGE, TrainingError, UsageError, UserCodeError
 from lockstep.probe.findings import ProbeResult, findings
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.verification import Mismatch, Verdict, VerdictRow, Verification
-from lockstep.run.start import import_for_all, in_workers_silently
+from lockstep.run.start import import_for_all, run_in_workers
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.checks import check_cut, check_placement
 from lockstep.setup.chunk_check import check_chunks, check_sequence_chunks
@@ -416,7 +416,7 @@ class _Comparison:
     ) -> tuple[int, str]:
         """Run a job in separate processes. Return the exit code and the error message if it failed."""
         work = partial(_with_own_streams, partial(body, job))
-        code, text = in_workers_silently(work, self._ready, case.resolved.placement, case.processes, hashes)
+        code, text = run_in_workers(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
@@ -442,7 +442,7 @@ def _with_own_streams(
     sys.stderr = sys.__stderr__
     try:
         return body(setup, rendezvous)
-    except OwnCodeError as error:
+    except UserCodeError as error:
         if rendezvous.info.size == 1:
             raise
         raise TrainingError(str(error)) from error  # counts as a failure, not as a placement that isn't possible

@@ -118,10 +118,10 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
         return _figures(difference)
     expected = trace.load_tensor(reference, 0, difference.wanted)
     actual = trace.load_tensor(found, difference.ranks[0], difference.wanted)
-    return None if expected is None or actual is None else farthest(expected, actual)
+    return None if expected is None or actual is None else most_different_elements(expected, actual)
 
 
-def farthest(reference: Tensor, actual: Tensor) -> Values | None:
+def most_different_elements(reference: Tensor, actual: Tensor) -> Values | None:
     """Return the pair of elements with the largest difference, or None if all elements are equal."""
     if reference.shape != actual.shape or reference.dtype != actual.dtype:
         reference_text, actual_text = (

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Generator, Tensor, nn
 
 from lockstep.probe.state import Globals, ModelState, change_of
-from lockstep.setup.user_code import is_carried, is_used, own_frames, own_modules, place_of_attribute
+from lockstep.setup.user_code import carries_value, is_used, own_frames, own_modules, place_of_attribute
 from lockstep.verification.held_tensors import digest_of, held_tensors, parts
 
 _MODEL_SUFFIX: Final = " of the model"
@@ -82,7 +82,7 @@ class Kept:
             len(values) == 2
             and values[0] is not values[1]
             and _holds_tensors(values[1])
-            and bool(is_carried(self._scopes[name], _variable(name)))
+            and bool(carries_value(self._scopes[name], _variable(name)))
         )
 
     def texts(self) -> dict[str, str]:
@@ -149,7 +149,7 @@ class Kept:
         return {id(item) for item in (*tensors, *(module for model, _ in self._models for module in model.modules()))}
 
     def _is_reassigned(self, name: str) -> bool:
-        return is_carried(self._scopes[name], _variable(name)) is False
+        return carries_value(self._scopes[name], _variable(name)) is False
 
     def _iterators(self) -> Iterator[tuple[str, str]]:
         for name, value in self._variables.items():

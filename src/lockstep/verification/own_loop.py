@@ -25,7 +25,7 @@ from typing import Any, Final, final
 from lockstep.common import plainfile
 from lockstep.common.hashing import other_seed
 from lockstep.common.patterns import list_some
-from lockstep.config.blame import with_places
+from lockstep.config.blame import add_key_positions
 from lockstep.config.load import load
 from lockstep.config.placement import Placement
 from lockstep.errors import EXIT_DONE, EXIT_SAVED, EXIT_USAGE, UsageError, VerificationError
@@ -37,7 +37,7 @@ from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.sink import Sink
 from lockstep.reporting.verification import Verdict, against
-from lockstep.run.start import can_be_spawned, import_for_all, in_workers_silently
+from lockstep.run.start import can_be_spawned, import_for_all, run_in_workers
 from lockstep.runs.worker_context import WORKER_CONTEXT, WorkerContext
 from lockstep.setup.user_code import own_modules
 from lockstep.strategies import ON_ONE_PROCESS
@@ -155,7 +155,7 @@ def _verify_recipe(
 ) -> list[Checked]:
     """Compare placements of a recipe."""
     loaded = load(recipe)
-    with with_places(loaded):
+    with add_key_positions(loaded):
         verification = verify_on(loaded, _places(processes, strategies), steps)
     if not verification.agree:
         raise VerificationError(against(verification))
@@ -378,7 +378,7 @@ class _Loop:
         strategy_config = strategy if isinstance(strategy, str) else dict(strategy)
         stopped = None if resumes is None else self.folder / resumes
         work = partial(self._work, strategy_config, folder, witness, stop, stopped)
-        code, text = in_workers_silently(work, None, Placement(), count, hashes)
+        code, text = run_in_workers(work, None, Placement(), count, hashes)
         return code, text.partition("error: ")[2] or text
 
     def has_folder(self, name: str) -> bool:

@@ -35,7 +35,7 @@ from lockstep.run.checkpoints import engine_state
 from lockstep.run.session import open_recipe_rank
 from lockstep.setup.build import Setup, evaluation_batch
 from lockstep.setup.engine import start_engine
-from lockstep.setup.prepare import Prepared, open_unplaced
+from lockstep.setup.prepare import PreparedRun, open_unplaced
 from lockstep.setup.resolved import Resolved
 from lockstep.tasks.base import MicroBatch
 from lockstep.training.checkpoint import shards, store
@@ -94,7 +94,7 @@ def probe(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
 def work(job: TraceJob, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run a rank of a case."""
     with open_recipe_rank(rendezvous, job.resolved.loaded) as session:
-        prepared = Prepared(job.resolved, setup or _open_job(job))
+        prepared = PreparedRun(job.resolved, setup or _open_job(job))
         with session.open_world() as world:
             traced_run = _TracedRun(job, prepared, world)
             rendezvous.status = traced_run.status
@@ -126,7 +126,7 @@ class FirstSamples:
 class _TracedRun:
     """A rank of a case. The training loop calls it like an engine, and it records the results of its engine."""
 
-    def __init__(self, job: TraceJob, prepared: Prepared, world: World) -> None:
+    def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
         self._ready = prepared.ready
         self._world = world

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lockstep.common.own_code import OwnCode
-from lockstep.errors import OwnCodeError, UsageError
+from lockstep.common.own_code import UserCode
+from lockstep.errors import UsageError, UserCodeError
 from lockstep.parallel.context.attention import SequenceAttention
 from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
@@ -92,8 +92,8 @@ def test_what_torch_refuses_is_reported_as_the_models() -> None:
         return F.linear(query, torch.zeros(2, 5, dtype=query.dtype))
 
     with (
-        pytest.raises(OwnCodeError, match=r"model: RuntimeError: .*test_attention.py:\d+"),
-        OwnCode("model", shared=True),
+        pytest.raises(UserCodeError, match=r"model: RuntimeError: .*test_attention.py:\d+"),
+        UserCode("model", shared=True),
     ):
         _in_chunks(wrong, _tensors((2, 2, 2)))
 

@@ -17,7 +17,7 @@ from whole_updates import MAKERS
 
 from lockstep.comm.world import World
 from lockstep.core.shard import Shard
-from lockstep.parallel.layouts.base import Slots, Span, gather_whole
+from lockstep.parallel.layouts.base import Slots, Span, gather_full_tensors
 from lockstep.parallel.layouts.owned import OwnedLayout
 
 pytestmark = pytest.mark.worlds
@@ -105,9 +105,9 @@ def one_step(world: World) -> dict[str, Any]:
     slots = Slots(owned.trained, owned.as_shard)
     state, scalars = owned.optimizer_state(slots, optimizer)
     fresh = torch.optim.SGD([weight, scale], lr=1.0, momentum=0.9)
-    owned.load_optimizer_state(slots, fresh, gather_whole(world, state), scalars)
+    owned.load_optimizer_state(slots, fresh, gather_full_tensors(world, state), scalars)
     loaded = {name: fresh.state[parameter].get("momentum_buffer") for name, parameter in owned.trained}
-    whole = gather_whole(world, state)
+    whole = gather_full_tensors(world, state)
     return {**seen, "row": rows.trained[0][1].detach(), "state": whole, "loaded": loaded, "published": rows.published}
 
 

@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.core.shard import Shard
 from lockstep.errors import UsageError
 from lockstep.parallel.layerwise import Norms
-from lockstep.parallel.layouts.base import Slots, gather_whole
+from lockstep.parallel.layouts.base import Slots, gather_full_tensors
 from lockstep.parallel.optimize import make_optimizer
 from lockstep.parallel.optimizer_state import Named, optimizer_state
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
@@ -89,7 +89,7 @@ def told(world: World, held: str) -> tuple[dict[str, Tensor], dict[str, Any], li
     shards = [
         name for name, held in tensors.items() if isinstance(held, Shard) and held.tensor.numel() and held.primary
     ]
-    return gather_whole(world, tensors), scalars, shards
+    return gather_full_tensors(world, tensors), scalars, shards
 
 
 def went_on(world: World, held: str, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import worlds
 from toys import Case
 
 from lockstep.comm.world import World
-from lockstep.parallel.layouts.base import gather_whole
+from lockstep.parallel.layouts.base import gather_full_tensors
 
 pytestmark = [pytest.mark.slow("several ranks"), pytest.mark.worlds]
 CASE = Case(model=cut_models.Net, chunks=4, plan=cut_models.PLAN, optimizer="adamw", ema=True, samples=(6,))
@@ -34,7 +34,7 @@ def _gradients(world: World, case: Case) -> dict[str, torch.Tensor]:
     engine = toys.engine(world, case)
     step, _, _ = next(toys.steps(case))
     engine.forward_backward(toys.share(world, case, step), step)
-    return gather_whole(world, engine.gradients())
+    return gather_full_tensors(world, engine.gradients())
 
 
 def test_gradients_are_those_of_the_uncut_model() -> None:

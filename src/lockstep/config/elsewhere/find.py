@@ -80,7 +80,7 @@ def import_file(file: str, words: Sequence[str], gpus: int) -> ImportedConfig:
     )
     _check_keys(table, file_values, places)
     keys = Translation(table, file_values, gpus)
-    keys.copy_listed()
+    keys.copy_mapped_keys()
     translate(keys, any(word.startswith("recipe.model") for word in overrides))
     return ImportedConfig(table.framework, file, _apply_overrides(keys.finish(), overrides))
 

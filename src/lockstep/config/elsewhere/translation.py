@@ -167,7 +167,7 @@ class Translation:
         """Record a further difference between the framework and Lockstep."""
         self._notes.append(text)
 
-    def copy_listed(self) -> None:
+    def copy_mapped_keys(self) -> None:
         """Translate all keys that have a counterpart in the table."""
         for key, path in self._table.mapped.items():
             if self[key] is not None:

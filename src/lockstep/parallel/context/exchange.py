@@ -65,10 +65,10 @@ class Exchange:
         """Exchange one tensor per local chunk, for example the queries, and return the results in the same order."""
         parts = [tensor.chunk(self.chunks, cut) for tensor in tensors]
         arrived = self._swap(parts)
-        own_parts = [
+        local_parts = [
             part for chunk_parts in parts for part in chunk_parts[self._first(self._rank) : self._first(self._rank + 1)]
         ]
-        by_rank = [own_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
+        by_rank = [local_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
         # The result is contiguous and never a view, so that its layout does not depend on the number of processes.
         return [
             torch.cat(

@@ -57,7 +57,7 @@ class GathersWeights(Protocol):
 class CutsGradients(Protocol):
     """The additional interface of layouts in which each rank computes the full gradient sum but keeps some rows."""
 
-    def keep_whole(self) -> None:
+    def keep_full_gradients(self) -> None:
         """From now on, keep the full gradient sum of each step until its update, for `witnessed`."""
 
     def witnessed(self) -> Sequence[dict[str, MaybeSharded]]:
@@ -233,7 +233,7 @@ def trainable_parameters(model: nn.Module) -> list[Named]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def gather_whole(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
+def gather_full_tensors(world: World, tensors: NamedTensors) -> dict[str, Tensor]:
     """Return all tensors as full tensors on every rank. Sharded tensors are gathered on the CPU.
 
     All ranks must call this function with the same names. The tensors must fit into memory. Checkpoints are written
@@ -266,7 +266,7 @@ def wholes(world: World, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
     shards = [(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, Shard)]
     # Gather tensors in groups, because one collective per tensor would be slow.
     for group in pieces(((item, _bytes(item[1])) for item in shards), _GATHERED_BYTES):
-        whole = gather_whole(world, dict(group))
+        whole = gather_full_tensors(world, dict(group))
         if world.rank == 0:
             yield from whole.items()
 

@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
 from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard, shard_like
-from lockstep.device.memory import host_like
+from lockstep.device.memory import empty_host_tensor
 from lockstep.parallel.gradients import Gradients
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span, norms_of_rows, trainable_parameters
 from lockstep.parallel.weights import Weights
@@ -106,7 +106,7 @@ class RowLayout:
         rows = [part(shape[0], size, rank) for rank in range(size)] if shape else []
         return [Span(rank, own.start, len(own), primary=True) for rank, own in enumerate(rows)]
 
-    def keep_whole(self) -> None:
+    def keep_full_gradients(self) -> None:
         """See CutsGradients."""
         self._keeps_whole = True
 
@@ -142,7 +142,7 @@ class RowLayout:
         return self._copy_rows(rows) if self._has_separate_memory else rows
 
     def _copy_rows(self, rows: Tensor) -> Tensor:
-        return host_like(rows).copy_(rows) if self._offload else rows.clone()
+        return empty_host_tensor(rows).copy_(rows) if self._offload else rows.clone()
 
     def _group_for_sending(self) -> "list[_RowExchange]":
         """Group the parameters: one group to send directly from memory, and one group per dtype to pack."""

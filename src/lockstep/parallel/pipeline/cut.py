@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from lockstep.common.names import suggestion
 from lockstep.core.batch import Inputs, call
-from lockstep.device.cached_tensors import new_tensors_dropped
+from lockstep.device.cached_tensors import drop_new_tensors
 from lockstep.errors import UsageError
 from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
@@ -45,7 +45,7 @@ def find_cut(
     If `example` is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified.
     Raises UsageError with the reason if there is no such cut.
     """
-    with new_tensors_dropped():
+    with drop_new_tensors():
         return _find_cut(model, stages, example, names, whole_blocks)
 
 
@@ -106,7 +106,7 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
     names = {id(tensor): name for name, tensor in reversed(tensors_of(model))}
     for training in (False, True):
         line = line_of(model, cut, training)
-        lendable = _lendable(model, line)
+        lendable = _find_lendable_weights(model, line)
         for number, part in enumerate(_parts(line, cut)):
             for key in [key for place in part for key in line.used[place]]:
                 stages = users.setdefault(key, [number])
@@ -124,7 +124,7 @@ def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
     )
 
 
-def _lendable(model: nn.Module, line: Line) -> set[int]:
+def _find_lendable_weights(model: nn.Module, line: Line) -> set[int]:
     """Return the ids of the weights that may be used on both sides of a cut.
 
     These are weights of embeddings that are looked up once and used in one other place. Two gradients of such a weight
@@ -150,7 +150,7 @@ def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
     """Return the reason why the forward can't be split before `place`, or None if it can be split there."""
     keys_before = {key for used in line.used[:place] for key in used}
     keys_behind = {key for used in line.used[place:] for key in used}
-    shared = (keys_before & keys_behind) - _lendable(model, line)
+    shared = (keys_before & keys_behind) - _find_lendable_weights(model, line)
     if shared:
         return f"{next(name for name, tensor in tensors_of(model) if id(tensor) in shared)} is used on both sides"
     return line.obstacle(place)

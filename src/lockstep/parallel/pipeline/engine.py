@@ -26,7 +26,7 @@ from lockstep.comm.canonical import add_
 from lockstep.comm.named_sums import NamedSums
 from lockstep.comm.p2p import Value, Values
 from lockstep.comm.world import World
-from lockstep.common.own_code import OwnCode
+from lockstep.common.own_code import UserCode
 from lockstep.core import random
 from lockstep.core.batch import Inputs, like, tensors_of
 from lockstep.core.order import Step
@@ -37,7 +37,7 @@ from lockstep.errors import TrainingError
 from lockstep.parallel.activations import around_forward
 from lockstep.parallel.context.sequence_chunks import leaves_of
 from lockstep.parallel.cooperative import Cooperative
-from lockstep.parallel.ema import average_of, evaluating
+from lockstep.parallel.ema import evaluating, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import Slots, take_over, trainable_parameters
@@ -79,7 +79,7 @@ class PipelineEngine:
         self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics, pipe: PipelineShape
     ) -> None:
         self._task = problem.task
-        self._model_code = OwnCode(problem.name, shared=True)
+        self._model_code = UserCode(problem.name, shared=True)
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
@@ -109,7 +109,7 @@ class PipelineEngine:
         self._layout = StageLayout(world, self._model, part, place, numerics.copied, own_slice)
         if numerics.copied is not None:
             self._ties.convert(self._stages, numerics.copied)
-        self._ema = average_of(self._layout.own_state(), numerics.ema_decay)
+        self._ema = make_average(self._layout.own_state(), numerics.ema_decay)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
@@ -205,7 +205,7 @@ class PipelineEngine:
             scalars={"optimizer": scalars, "loss_scale": self._updates.loss_scale},
         )
 
-    def take_weights(self, state: State) -> None:
+    def load_full_weights(self, state: State) -> None:
         """See Rotates."""
         take_over(state.model, self._layout.own_state(), self._model.state_dict())
         self._reload()
@@ -219,7 +219,7 @@ class PipelineEngine:
 
     def load(self, state: State) -> None:
         """See Engine."""
-        self.take_weights(state)
+        self.load_full_weights(state)
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
         self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
         if self._ema is not None and state.ema is not None:

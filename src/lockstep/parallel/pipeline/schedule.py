@@ -36,7 +36,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def stages_of_each(schedule: Schedule, stages_per_rank: int | None) -> int:
+def stages_on_each_rank(schedule: Schedule, stages_per_rank: int | None) -> int:
     """Return the number of stages per rank. If `stages_per_rank` is None, this is the default of the schedule."""
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 

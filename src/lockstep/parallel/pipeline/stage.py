@@ -26,11 +26,11 @@ from lockstep.parallel.buffer_guard import BufferGuard
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.gradients import (
     add_parts_,
+    backward_nodes,
     empty_sum,
     flatten,
-    give_gradients,
-    nodes_behind,
     partition,
+    set_gradients,
     unflatten,
     wide_gradient,
 )
@@ -182,7 +182,7 @@ class Stage:
         """
         pieces = self._gradients.pieces()
         if across.alone:  # no flat buffers are necessary
-            give_gradients(self.parameters, total(pieces, leaves, add_parts_))
+            set_gradients(self.parameters, total(pieces, leaves, add_parts_))
             return
         positions = {parameter: number for number, parameter in enumerate(self.parameters)}
         for bucket in partition(self.parameters, _SENT_BYTES):
@@ -190,7 +190,7 @@ class Stage:
                 block: [parts[positions[parameter]] for parameter in bucket] for block, parts in pieces.items()
             }
             flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
-            give_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
+            set_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
     def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
         """Set `observations` to the mean of the statistics of a step. Call it on the same ranks as `add_gradients`."""
@@ -314,7 +314,7 @@ def _split(
 
 
 def _reaches_input(node: Node) -> bool:
-    return any(reachable.name() == "_EnterBackward" for reachable in nodes_behind(node))
+    return any(reachable.name() == "_EnterBackward" for reachable in backward_nodes(node))
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:

@@ -68,7 +68,7 @@ class OptimizerNames:
             "slots": scalars["slots"],
             "groups": dict(zip(map(str, groups), scalars["groups"], strict=True)),
         }
-        reports = world.told_by_all(report if primary else {})
+        reports = world.all_gather_json(report if primary else {})
         owner = {name: rank for rank, report in enumerate(reports) for name in reversed(report.get("tensors", {}))}
         forms = {name: form for report in reports for name, form in report.get("tensors", {}).items()}
         numbers_of = {name: value for report in reports for name, value in report.get("slots", {}).items()}

@@ -173,7 +173,7 @@ class Dispatch:
         parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
         received_pairs = (Pairs(*fields) for fields in parts)
         names, parameters = self._experts.parameters.keys(), self._experts.parameters.values()
-        parameters_by_source = _BySource.apply(self, *parameters)
+        parameters_by_source = _GradientsBySource.apply(self, *parameters)
         outputs = []
         for source in range(self.ranks):
             source_parameters = parameters_by_source[source * len(parameters) : (source + 1) * len(parameters)]
@@ -246,7 +246,7 @@ class Dispatch:
         return counts_by_source
 
 
-class _BySource(torch.autograd.Function):
+class _GradientsBySource(torch.autograd.Function):
     """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of summing them."""
 
     @staticmethod

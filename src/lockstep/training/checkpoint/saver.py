@@ -89,7 +89,7 @@ class Saver:
         if not snapshot.is_whole:
             weights = shards.save(self._world, self.folder, step, snapshot, self.keep, best, self.key)
         else:
-            with self._world.untimed():  # the other ranks wait in a collective, which may time out
+            with self._world.without_timeout():  # the other ranks wait in a collective, which may time out
                 if self._world.rank == 0:
                     store.save(self.folder, step, snapshot, self.keep, best, self.key)
         path, seconds = str(self.folder / store.step_name(step)), time.perf_counter() - start_time

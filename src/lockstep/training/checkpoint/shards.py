@@ -46,7 +46,7 @@ def save(
 
     def write(temporary: Path) -> None:
         for name, tensors in snapshot.files.items():
-            durable.write_at(temporary / name, tensorfile.own_parts(tensors, frames[name].starts, world.rank))
+            durable.write_at(temporary / name, tensorfile.local_parts(tensors, frames[name].starts, world.rank))
 
     def publish(temporary: Path) -> str:
         files = {name: durable.hash_file(temporary / name) for name in frames}
@@ -68,7 +68,7 @@ def _all_succeed(world: World, action: Callable[[], T]) -> T:
     """Run `action` on all ranks and return its result. If it fails on any rank, raise OSError on all ranks."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     result: T | OSError
-    with world.untimed():  # a write may take longer than the timeout of a collective
+    with world.without_timeout():  # a write may take longer than the timeout of a collective
         try:
             result = action()
         except OSError as error:

@@ -78,7 +78,7 @@ def frame(tensors: NamedTensors) -> Frame:
     return Frame(head, {name: len(head) + end for name, end in zip(names, ends, strict=False)}, len(head) + ends[-1])
 
 
-def own_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
+def local_parts(tensors: NamedTensors, starts: Mapping[str, int], rank: int) -> Iterator[tuple[int, memoryview]]:
     """Yield the offset and bytes of each part that `rank` writes: its shards and, on rank 0, all unsharded tensors."""
     for name, start in starts.items():
         value = tensors[name]

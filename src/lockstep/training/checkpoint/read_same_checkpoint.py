@@ -8,7 +8,7 @@ from lockstep.training.checkpoint import store
 from lockstep.training.checkpoint.store import Snapshot
 
 
-def read_alike(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
+def read_same_checkpoint(rendezvous: Rendezvous, path: Path, key: bytes | None) -> tuple[store.Manifest, Snapshot]:
     """Read the checkpoint that the run resumes from. All ranks call it."""
     manifest = store.manifest(path, key)
     # If each host has a separate run folder, the folders may hold different runs.
