@@ -14,7 +14,7 @@ from lockstep.core.order import part
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.core.work import divisors
 from lockstep.errors import UsageError
-from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, norms_of_rows
+from lockstep.parallel.layouts.base import GathersWeights, GradientSum, Layout, MakeLayout, norms_of_rows
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear
@@ -181,6 +181,10 @@ class SlicedLayout:
     def state(self) -> dict[str, MaybeSharded]:
         """See Layout."""
         return {name: self._place.as_part(name, tensor) for name, tensor in self._layout.state().items()}
+
+    def gathered_shards(self) -> dict[Tensor, Tensor]:
+        """See GathersWeights. Empty if the layout of the slice doesn't shard parameters."""
+        return self._layout.gathered_shards() if isinstance(self._layout, GathersWeights) else {}
 
     def as_shard(self, name: str, tensor: Tensor) -> MaybeSharded:
         """See Layout."""
