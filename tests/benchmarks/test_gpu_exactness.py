@@ -51,7 +51,7 @@ def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("rule", "failure"),
     [
         ("", None),
-        ("departs", "digits fp32: 2 hashes: fp32 of killed on zero3, resumed on ddp, single; fp32other of pipe"),
+        ("departs", "digits fp32: 2 hashes: fp32 of killed on zero3, resumed on ddp, single, data_parallel; fp32other"),
         ("fails", "digits fp32, pipeline 2: error: out of spokes"),
         ("shares", "digits fp32, pipeline 2: expected [] to share devices, and [[0, 1]] did"),
     ],
@@ -64,7 +64,7 @@ def test_what_departs_or_fails_is_named(rules: Path, rule: str, failure: str | N
         said = found["failures"][0]  # and what would replay that run has failed, too
         assert said.startswith(failure)
     else:
-        done = "killed on zero3, resumed on ddp, single, pipeline 2, pipeline 2, 5 steps replayed"
+        done = "killed on zero3, resumed on ddp, single, data_parallel, pipeline 2, pipeline 2, 5 steps replayed"
         assert f"| digits fp32 | {done} | `fp32` |" in gpu_exactness.table(found)
 
 
