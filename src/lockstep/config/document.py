@@ -124,7 +124,7 @@ def parse(text: str, source: str) -> Document:
 
 
 def _find_likely_mistake(text: str, position: SourcePosition) -> tuple[SourcePosition, str] | None:
-    """Look for a missing space after a colon or a wrong indentation, in the line of an error and the line above it.
+    """Search for a missing space after a colon or a wrong indentation, in the line of an error and the line above.
 
     Returns the position and a description of the mistake, or None if both lines look correct.
     """

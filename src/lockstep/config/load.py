@@ -75,7 +75,7 @@ def load(source: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def read(source: str) -> Document:
-    """Parse a YAML file that isn't a shipped recipe. Raises ConfigError if the file can't be read."""
+    """Parse a user-provided YAML file, not a shipped recipe. Raises ConfigError if the file can't be read."""
     return _parse_mapping(_read_text(_find_file(source), source), source)
 
 
@@ -139,7 +139,7 @@ def comparable(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_file(source: str) -> FilePath:
-    """Return the path of a recipe that isn't shipped. Raises ConfigError if there is no such file."""
+    """Return the path of a user-provided recipe. Raises ConfigError if there is no such file."""
     file = FilePath(source)
     try:
         file.stat()

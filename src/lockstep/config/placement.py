@@ -40,8 +40,8 @@ class Placement(Section):
     processes: Annotated[int | Literal["auto"], PlainValidator(_validate_processes)] = "auto"
     recompute: Annotated[
         str, Field(pattern=r"^(none|full|every_[1-9]\d*)$", description="none, full, or every_2, every_3, ...")
-    ] = "none"  # which blocks recompute their activations in backward, instead of storing them
-    offload_activations: bool = False  # store activations in CPU memory between forward and backward
+    ] = "none"  # which blocks recompute activations in the backward pass instead of storing them
+    offload_activations: bool = False  # store activations in CPU memory between the forward and backward pass
     device: Literal["auto", "cpu", "cuda"] = "auto"
     affinity: Literal["auto", "off"] = "auto"  # auto: bind a rank on a GPU to the CPU cores near this GPU
     backend: Literal["auto", "nccl", "gloo"] = "auto"  # the communication library

@@ -302,7 +302,7 @@ class Recipe(Section):
     ] = Field(default_factory=lambda validated: default_loss_scale(validated.get("precision")))
     memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     compile: bool = False
-    batchnorm: Literal["local", "sync", "frozen"] = "local"  # statistics: of the micro-batch, of the step, or running
+    batchnorm: Literal["local", "sync", "frozen"] = "local"  # use micro-batch, step or running statistics
     nonfinite: Literal["stop", "skip"] = "stop"
     topk: Ints = (1, 5)
     start: StartingPoint | None = None

@@ -40,13 +40,13 @@ def without_locations(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
     This also removes the locations of the source datasets of a mixture.
     """
-    kept = dict(recipe)
+    remaining = dict(recipe)
     if data := mapping_at(recipe, "data"):
-        kept["data"] = _data_without_locations(data)
+        remaining["data"] = _data_without_locations(data)
     model = mapping_at(recipe, "model")
     if weights := mapping_at(model, "weights"):
-        kept["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
-    return kept
+        remaining["model"] = {**model, "weights": {key: value for key, value in weights.items() if key != "path"}}
+    return remaining
 
 
 def locations(recipe: Mapping[str, Any]) -> set[str]:
@@ -70,14 +70,14 @@ def mixed(name: object, options: Mapping[str, Any]) -> dict[str, Mapping[str, An
 
 
 def _data_without_locations(data: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in data.items() if key not in ("root", "download")}
+    remaining = {key: value for key, value in data.items() if key not in ("root", "download")}
     options = mapping_at(data, "options")
     if sources := mixed(data.get("name"), options):
-        kept["options"] = {
+        remaining["options"] = {
             **options,
             "of": {label: _data_without_locations(source) for label, source in sources.items()},
         }
-    return kept
+    return remaining
 
 
 def _printable(section: Mapping[str, Any]) -> dict[str, str]:

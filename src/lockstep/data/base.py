@@ -33,11 +33,11 @@ class Split(Protocol):
 
 @dataclass(frozen=True)
 class DataSet:
-    """The training and validation split of a dataset, and the facts about it that tasks and models need.
+    """The training and validation split of a dataset, and the dataset properties that tasks and models need.
 
     - `validation`: The validation split. If it is None, evaluations are skipped.
-    - `facts`: JSON-serializable properties of the data, which checkpoints save. For example, `shape` is the shape of a
-      sample as the model sees it. Each task needs different facts (tasks/find.py).
+    - `facts`: The dataset properties as JSON-serializable values, which checkpoints save. For example, `shape` is the
+      shape of a sample as the model sees it. Each task needs different properties (tasks/find.py).
     - `files`: Two functions that return the file name of a training sample and of a validation sample by index. Set
       this for datasets whose samples can be skipped.
     - `skipped`: Returns a bool tensor of shape [n], which marks the samples of a batch that were skipped.

@@ -14,10 +14,11 @@ from lockstep.errors import UsageError
 
 
 def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
-    """Stack samples of the same structure into a batch of this structure. Each leaf is stacked along a new dim 0.
+    """Stack samples of the same structure into a batch of this structure. Values are stacked along a new dim 0.
 
-    A leaf is a value that data/images/leaves.py accepts, or a list of numbers. `numbers` are the indices of the samples
-    in the dataset `label`. If the samples differ in structure, shape or dtype, raises UsageError with their indices.
+    The values at the leaves of the structure are values that data/images/leaves.py accepts, or lists of numbers.
+    `numbers` are the indices of the samples in the dataset `label`. If the samples differ in structure, shape or dtype,
+    raises UsageError with their indices.
     """
     trees = [
         _convert_leaves(f"{label} sample {number}", sample) for number, sample in zip(numbers, samples, strict=True)
@@ -43,7 +44,7 @@ def stack_samples(label: str, samples: Sequence[Any], numbers: Sequence[int]) ->
 def check_batch(label: str, result: Any, samples: int) -> Batch:
     """Check the batch `result` that user code returned for `samples` samples, and convert its mappings to dicts.
 
-    Raises UsageError if a leaf isn't a tensor or its dim 0 doesn't have the length `samples`.
+    Raises UsageError if a value isn't a tensor, or if dim 0 of a tensor doesn't have the length `samples`.
     """
     batch = _to_plain(result)
     if not tensors_of(batch):
@@ -61,7 +62,7 @@ def check_batch(label: str, result: Any, samples: int) -> Batch:
 
 
 def _convert_leaves(label: str, sample: Any) -> Batch:
-    """Convert the leaves of a sample to tensors."""
+    """Convert all values in a sample to tensors, and keep its structure."""
 
     def leaf(path: str, value: Any) -> Tensor:
         try:
@@ -94,7 +95,7 @@ def _stack(label: str, leaf_name: str, tensors: list[Tensor], numbers: Sequence[
 def _to_plain(value: Any, is_nested: bool = False) -> Any:
     """Convert a sample to plain dicts, lists and tuples.
 
-    Nested lists of numbers are converted to arrays, so that they count as leaves.
+    Nested lists of numbers are converted to arrays, so that each list counts as a single value.
     """
     if isinstance(value, Mapping):
         return {key: _to_plain(item, True) for key, item in value.items()}
@@ -113,7 +114,7 @@ def _is_array(values: list[Any]) -> bool:
 
 
 def _leaf_name(path: str, sample: Any) -> str:
-    """Return the display name of a leaf: `input` or `target` if the sample is a pair, and the path otherwise."""
+    """Return the display name of a value: `input` or `target` if the sample is a pair, and the path otherwise."""
     is_pair = isinstance(sample, tuple | list) and len(sample) == 2
     return {"[0]": "input", "[1]": "target"}.get(path, path) if is_pair else path or "value"
 

@@ -33,7 +33,7 @@ class DeviceCopier:
     def start(self, batch: Batch) -> FinishCopy:
         """Start to copy a batch, and return a function that returns the copy.
 
-        Call this function once, when you need the copy. It never blocks the process.
+        Call the returned function once, when you need the copy. Calling it never blocks the process.
         """
         if self._stream is None:
             return lambda: batch

@@ -48,8 +48,8 @@ def import_collate(path: str | None) -> Collate | None:
 def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, collate: Collate | None) -> DataSet:
     """Wrap map-style datasets in a DataSet.
 
-    The facts come from the first training sample and from the attribute `facts` of the training set. If `class_names`
-    is None, the class names come from an attribute of the training set (tasks/facts.py).
+    The dataset properties come from the first training sample and from the attribute `facts` of the training set. If
+    `class_names` is None, the class names come from an attribute of the training set (tasks/facts.py).
     """
     names = find_class_names(label, class_names, train)
     collate = collate or getattr(train, "collate", None)
@@ -66,7 +66,7 @@ def wrap_map_style(label: str, train: Any, validation: Any, class_names: Any, co
 
 
 def _facts(batch: Batch, names: list[str]) -> dict[str, Any]:
-    """Infer the facts from a batch of one sample: the shape of its inputs and the kind of its targets."""
+    """Infer the dataset properties from a batch of one sample: the shape of inputs and the kind of targets."""
     facts: dict[str, Any] = {}
     inputs = batch[0] if isinstance(batch, tuple) and batch else batch
     if isinstance(inputs, Tensor):
@@ -130,7 +130,7 @@ def _non_empty_advice(is_validation: bool) -> str:
 
 
 def _wrap_splits(label: str, dataset: DataSet) -> DataSet:
-    """Wrap the splits of the user's DataSet in checks, and check its facts."""
+    """Wrap the splits of the user's DataSet in checks, and check the dataset properties."""
     train = CheckedSplit(f"{label}: training", dataset.train)
     validation = None if dataset.validation is None else CheckedSplit(f"{label}: validation", dataset.validation)
     for part, split in (("train", train), ("validation", validation)):

@@ -38,11 +38,11 @@ from lockstep.tasks.base import MicroBatch
 SINGLE_RANK: Final = DataRank()
 _PLAN_LIMITS: Final = 64, 8192  # the maximum number of steps, and of samples over all ranks, to plan at once
 _SHM_ADVICE: Final = "increase its size (docker run --shm-size), or set placement.workers=0"
-_EXIT_WAIT_S: Final = 0.5  # how long to wait for the exit of a loader process after its connection broke
+_EXIT_WAIT_S: Final = 0.5  # how long to wait for a loader process to exit after its connection breaks
 
 
 class _StepPlan(NamedTuple):
-    """The requests of this rank for a step. Loader processes answer them some steps ahead."""
+    """The requests of this rank for a step. Loader processes fetch the batches some steps ahead."""
 
     step: Step
     requests: "list[tuple[_Span, Request]]"
@@ -88,7 +88,7 @@ class Loader:
     extra: Callable[[Step], int | None] | None = None
     weigh: Weigh | None = None
     order: Callable[[int], Order] | None = None  # returns the order of an epoch; defaults to a shuffle by the seed
-    devices: Sequence[torch.device] = ()  # of micro-batches in turn, if they aren't all for `device`
+    devices: Sequence[torch.device] = ()  # assigned to micro-batches in turn, if not all are for `device`
 
     def __post_init__(self) -> None:
         self.unreadable: tuple[set[int], set[int]] = set(), set()
@@ -204,7 +204,7 @@ class Loader:
         return len(request.indices) if self.weigh is None else self.weigh.weight(batch)
 
     def _with_weight(self, step: Step, transfers: Sequence[_Transfer]) -> Step:
-        """Return the step with its total weight over all ranks. All ranks must call this method, before the forward."""
+        """Return the step with its total weight over all ranks. All ranks must call this before the forward pass."""
         if self.weigh is None:
             return step
         own_weights = [transfer.weight for transfer in transfers if self.data_rank.primary and not transfer.span.dummy]
@@ -254,7 +254,7 @@ def _open_fetcher(
 
 
 def _next_answer(answers: Any) -> Any:
-    """Return the next answer. If a loader process died, raises HostError with the process and its signal."""
+    """Return the next batch from the loader processes. If a process died, raises HostError with its id and signal."""
     try:
         return next(answers)
     except (EOFError, OSError, RuntimeError) as error:  # from a connection to a dead process, or from torch

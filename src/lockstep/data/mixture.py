@@ -47,7 +47,7 @@ class Options:
 
 
 def open_data(request: DataRequest, options: Options) -> DataSet:
-    """Open the sources and return the mixture. Raises UsageError if their facts or the dtypes of samples differ."""
+    """Open the sources and return the mixture. Raises UsageError if their properties or sample dtypes differ."""
     errors = [
         f"recipe.data.options.of.{label}{error.removeprefix('options')}"
         for label, settings in options.of.items()

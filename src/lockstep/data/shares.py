@@ -37,5 +37,5 @@ def rows_in_share(rows: int, share: float) -> NDArray[np.bool_]:
 
 
 def _name_hash(name: str) -> int:
-    """Return a 64-bit hash of a name, as an integer of at least 0."""
+    """Return a 64-bit hash of a name, as a non-negative integer."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=8).digest(), "little")

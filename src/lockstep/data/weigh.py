@@ -1,8 +1,9 @@
 """The weight of a step over all ranks, for tasks and loops that don't count samples.
 
 A batch has one weight, or one weight for each of several losses by name. The names come from the first batches, so a
-rank without a micro-batch doesn't know them. In each step, the ranks add the weight and whether any rank has names.
-Only if one does, they tell each other the names, once, and from then on they add one weight for each name.
+rank without a micro-batch doesn't know the names. In each step, the ranks all-reduce the weight and a flag that says
+whether any rank has names. The first time that a rank has names, the ranks gather the names. After that, they
+all-reduce one weight per name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from lockstep.core.several_losses import Weight, describe_names, names_of
 from lockstep.errors import UsageError
 
 _SINGLE: Final = "a single integer"
-_NO_NAMES: Final = "-"  # the text of a rank whose batches have a single weight
+_NO_NAMES: Final = "-"  # the text that a rank sends if its batches have a single weight
 
 
 @final
@@ -25,8 +26,8 @@ class Weigh:
 
     - `of_batch`: Returns the weight of a batch, or a weight for each of several losses in sorted order.
     - `over_ranks`: Sums integers over the ranks.
-    - `texts`: Returns the text of each rank, by rank.
-    - `name`: The function in errors.
+    - `texts`: Gathers a text from every rank, in rank order.
+    - `name`: The name of the weight function in errors.
     """
 
     of_batch: Callable[[Batch], Weight]
@@ -37,7 +38,7 @@ class Weigh:
     _agreed: tuple[str, ...] | None = None  # the names on all ranks, once they are known
 
     def weight(self, batch: Batch) -> Weight:
-        """Return the weight of a batch. Raises UsageError if its names aren't those of the first batch."""
+        """Return the weight of a batch. Raises UsageError if the names differ from the names of the first batch."""
         weight = self.of_batch(batch)
         names = names_of(weight)
         if not self._first:
@@ -51,9 +52,10 @@ class Weigh:
         return weight
 
     def of_step(self, step: Step, weights: Sequence[Weight]) -> Step:
-        """Return a step with its weight over all ranks. `weights` are those that this rank counts. All ranks call it.
+        """Return a step with its total weight over all ranks. All ranks must call this method.
 
-        Raises UsageError if ranks have weights with different names.
+        `weights` are the weights of the micro-batches that this rank counts. Raises UsageError if ranks have weights
+        with different names.
         """
         if self._agreed is None:
             has_names = bool(self._first) and self._first[0] is not None
@@ -68,7 +70,7 @@ class Weigh:
         return step._replace(counted=sum(totals), weights=by_name)
 
     def _agree(self) -> tuple[str, ...]:
-        """Return the names that all ranks with batches have. All ranks call it."""
+        """Return the names of the weights on all ranks that have batches. All ranks must call this method."""
         own_text = "" if not self._first else _NO_NAMES if self._first[0] is None else ",".join(self._first[0])
         names = {
             rank: None if text == _NO_NAMES else tuple(text.split(","))

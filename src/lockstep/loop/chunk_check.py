@@ -21,7 +21,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 @final
 class FirstCallCheck:
-    """Copies a model before it is split into chunks, and compares the outputs of both at the first call of the model.
+    """Copies a model before it is split into chunks, and compares the outputs of both models at the first call.
 
     The comparison uses two samples of the first micro-batch, in float32. It can't run before the first call, because it
     needs inputs for the model. If the model can't be copied or the copy can't be called, the check only warns.

@@ -33,9 +33,10 @@ def warn_of_set_epoch(member: Member, dataset: Any) -> None:
 
 
 def check_dataset(member: Member, dataset: Any, items: Items) -> DatasetCheck:
-    """Compute the digest of the first and last sample of a dataset. In a new run, also check the dataset for faults."""
+    """Return a digest of the first and last sample of a dataset. In a new run, also return faults in its samples."""
     with preserve_generators():  # also on a single rank, so that a dataset that counts its calls behaves the same
-        # Look for faults first, since a dataset may cache the samples that it returned.
+        # Check for samples that differ between two reads first, because a dataset may cache the samples that it
+        # returned.
         is_examined = member.checkpoint is None and not items.in_memory
         findings = loop_items(items, type(dataset).__getitem__) if is_examined else []
         return DatasetCheck(digest_ends(items), [DatasetFault(finding.culprit, finding.text) for finding in findings])

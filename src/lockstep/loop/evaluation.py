@@ -32,7 +32,7 @@ class Evaluation:
 
     @property
     def computing(self) -> int:
-        """0 outside of micro-batches and evaluation batches. In a pass, each batch has a different number."""
+        """0 outside micro-batches and evaluation batches. Each batch of an evaluation pass has a different number."""
         return self._gate.open and 1 + len(self._pass.numbers)
 
     def batch_size(self, batch: int | None) -> int:

@@ -61,7 +61,7 @@ class Examination:
         self._microbatch: MicroBatch | None = None
 
     def enter(self, microbatch: MicroBatch, iteration: int) -> None:
-        """Start to observe a micro-batch, before its forward. A dummy micro-batch isn't observed."""
+        """Start to observe a micro-batch, before its forward pass. A dummy micro-batch isn't observed."""
         if microbatch.dummy:
             return
         examined = self._observations.examined

@@ -22,10 +22,10 @@ class LoggedMetrics:
         self._values: dict[str, str] = {}  # the `repr` of each value, which has all digits
         self._compared = False
 
-    def log(self, figures: Mapping[str, float | Tensor]) -> None:
+    def log(self, metrics: Mapping[str, float | Tensor]) -> None:
         """Write metrics of the last step. See `Run.log`."""
         try:
-            values = {name: float(value) for name, value in figures.items()}
+            values = {name: float(value) for name, value in metrics.items()}
         except (TypeError, ValueError, RuntimeError) as error:
             raise refusal(f"run.log: {error}", "pass numbers, or tensors with a single element") from None
         if reserved_name := first_reserved(values, OF_ALL):

@@ -1,4 +1,4 @@
-"""The context in which a custom loop computes the forward of a micro-batch."""
+"""The context in which a custom loop computes the forward pass of a micro-batch."""
 
 from contextlib import AbstractContextManager
 from typing import final
@@ -18,13 +18,13 @@ __tracebackhide__ = True  # let pytest hide these frames, so that it shows the l
 
 @final
 class Forward:
-    """Prepares the forward of each micro-batch in a step: enters the engine's context and allows calls of the model.
+    """Prepares the forward pass of each micro-batch in a step. Enters the engine's context and allows model calls.
 
-    If a replay examines the step, `examination` observes each forward.
+    If a replay examines the step, `examination` observes each forward pass.
     """
 
     def __init__(self, step: Step, placed: PlacedModel, gate: Gate, examination: Examination | None) -> None:
-        self.microbatch: MicroBatch | None = None  # the current micro-batch, until its backward begins
+        self.microbatch: MicroBatch | None = None  # the current micro-batch, until its backward pass begins
         self._step = step
         self._placed = placed
         self._gate = gate
@@ -71,9 +71,9 @@ class Forward:
             self._examination.note_loss(*losses)
 
     def leave(self, *, early: bool = False) -> None:
-        """Leave the context of the current forward, if there is one, and close its checks and observers.
+        """Leave the context of the current forward pass, if there is one, and close its checks and observers.
 
-        `early` means that the forward ended with an error. In this case, the state of the engine isn't checked.
+        `early` means that the forward pass ended with an error. In this case, the state of the engine isn't checked.
         """
         context, self._context, self._gate.open = self._context, None, False
         self._gate.returned.clear()

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lockstep.common.own_code import Place, between, is_own, refusal
 from lockstep.loop.placing import FREEZING_ADVICE
 
-Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if a backward writes
+Refuse = Callable[[bool], Exception]  # returns the error for a write. The argument is true if autograd writes
 
 
 @final
@@ -122,8 +122,10 @@ _TORCH_FORWARDS: Final = (_BatchNorm.forward, SyncBatchNorm.forward)
 class Guard:
     """Checks a placed model for changes. Each call of Lockstep begins with `check` and ends with `mark`.
 
-    - `original_parameters`: The parameters that the model had before it was placed, by name. They are checked too.
-    - `kept_buffers`: The buffers that the engine keeps the same on all ranks. A training forward may write to them.
+    - `original_parameters`: The parameters that the model had before it was placed, by name. The guard checks these
+      too.
+    - `kept_buffers`: The buffers that the engine keeps the same on all ranks. A forward pass in training mode may write
+      to these buffers.
     - `gathered`: Returns the full tensors that the engine computes with, mapped to the parameters that they replace.
     """
 
@@ -148,7 +150,7 @@ class Guard:
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, Parameter)]
         uncounted_ids = {id(buffer) for buffer in _uncounted_buffers(model)}
         self._kept_buffers = sorted(kept_buffers, key=lambda buffer: id(buffer) not in uncounted_ids)
-        # the number of leading buffers that a forward updates without incrementing their version counters
+        # the number of leading buffers that a forward pass updates without incrementing their version counters
         self._uncounted = sum(id(buffer) in uncounted_ids for buffer in kept_buffers)
         self._modules = {module: name for name, module in model.named_modules()}
         self._parts: list[tuple[str, dict[str, Any]]] = [  # references to the modules' own dicts, not copies
@@ -162,8 +164,8 @@ class Guard:
         self._stand_ins = [GradientStandIn(parameter, self._write_error) for parameter in self._trained]
         self._no_gradients = [None] * len(self._trained)
         self._shown_gradients: Sequence[Tensor | None] = self._no_gradients  # the expected value of each `grad`
-        self._withheld: list[Tensor | None] = []  # the gradients while stand-ins replace them
-        self._summing = False  # whether a backward of the current step has run
+        self._hidden_gradients: list[Tensor | None] = []  # the gradients while stand-ins replace them
+        self._summing = False  # whether a backward pass of the current step has run
         self._get_gathered = gathered
         self._gathered: dict[Tensor, tuple[Tensor, int]] = {}  # gathered tensor -> (parameter, version)
         self._files: dict[str, bool] = {}  # whether each source file is user code
@@ -205,11 +207,11 @@ class Guard:
         - `updating`: The weights are about to be updated. Also check for writes, replaced parts and changes of
           `requires_grad`, because the update would hide such a change, and the weights would keep its effect.
         - `modes`: Check that all modules are in the mode recorded by `mark`.
-        - `forward`: A forward ran, so it may have written to the kept buffers.
+        - `forward`: A forward pass ran, which may have written to the kept buffers.
         - `frozen`: Allow parameters that are frozen for an evaluation. They must be unfrozen before the next update.
 
-        In the first steps, and in every 16th step after that, the cheaper checks also look for writes, so that the
-        error can name the two lines that the change is between. In other steps, such a change is only found at the next
+        In the first steps, and in every 16th step after that, the cheaper checks also detect writes, so that the error
+        can name the two lines that the change is between. In other steps, such a change is only found at the next
         update, save or call of the run.
         """
         self._running = False
@@ -224,7 +226,7 @@ class Guard:
             module = _first_changed(self._modules, training_modes, self._modes)
             mode = "training" if module.training else "evaluation"
             raise self._refusal(f"{self._modules[module] or 'the model'} was switched to {mode} mode", _MODE_ADVICE)
-        if self._withheld or forward:
+        if self._hidden_gradients or forward:
             gradients = [parameter.grad for parameter in self._trained]
             if not all(map(is_, gradients, self._shown_gradients)):
                 self._check_gradients(gradients)
@@ -283,16 +285,16 @@ class Guard:
 
     def block_gradient_writes(self) -> None:
         """Replace gradients with stand-ins that reject writes."""
-        self._withheld, self._shown_gradients = [parameter.grad for parameter in self._trained], self._stand_ins
+        self._hidden_gradients, self._shown_gradients = [parameter.grad for parameter in self._trained], self._stand_ins
         for parameter, stand_in in zip(self._trained, self._stand_ins, strict=True):
             parameter.grad = stand_in
         self._summing = bool(self.step)
 
     def restore_gradients(self) -> None:
         """Replace the stand-ins with the gradients again."""
-        for parameter, gradient in zip(self._trained, self._withheld, strict=False):
+        for parameter, gradient in zip(self._trained, self._hidden_gradients, strict=False):
             parameter.grad = gradient
-        self._withheld, self._shown_gradients = [], self._no_gradients
+        self._hidden_gradients, self._shown_gradients = [], self._no_gradients
 
     def watches(self, tensor: Tensor) -> bool:
         """Return whether user code is running and the tensor belongs to the model."""
@@ -316,7 +318,7 @@ class Guard:
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient, shown in zip(self._trained, gradients, self._shown_gradients, strict=True):
-            # Calling zero_grad() before the first backward of a step is harmless.
+            # Calling zero_grad() before the first backward pass of a step is harmless.
             if gradient is not shown and (self._summing or gradient is not None):
                 change = "removed" if gradient is None else "set"
                 raise self._refusal(f"the gradient of {self._names[parameter]} was {change}", _GRADIENT_ADVICE)
@@ -371,7 +373,7 @@ class Guard:
         return [originals.get(part_id, part_id) for part_id in ids]
 
     def _watch_forwards(self, model: nn.Module) -> None:
-        """Add hooks that check the tensors which a sharded model gathers for a forward and frees after it."""
+        """Add hooks that check the tensors which a sharded model gathers for a forward pass and frees afterwards."""
         model.register_forward_pre_hook(self._before_model, prepend=True)
         for module in self._modules:
             if any(parameter is not None for parameter in module._parameters.values()):
@@ -382,7 +384,7 @@ class Guard:
     def _before_model(self, _module: nn.Module, _inputs: Any) -> None:
         if self._running:
             self._check_structure(self.last)  # check first, since gathering overwrites replaced parameters
-            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad decides which tensors backward gathers
+            self._check_autograd(hooks=False, is_sharded=True)  # requires_grad decides what the backward pass gathers
 
     def _before_gathering(self, module: nn.Module, _inputs: Any) -> None:
         if self._running and (name := self._find_foreign_module(module)):

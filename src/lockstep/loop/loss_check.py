@@ -55,7 +55,7 @@ class LossCheck:
     warn: Callable[[str], None] = print
     name: str = ""
     _first_step: int = 0
-    _forms: set[tuple[Any, ...]] = field(default_factory=set)
+    _checked_endings: set[tuple[Any, ...]] = field(default_factory=set)
     _warned: set[str] = field(default_factory=set)
     _counts: tuple[int, int, list[float]] = (0, 0, [])  # step, weight and mean counts of the last micro-batch
 
@@ -99,10 +99,10 @@ class LossCheck:
         if not microbatch.weight:
             return  # the mean of an empty micro-batch is nan, and its graph shows no counts
         self._first_step = self._first_step or step
-        form = (mean, *_last_operations(root))
-        if form in self._forms and step != self._first_step:
+        ending = (mean, *_last_operations(root))
+        if ending in self._checked_endings and step != self._first_step:
             return
-        self._forms.add(form)
+        self._checked_endings.add(ending)
         graph = _LossGraph(root, microbatch, returned, mean=mean)
         if not graph.terms:
             return

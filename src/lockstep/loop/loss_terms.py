@@ -105,10 +105,10 @@ def depends_on_outputs(node: Node, returned: Collection[Node]) -> bool:
 
 
 def is_mean_over_samples(term: LossTerm, microbatch: MicroBatch, returned: Collection[Node]) -> bool:
-    """Return whether a term is a mean over one value per sample, computed by a forward of the model.
+    """Return whether a term is a mean over one value per sample, computed by a forward pass of the model.
 
     This detects a penalty on gradients or activations, which doesn't depend on any output of the model. A mean over
-    weights may have the same number of values, but its graph shares no operation with the forward.
+    weights may have the same number of values, but its graph shares no operation with the forward pass.
     """
     if term.kind != "mean" or _rows(term.node) != microbatch.samples:
         return False
@@ -151,14 +151,14 @@ def _linear_operands(term: LossTerm, returned: Collection[Node]) -> list[LossTer
 
 
 def _mask_of(node: Node) -> Tensor | None:
-    """Return the mask of an operation that fills or selects values, if the operation saved it for backward."""
+    """Return the mask of an operation that fills or selects values, if the operation saved it for the backward pass."""
     try:
         return (
             getattr(node, "_saved_mask", None)
             if operation_name(node).startswith("Masked")
             else getattr(node, "_saved_condition", None)
         )
-    except RuntimeError:  # the saved tensor was modified in place, which backward will report
+    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
         return None
 
 
@@ -179,7 +179,7 @@ def _scaling_operands(term: LossTerm, sides: Sequence[Node], returned: Collectio
         return [inner]
     try:
         constant = node._saved_other if model_sides[0] is sides[0] else node._saved_self
-    except RuntimeError:  # the saved tensor was modified in place, which backward will report
+    except RuntimeError:  # the saved tensor was modified in place, which autograd reports later
         return [inner]
     if constant is None:
         return [inner]
@@ -208,7 +208,7 @@ def _reduced_count(node: Node) -> float:
     try:
         total = getattr(node, "_saved_total_weight", None)
         return float(node._saved_self.numel() if total is None else total)
-    except (AttributeError, RuntimeError):  # the saved tensor was modified in place, which backward will report
+    except (AttributeError, RuntimeError):  # the saved tensor was modified in place, which autograd reports later
         return 0
 
 

@@ -26,7 +26,7 @@ class NamedArgument(NamedTuple):
 
 
 def has_names(*arguments: object) -> bool:
-    """Return whether any of the losses that the loop passed are by name."""
+    """Return whether the loop passed losses by name."""
     return any(isinstance(argument, Mapping) for argument in arguments)
 
 
@@ -35,8 +35,8 @@ def named_arguments(
 ) -> list[NamedArgument]:
     """Return the losses of a micro-batch in the order of their names.
 
-    `number` is the number of the step, and `weights` has its total weights by name. Raises UsageError, with the calling
-    line, if the names aren't those of the weights.
+    `number` is the number of the step. `weights` has the total weight of each loss in the step, by name. Raises
+    UsageError, with the calling line, if the names of the losses differ from the names of the weights.
     """
     names = ", ".join(weights)
     single = next((value for value in (mean, sum) if value is not None and not isinstance(value, Mapping)), None)
@@ -50,19 +50,19 @@ def named_arguments(
     means, sums = ({} if value is None else value for value in (mean, sum))
     assert isinstance(means, Mapping)
     assert isinstance(sums, Mapping)
-    if both := sorted(means.keys() & sums.keys()):
+    if repeated := sorted(means.keys() & sums.keys()):
         raise refusal(
-            f"step {number}: step.backward received {both[0]} in mean= and in sum=", "pass each loss in one of them"
+            f"step {number}: step.backward received {repeated[0]} in mean= and in sum=", "pass each loss in one of them"
         )
-    given = {str(name) for name in (*means, *sums)}
-    if missing := [name for name in weights if name not in given]:
+    passed_names = {str(name) for name in (*means, *sums)}
+    if unpassed := [name for name in weights if name not in passed_names]:
         raise refusal(
-            f"step {number}: step.backward received no loss {missing[0]}, but weight= of run.steps returns a weight "
+            f"step {number}: step.backward received no loss {unpassed[0]}, but weight= of run.steps returns a weight "
             f"for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )
-    if unknown := sorted(given - weights.keys()):
+    if unknown := sorted(passed_names - weights.keys()):
         raise refusal(
             f"step {number}: step.backward received a loss {unknown[0]}, but weight= of run.steps returns no weight "
             f"for it",
@@ -94,10 +94,10 @@ def losses_of(
 
 
 def _zeros(outputs: Collection[Node]) -> list[tuple[GradientEdge, Tensor]]:
-    """Return the edges of these nodes, each with a gradient of zeros, in the order of the forward."""
+    """Return the graph edges of the output nodes with gradients of zeros, in the order of the forward pass."""
     edges = []
     for node in sorted(outputs, key=lambda node: int(node._sequence_nr())):
-        metadata: list[Any] = node._input_metadata  # of the outputs of the node, which are inputs of its backward
+        metadata: list[Any] = node._input_metadata  # shapes and dtypes of the node's outputs
         for index, output in enumerate(metadata):
             zeros = torch.zeros(tuple(output.shape), dtype=output.dtype, device=output.device)
             edges.append((GradientEdge(node, index), zeros))

@@ -9,7 +9,7 @@ from lockstep.loop.model import CallConsistencyCheck, Gate
 __tracebackhide__ = True  # let pytest hide these frames, so that it shows the line of user code
 
 # The calls that a rank can make between two steps, as error messages name them. Ranks exchange the index of their call.
-# Ranks that run steps are at the first place.
+# The first entry is for ranks that run steps.
 _PLACES: Final = (
     "the loop over run.steps",
     "run.place",

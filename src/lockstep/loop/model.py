@@ -47,11 +47,11 @@ class Gate:
     """Allows calls of the placed model only within a micro-batch or a batch of `run.each`."""
 
     open: bool = False
-    step: int = 0  # the current step, from its first micro-batch to its update, or 0
+    step: int = 0  # the current step, from its first micro-batch to its update; 0 between steps
     returned: set[Any] = field(default_factory=set)  # graph nodes of the model's outputs for this micro-batch
     alike: "CallConsistencyCheck | None" = None  # set if calls of the model communicate its weights or inputs
     ended_at: Place = "", 0  # the line of the last step.backward
-    recomputing: bool = False  # whether a backward is running, which may recompute modules in a user's checkpoint()
+    recomputing: bool = False  # whether a backward pass is running. It may recompute modules in a checkpoint()
     exchanged: bool = False  # whether the user's code called a collective. `run.each` resets it.
 
     @property
@@ -89,7 +89,7 @@ class Gate:
     def wrap_calls(self, model: nn.Module, numerics: Numerics, alike: "CallConsistencyCheck | None") -> None:
         """Wrap the placed model so that calls are only allowed while the gate is open, and convert its dtypes.
 
-        Inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward, so the
+        Inputs and outputs are converted as in a recipe. A container such as nn.ModuleDict has no forward method, so the
         modules in the container are wrapped instead.
         """
         self.alike = alike
@@ -102,7 +102,7 @@ class Gate:
             vars(module)["_compiled_call_impl"] = partial(self._call, call, module, number)
 
     def _call(self, call: Callable[..., Any], module: nn.Module, number: int, /, *args: Any, **kwargs: Any) -> Any:
-        if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast of the forward itself
+        if self.recomputing:  # torch.utils.checkpoint restores the RNG state and autocast mode itself
             return call(*args, **kwargs)
         if not self.open and self.step:
             raise refusal(
@@ -119,7 +119,8 @@ class Gate:
         if self.alike is not None:
             self.alike.call(number, self.at, training=module.training)
             if torch.is_inference_mode_enabled():
-                # Weights gathered in inference mode would stay inference tensors, which a later backward can't use.
+                # Weights gathered in inference mode would stay inference tensors, which a later backward pass can't
+                # use.
                 with torch.inference_mode(False), torch.no_grad():
                     return call(*args, **kwargs)
         outputs = call(*args, **kwargs)
@@ -245,7 +246,7 @@ class StrayModuleCheck:
                 )
 
     def _collect_parameters(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if module in self._placed_modules:  # within a forward, a layer of a sharded model has gathered parameters
+        if module in self._placed_modules:  # a layer of a sharded model has gathered parameters during a forward pass
             self._parameters.update(module.parameters())
 
     def _check(self, module: nn.Module, _inputs: Any) -> None:
@@ -269,7 +270,7 @@ class StrayModuleCheck:
             )
 
     def _check_values(self, module: nn.Module, inputs: Any) -> None:
-        """Raise UsageError if BatchNorm gets one value per sample and channel, and some micro-batch has one sample."""
+        """Raise UsageError if BatchNorm gets one value per sample and channel, and a micro-batch has one sample."""
         if not self._single_sample_note or not isinstance(module, _BatchNorm) or not module.training:
             return
         values = inputs[0] if inputs else None
@@ -325,7 +326,7 @@ def _module_called_alone(error: BaseException, model: nn.Module) -> str:
     trace = error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
-        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward recomputes blocks
+        if "/torch/autograd/" in frame.f_code.co_filename:  # a backward pass recomputes blocks
             return ""
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_wrapped_call_impl" else None
         if isinstance(module, nn.Module) and module in names:

@@ -9,9 +9,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 # Parts of the class names of random layers, such as dropout, in timm, torchvision and transformers.
 _RANDOM: Final = ("Dropout", "DropPath", "DropBlock", "StochasticDepth", "PatchDrop")
-# Names of attributes with the probability of a random layer, or of a dropout that the forward calls as a function.
+# Names of attributes with the probability of a random layer, or of a dropout that the forward method calls as a
+# function.
 _PROBABILITIES: Final = ("p", "prob", "drop", "dropout", "drop_prob", "drop_rate", "dropout_p", "layerdrop")
-_CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward, so their mode has no effect
+_CONTAINERS: Final = (nn.ModuleDict, nn.ModuleList)  # containers have no forward method, so their mode has no effect
 
 
 def is_evaluating(model: nn.Module) -> bool:
@@ -23,7 +24,8 @@ def mode_dependent_layer(model: nn.Module) -> str:
     """Return the name and class of the first layer that computes something different in training mode, or "".
 
     PyTorch layers are recognized by their class and settings. Any other module counts as mode-dependent if its class is
-    named like a dropout layer or its forward reads `self.training`, unless all of its dropout probabilities are 0.
+    named like a dropout layer or its forward method reads `self.training`, unless all of its dropout probabilities are
+    0.
     """
     for name, module in model.named_modules():
         if _depends_on_mode(module):
@@ -50,7 +52,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
     if any(probabilities):
         return True
     is_named_random = any(word in kind.__name__ for word in _RANDOM)
-    # The forwards of transformers also read the mode for gradient checkpointing, which doesn't change the result.
+    # The forward methods of transformers also read the mode for gradient checkpointing, which doesn't change the
+    # result.
     reads_mode = _reads_mode(module) and "gradient_checkpointing" not in vars(module)
     return (is_named_random or reads_mode) and not probabilities
 

@@ -83,7 +83,8 @@ class Modes:
     def check(self, step: int) -> None:
         """Raise UsageError if a mode set after a save is still in effect, because a resumed run would lose it.
 
-        The check runs at the first forward of a step, so a loop that sets its modes at the start of each step passes.
+        The check runs at the first forward pass of a step, so a loop that sets its modes at the start of each step
+        passes.
         """
         late_changes, self._changed_late = self._changed_late, {}
         for name, training in late_changes.items():

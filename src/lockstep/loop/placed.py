@@ -132,20 +132,20 @@ class PlacedModel:
     def _replicas(self) -> int:
         """The number of ranks that get different micro-batches, or 0 if weights are sharded.
 
-        If weights are sharded, no rank is ever idle, because a rank without a micro-batch computes a dummy.
+        If weights are sharded, no rank is ever idle, because a rank without a micro-batch computes a dummy micro-batch.
         """
         mesh = self.chosen.mesh(self.world.size)
         return mesh.replicate if mesh.shard == mesh.expert == 1 else 0
 
     def agree(self, step: int, rate: float, clip: float | None, of: str | None, sums: Sequence[str]) -> None:
-        """Apply the settings of the user's optimizer, and submit the arguments of this update to a check between ranks.
+        """Apply the settings of the user's optimizer, and submit this update to a check between ranks.
 
         All ranks must have the same optimizer settings, module modes, `rate`, `clip` and `of`, and the same names of
         `step.sum` in `sums`.
         """
         self.groups.apply_to(self.engine.groups, step)
         if self.world.size > 1:
-            given = {
+            arguments = {
                 "of": of,
                 "lr": rate,
                 "clip": clip,
@@ -153,7 +153,7 @@ class PlacedModel:
                 "names of step.sum": ", ".join(sums),
             }
             path, line = self.guard.line()
-            self.world.note(self.groups.facts(step, given), location(path, line) if path else "")
+            self.world.note(self.groups.facts(step, arguments), location(path, line) if path else "")
 
     def load_settings(self, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         """Load the optimizer settings, the scheduler state and the module modes from a checkpoint, if it has them."""
@@ -161,28 +161,30 @@ class PlacedModel:
             self.groups.load(changed, self.engine.groups)
         self.modes.load(saved.get("modes"), saved.get("modes_placed"), warn)
         scheduler = self.scheduler
-        if scheduler and (other := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
+        if scheduler and (names := scheduler.load(saved.get("scheduler"), saved.get("scheduler_made"))):
             warn(
-                f"run.place: the scheduler has a different {', '.join(other)} than at the start of the run, but keeps "
+                f"run.place: the scheduler has a different {', '.join(names)} than at the start of the run, but keeps "
                 f"the saved settings; to train with the change, choose a different dir"
             )
 
     def changes(self) -> dict[str, Any]:
         """Return the current optimizer settings, scheduler state and module modes, for `load_settings`."""
-        scheduler, made = (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
+        scheduler, initial_state = (
+            (None, None) if self.scheduler is None else (self.scheduler.state(), self.scheduler.made)
+        )
         modes = {"modes": self.modes.evaluating(), "modes_placed": self.modes.placed}
-        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": made, **modes}
+        return {"settings": self.groups.changes(), "scheduler": scheduler, "scheduler_made": initial_state, **modes}
 
     def check_finite(self, step: int) -> None:
         """Raise TrainingError if a trained weight isn't finite on any rank. All ranks must call this method."""
-        names = {name for name, each in self.model.named_parameters() if each.requires_grad}
-        trained = {name: local_tensor(held) for name, held in self.engine.state().model.items() if name in names}
-        wrong = [not bool(torch.isfinite(each).all()) for each in trained.values()]
+        names = {name for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        trained = {name: local_tensor(tensor) for name, tensor in self.engine.state().model.items() if name in names}
+        wrong = [not bool(torch.isfinite(tensor).all()) for tensor in trained.values()]
         counts = self.world.add_(torch.tensor(wrong, dtype=torch.int64))
         if broken := [name for name, count in zip(trained, counts.tolist(), strict=True) if count]:
-            more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
+            suffix = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
             raise TrainingError(
-                f"{broken[0]}{more} is not finite after step {step}, so nothing was saved; {nonfinite_advice(None)}"
+                f"{broken[0]}{suffix} is not finite after step {step}, so nothing was saved; {nonfinite_advice(None)}"
             )
 
     def check_structure(self) -> None:
@@ -230,7 +232,7 @@ def place_model(
         recipe, settings.placement.offload_activations, interval, member.guarded, whole_updates=whole_updates
     )
     agreed(world, model, _SEED_ADVICE)
-    before = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    original_parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     make_optimizer = optimizer_factory(optimizer, model)
     made = hyperparameters(optimizer)
     if type(chunks.count) is int and chunks.count > 1:
@@ -252,7 +254,9 @@ def place_model(
         )
     _free_replaced_parameters(optimizer, model)
     canonical = CanonicalState(engine, chunked) if chunked else engine
-    guard = Guard(model, before, engine.kept_buffers, engine.gathered_shards) if member.guarded else NoGuard()
+    guard = (
+        Guard(model, original_parameters, engine.kept_buffers, engine.gathered_shards) if member.guarded else NoGuard()
+    )
     return PlacedModel(
         settings=settings,
         world=world,
@@ -282,10 +286,10 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
     If `lockstep.verify` started this process, the strategy of `verify` replaces the strategy of the script.
     """
     size = member.rank.world.size
-    given = member.strategy or requested
-    if not isinstance(given, str | Mapping):
-        raise refusal(f"run.place: got strategy={given!r}", "pass a name, or a mapping with name and options")
-    strategy = StrategyConfig.model_validate({"name": given} if isinstance(given, str) else dict(given))
+    selection = member.strategy or requested
+    if not isinstance(selection, str | Mapping):
+        raise refusal(f"run.place: got strategy={selection!r}", "pass a name, or a mapping with name and options")
+    strategy = StrategyConfig.model_validate({"name": selection} if isinstance(selection, str) else dict(selection))
     for _, text in strategy_problems(strategy.name):
         raise UsageError(f"run.place: {text}")
     placement = member.settings.placement.model_copy(update={"strategy": strategy})
@@ -321,8 +325,8 @@ def _resolve_strategy(member: Member, requested: str | Mapping[str, Any]) -> tup
 
 def _free_replaced_parameters(optimizer: Optimizer, model: nn.Module) -> None:
     """Free the memory of the parameters that sharding or chunking has replaced in the model."""
-    kept = {*model.parameters()}
+    current_parameters = {*model.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter not in kept:
+            if parameter not in current_parameters:
                 parameter.data = parameter.data.new_empty(0)

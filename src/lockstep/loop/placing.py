@@ -247,11 +247,11 @@ def _rebuild(optimizer: Optimizer, groups: Iterable[Mapping[str, Any]]) -> Optim
 def _is_fresh(optimizer: Optimizer) -> bool:
     """Return whether the state of the optimizer is still its initial state."""
     try:
-        fresh = _rebuild(optimizer, optimizer.param_groups)
+        rebuilt = _rebuild(optimizer, optimizer.param_groups)
     except Exception:  # the arguments of a custom constructor can differ from its defaults
         return False
-    return fresh.state.keys() == optimizer.state.keys() and all(
-        _is_initial_state(fresh.state[parameter], slots) for parameter, slots in optimizer.state.items()
+    return rebuilt.state.keys() == optimizer.state.keys() and all(
+        _is_initial_state(rebuilt.state[parameter], slots) for parameter, slots in optimizer.state.items()
     )
 
 
@@ -344,7 +344,7 @@ class Groups:
     ) -> None:
         self._optimizer = optimizer
         self._scheduled = scheduled
-        self._facts: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the facts of its updates
+        self._compared_values: tuple[int, dict[str, Any]] = (0, {})  # the last step, and the values of its updates
         # The original groups and their settings. User code may still have references to these groups.
         self._user_groups = [(group, {**group}) for group in optimizer.param_groups]
         for number, (group, engine_group) in enumerate(zip(optimizer.param_groups, engine_groups, strict=True)):
@@ -376,7 +376,7 @@ class Groups:
                 for name in (name for name in {**applied, **group} if group.get(name) is not applied.get(name)):
                     _check_setting(applied, name, group.get(name), f"step {step}: ", self._scheduled)
                     engine_group[name] = applied[name] = group[name]
-            if self._scheduled:  # the update runs at rate 1, and 1.0 * lr is exactly the rate of the group
+            if self._scheduled:  # the update runs with lr=1.0, so this factor is exactly the group's rate
                 engine_group[SCALE] = float(group["lr"])
 
     def named(self, name: str) -> frozenset[int]:
@@ -397,12 +397,12 @@ class Groups:
 
         The values of earlier updates in the same step come first.
         """
-        earlier = self._facts[1] if self._facts[0] == step else {}
+        earlier = self._compared_values[1] if self._compared_values[0] == step else {}
         groups = {f"settings of group {number}": changed for number, changed in enumerate(self.changes())}
-        facts = {**arguments, **groups}
-        name = f"step.update {1 + len(earlier) // len(facts)}" if earlier else "step.update"
-        self._facts = step, {**earlier, **{f"{name}: {key}": value for key, value in facts.items()}}
-        return self._facts[1]
+        values = {**arguments, **groups}
+        name = f"step.update {1 + len(earlier) // len(values)}" if earlier else "step.update"
+        self._compared_values = step, {**earlier, **{f"{name}: {key}": value for key, value in values.items()}}
+        return self._compared_values[1]
 
     def changes(self) -> list[Settings]:
         """Return the settings of each group that changed since `place`, as JSON-serializable values."""
@@ -434,8 +434,8 @@ class Groups:
 
 def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str = "", scheduled: bool = False) -> None:
     """Raise UsageError if the setting `name` of a group can't be changed to `value`."""
-    before: Any = group.get(name)
-    if value is before or value == before or (name not in group and name != SCALE):
+    previous: Any = group.get(name)
+    if value is previous or value == previous or (name not in group and name != SCALE):
         return
     if name == SCALE and scheduled:
         raise refusal(
@@ -443,8 +443,8 @@ def _check_setting(group: Mapping[str, Any], name: str, value: Any, prefix: str 
         )
     if name == "lr" and not scheduled:
         raise refusal(f"{prefix}the lr of an optimizer group was changed, for example by a scheduler", _RATE_ADVICE)
-    numbers = (name == SCALE or _is_number(before)) and _is_number(value)
-    pairs = _is_number_list(before) and _is_number_list(value) and len(before) == len(value)
+    numbers = (name == SCALE or _is_number(previous)) and _is_number(value)
+    pairs = _is_number_list(previous) and _is_number_list(value) and len(previous) == len(value)
     if not numbers and not pairs:
         raise refusal(f"{prefix}{name} of an optimizer group was changed", _SETTING_ADVICE)
 

@@ -81,7 +81,7 @@ class LoopPlan:
     def loop_plan(self, log_every: int) -> Plan:
         """Return the plan for `training.loop`: report every `log_every` steps, and only save at the end.
 
-        The user's loop evaluates and saves whenever it wants.
+        The user's loop decides when to evaluate and when to save.
         """
         weighs = self.weight is not None
         return Plan(self.steps, None, weighs=weighs, log=Interval(steps=log_every), evaluate=None, save=Interval())
@@ -117,16 +117,16 @@ def make_plan(
 
 def _evaluate_weight(weight: Callable[[Batch], Weight], batch: Batch) -> Weight:
     with UserCode("weight"):
-        counted = weight(batch)
-        if isinstance(counted, Mapping):
-            weights = check_weights("weight:", counted)
+        result = weight(batch)
+        if isinstance(result, Mapping):
+            weights = check_weights("weight:", result)
             return {name: _count(value, f" for {name}") for name, value in weights.items()}
-        return _count(counted, "")
+        return _count(result, "")
 
 
-def _count(counted: Any, of_loss: str) -> int:
-    if isinstance(counted, Tensor) and not counted.ndim and not counted.is_floating_point():
-        counted = int(counted)
-    if type(counted) is not int or not 0 <= counted < _WEIGHT_LIMIT:
-        raise UsageError(f"weight: returned {counted!r}{of_loss}; return an integer from 0 to below 2**53")
-    return counted
+def _count(result: Any, of_loss: str) -> int:
+    if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
+        result = int(result)
+    if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
+        raise UsageError(f"weight: returned {result!r}{of_loss}; return an integer from 0 to below 2**53")
+    return result

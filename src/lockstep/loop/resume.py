@@ -26,14 +26,14 @@ def read_loop_checkpoint(member: Member, path: Path, placed: PlacedModel) -> tup
     loop = state.recipe.get("loop")
     if not isinstance(loop, dict):
         raise UsageError(f"{path}: saved by a recipe, not by a custom training loop; choose a different dir")
-    # Checkpoints of earlier Lockstep versions don't have these keys.
+    # Checkpoints of earlier Lockstep versions lack these keys.
     loop = {"chunks": 1, "plan": {}, "scheduler": None, "ema": None, "order": SHUFFLED, **loop}
     refuse_different_loop(path, loop, placed.decisive())
-    _check_forms(path, snapshot.model, placed.canonical.state().model)
+    _check_tensor_specs(path, snapshot.model, placed.canonical.state().model)
     return Resumed(snapshot, state, manifest.weights_sha256), loop
 
 
-def _check_forms(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def _check_tensor_specs(path: Path, saved: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Raise UsageError if the tensors of a checkpoint and of the model differ in name, shape or dtype."""
     expected_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in model.items()}
     saved_forms = {name: (tuple(value.shape), local_tensor(value).dtype) for name, value in saved.items()}

@@ -261,9 +261,9 @@ class Run:
         self._begin_call("run.sum")
         return self._evaluation.sum(values)
 
-    def log(self, **figures: float | Tensor) -> None:
+    def log(self, **metrics: float | Tensor) -> None:
         """Write metrics of the last step, by name, to the terminal, the run folder and the sinks. Rank 0 writes."""
-        self._figures.log(figures)
+        self._figures.log(metrics)
 
     def save(self) -> None:
         """Save a checkpoint to the run folder. The same script can resume from it on any number of ranks."""

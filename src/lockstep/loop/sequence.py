@@ -61,8 +61,8 @@ class StepSequence:
 
     def begin_loop(self) -> bool:
         """Record that a loop begins. Return whether it is the first loop of the run."""
-        had, self._has_loops = self._has_loops, True
-        return not had
+        had_loops, self._has_loops = self._has_loops, True
+        return not had_loops
 
     def begin(
         self,

@@ -110,17 +110,17 @@ def compare_tensors(world: World, tensors: Mapping[str, Tensor]) -> dict[str, st
 def check_copied(tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """Raise UsageError if a tensor in `run.state` shares memory with a parameter or buffer of the placed model."""
     named_tensors = (*model.named_parameters(), *model.named_buffers())
-    live = sorted(
+    spans = sorted(
         (*_address_range(weight), name)
         for name, weight in named_tensors
         if type(weight.detach()) is Tensor and weight.numel()
     )
     for path, tensor in tensors.items():
         start, end = _address_range(tensor)
-        index = bisect_right(live, start, key=itemgetter(1))  # the first tensor that ends after `start`
-        if tensor.numel() and index < len(live) and live[index][0] < end:
+        index = bisect_right(spans, start, key=itemgetter(1))  # the first tensor that ends after `start`
+        if tensor.numel() and index < len(spans) and spans[index][0] < end:
             raise refusal(
-                f"{display_name(path)} is {live[index][2]} of the placed model, but would be a copy after a resume",
+                f"{display_name(path)} is {spans[index][2]} of the placed model, but would be a copy after a resume",
                 "store a copy: tensor.clone(), or copy.deepcopy(model.state_dict()) for all of them",
             )
 

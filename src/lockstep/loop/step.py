@@ -89,9 +89,9 @@ class Step:
 
     @property
     def weights(self) -> Mapping[str, int]:
-        """The weights of the step across all ranks by the names that `weight` of `run.steps` returns, if it does.
+        """The weight of each named loss in the step, across all ranks, if `weight` of `run.steps` returns a mapping.
 
-        If you pass a loss of this name as `sum`, it is divided by its weight.
+        A loss that you pass as `sum` is divided by the weight of the same name.
         """
         return self._turn.step.weights or _NO_WEIGHTS
 
@@ -144,7 +144,7 @@ class Step:
 
     @property
     def duplicate(self) -> bool:
-        """Whether a different rank counts the current micro-batch. If so, don't include it in your own totals.
+        """Whether a different rank counts the current micro-batch. If True, exclude this micro-batch from your totals.
 
         Ranks compute duplicates if the strategy shards weights and ranks would have different numbers of micro-batches,
         and if an audit repeats a micro-batch.
@@ -182,14 +182,14 @@ class Step:
         self._gate.step = self._guard.step = self.number
         try:
             for microbatch in current.microbatches():
-                first = not current.done
-                if not first:
+                is_first = not current.done
+                if not is_first:
                     self._guard.check(whole=False, modes=True)
-                stray_check = self._make_stray_check(self._placed, self._turn, current.number) if first else None
+                stray_check = self._make_stray_check(self._placed, self._turn, current.number) if is_first else None
                 self._duplicate = microbatch.dummy
                 self._draws.seed_microbatch(microbatch.index)
                 self._forward.enter(
-                    microbatch, stray_check, beside=current.beside, first=first, iteration=current.number
+                    microbatch, stray_check, beside=current.beside, first=is_first, iteration=current.number
                 )
                 yield microbatch.batch
                 if self._forward.microbatch is not None:
@@ -236,11 +236,12 @@ class Step:
         bit.
 
         For several losses with their own weights, pass them by name, such as `mean={"next": a, "second": b}`. `weight`
-        of `run.steps` must return an integer for each name. The gradient of the step is that of the sum of their means,
-        each over its own weight in the whole step. Some of the losses can be in `mean` and some in `sum`.
+        of `run.steps` must return an integer for each name. The step computes the gradient of the sum of their means.
+        Each mean is taken over the weight of its loss in the whole step. Some of the losses can be in `mean` and some
+        in `sum`.
 
-        Raises UsageError if the loss is passed without a name, if both are passed, or if the loss evidently has the
-        other reduction.
+        Raises UsageError if the loss is passed as a positional argument, if a single loss is passed as both `mean` and
+        `sum`, or if the loss evidently has the opposite reduction.
         """
         number = self.number
         if self._turn.step.weights is not None:
@@ -250,9 +251,9 @@ class Step:
         if unnamed or (mean is None) == (sum is None):
             if has_names(mean, sum):
                 raise without_weights(number)
-            found = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
+            problem = "both mean= and sum=" if mean is not None and sum is not None else "a loss without a name"
             raise refusal(
-                f"step {number}: step.backward received {found if unnamed or mean is not None else 'no loss'}",
+                f"step {number}: step.backward received {problem if unnamed or mean is not None else 'no loss'}",
                 "use step.backward(mean=loss) if it is a mean, as most losses of PyTorch are by default, or "
                 'step.backward(sum=loss) if it is a sum, as with reduction="sum"',
             )
@@ -279,15 +280,15 @@ class Step:
         """Return the current micro-batch. Raises UsageError if there is none."""
         microbatch = self._forward.microbatch
         if microbatch is None:
-            what = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
+            problem = f"twice: {self._gate.ended}" if self._pass.done else "outside of a micro-batch"
             raise refusal(
-                f"step {self.number}: step.backward was called {what}",
+                f"step {self.number}: step.backward was called {problem}",
                 "call it once for each micro-batch, within `for batch in step`, with the sum of all losses",
             )
         return microbatch
 
     def _check_named(self, arguments: Sequence[NamedArgument]) -> tuple[Losses, bool]:
-        """Check each of several losses like a single one, and return what the engine computes with."""
+        """Check each named loss, and return the losses for the engine. Also return False, for `is_mean`."""
         microbatch, step = self._microbatch_of_backward(), self._turn.step
         assert microbatch.weights is not None
         for name, loss, is_mean in arguments:
@@ -305,7 +306,7 @@ class Step:
         return losses_of(arguments, microbatch, step, self._gate.returned), False
 
     def _compute(self, microbatch: MicroBatch, loss: Tensor | Losses, is_mean: bool) -> None:
-        """Leave the forward of a micro-batch, and run its backward."""
+        """End the forward pass of a micro-batch, and run its backward pass."""
         number = self.number
         self._leave()
         self._guard.check(whole=False, modes=True, forward=True)
@@ -350,19 +351,19 @@ class Step:
         self._guard.check(whole=False, updating=True)
         self._guard.restore_gradients()
         placed = self._placed
-        given = update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
+        settings = update_settings(number, placed, lr, clip, of, audited=self._pass.audited)
         self._sums.end(has_idle_ranks=placed.has_idle_ranks(self._leaves))
-        placed.agree(number, given.rate, given.clip, of, self._sums.names)
+        placed.agree(number, settings.rate, settings.clip, of, self._sums.names)
         self._gate.step = self._guard.step = 0
         sums = self._pass.sums()
         self._sums.take(sums.counts)
         self._turn.digest()
         if self._examination is None:
-            updated = self._engine.update(given.rate, given.clip, given.groups)
+            updated = self._engine.update(settings.rate, settings.clip, settings.groups)
         else:
-            update = partial(self._engine.update, given.rate, given.clip, given.groups)
+            update = partial(self._engine.update, settings.rate, settings.clip, settings.groups)
             updated = self._examination.update(update, whole=of is None)
-        self._turn.done(given.shown, sums, updated)
+        self._turn.done(settings.shown, sums, updated)
         self._updated = True
         if of is not None:
             self._pass.start_over()
@@ -383,10 +384,10 @@ class Step:
         return self._pass.unfinished()
 
     def _leave(self, early: bool = False) -> None:
-        """Leave the context of the current micro-batch's forward, if there is one."""
+        """Leave the context of the current micro-batch's forward pass, if there is one."""
         self._forward.leave(early=early)
 
 
 def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Replace the gradients of a node's outputs with zeros. Used as a prehook of an autograd node."""
-    return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)

@@ -38,7 +38,7 @@ class StepPass:
         self._part = Part(turn.microbatches)
         self.number = 0  # the number of iterations that ended with an update
         self.begun = False
-        self.done = 0  # the number of completed backwards
+        self.done = 0  # the number of completed backward passes
         self.left_at = ""  # the line where the script left the loop early, if it did
 
     @property

@@ -70,8 +70,8 @@ def _group_indices(step: int, placed: PlacedModel, of: str, audited: bool) -> fr
         "with ema": placed.numerics.ema_decay is not None,
         "with compressed gradients, which keep a part of the gradients of other groups": placed.engine.compresses,
     }
-    if what := next((reason for reason, holds in reasons.items() if holds), ""):
+    if problem := next((reason for reason, applies in reasons.items() if applies), ""):
         raise refusal(
-            f"step {step}: step.update(of=...) is not supported {what}", "update all groups together, without of="
+            f"step {step}: step.update(of=...) is not supported {problem}", "update all groups together, without of="
         )
     return placed.groups.named(of)

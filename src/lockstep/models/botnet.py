@@ -88,7 +88,7 @@ class Attention(nn.Module):
         projections = self.queries_keys_values(x).view(n, 3, self.heads, channels // self.heads, height * width)
         queries, keys, values = projections.transpose(-2, -1).unbind(1)
         queries = queries * self.scale
-        # Don't use a fused kernel, because not every fused kernel has a deterministic backward for a learned bias.
+        # Don't use a fused kernel, because not every fused kernel has a deterministic backward pass for a learned bias.
         logits = queries @ keys.transpose(-2, -1) + self.position(queries)
         output: Tensor = logits.softmax(dim=-1) @ values
         return output.transpose(-2, -1).reshape(n, channels, height, width)
@@ -129,5 +129,5 @@ def _align_to_keys(logits: Tensor) -> Tensor:
     """
     *outer, length, differences = logits.shape
     flat = F.pad(logits, (0, 1)).flatten(-2)
-    skewed = F.pad(flat, (0, length - 1)).view(*outer, length + 1, differences)
-    return skewed[..., :length, length - 1 :]
+    shifted = F.pad(flat, (0, length - 1)).view(*outer, length + 1, differences)
+    return shifted[..., :length, length - 1 :]

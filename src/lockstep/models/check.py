@@ -46,13 +46,13 @@ class Form(NamedTuple):
 class Summary:
     """The properties of a model that the check before a run has determined."""
 
-    parameters: int  # the number of parameters
+    parameters: int  # the number of elements in all parameters
     tensors: Mapping[str, Form]  # all tensors of the state_dict
     trained: Mapping[str, Form]  # all parameters with requires_grad, in the order of the model
     batchnorm: bool  # whether a BatchNorm layer that isn't frozen normalizes over the micro-batch
     synchronized: str  # the name of the first SyncBatchNorm layer that isn't frozen, or ""
     buffers: frozenset[str]  # the names of the buffers
-    flops: int | None  # of forward and backward per sample, or None if the model can't run on the meta device
+    flops: int | None  # of the forward and backward pass per sample, or None if the model can't run on the meta device
 
     @property
     def dims(self) -> tuple[int, ...]:

@@ -45,8 +45,8 @@ class _Block(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        activated: Tensor = self.relu(self.convolutions(x) + self.shortcut(x))
-        return activated
+        output: Tensor = self.relu(self.convolutions(x) + self.shortcut(x))
+        return output
 
 
 def _shortcut(channels: int, out_channels: int, stride: int) -> nn.Module:

@@ -50,17 +50,17 @@ def build_model(
     options: Mapping[str, Any] | None = None,
     facts: Mapping[str, Any],
 ) -> nn.Module:
-    """Build the model `name` for data with these `facts`.
+    """Build the model `name` for a dataset.
 
     - `name`: The name of a model, which Lockstep, timm and torchvision are searched for in this order if the source is
       `auto`. A name with a colon is an import path. A folder with a config.json is a transformers model. Other
       transformers models require the source `transformers`.
     - `pretrained`: Load the weights of timm, torchvision or transformers. One process per node downloads at a time.
     - `options`: Arguments of the model's function, or fields of the config for transformers. They take precedence over
-      arguments from the facts.
-    - `facts`: The names of the `classes`, the `shape` of a sample, the number of tokens in the `vocabulary`, the number
-      of tokens per sample (`context`), the number of regression targets (`outputs`), and the mean and standard
-      deviation of each target (`target_scale`), if the data has them.
+      arguments that follow from `facts`.
+    - `facts`: The properties of the dataset, as far as it has them: the names of the `classes`, the `shape` of a
+      sample, the number of tokens in the `vocabulary`, the number of tokens per sample (`context`), the number of
+      regression targets (`outputs`), and the mean and standard deviation of each target (`target_scale`).
 
     timm, torchvision and transformers take seconds to import, so they are imported lazily. Raises UsageError if there
     is no such model, or if it can't be built.
@@ -192,7 +192,7 @@ def _factory(origin: Origin, name: str, pretrained: bool, facts: Mapping[str, An
 
 
 def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that follow from the facts of the data, if the model's function accepts them."""
+    """Return the arguments that follow from the dataset properties, if the model's function accepts them."""
     shape: Sequence[int] = facts.get("shape") or ()
     images = len(shape) == 3 and "vocabulary" not in facts
     other_channels = images and shape[0] != 3
@@ -216,9 +216,9 @@ def _arguments_from_facts(origin: Origin, name: str, factory: Factory, facts: Ma
                 named_facts = {key: facts[key] for key in ("shape", "outputs") if key in facts}
                 return _filter_arguments(factory, sizes) | _filter_arguments(factory, named_facts, accepts_any=False)
         case _:
-            of_images = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
-            of_rows = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
-            return _filter_arguments(factory, sizes | of_images | of_rows)
+            image_arguments = {"in_channels": shape[0], "image_size": shape[-1]} if images else {}
+            row_arguments = {key: facts[key] for key in ("shape", "outputs", "target_scale") if key in facts}
+            return _filter_arguments(factory, sizes | image_arguments | row_arguments)
 
 
 def _filter_arguments(factory: Factory, arguments: dict[str, Any], accepts_any: bool = True) -> dict[str, Any]:

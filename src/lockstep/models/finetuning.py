@@ -37,7 +37,7 @@ class Tuning:
 
 
 def build_finetuned(build: Build, tuning: Tuning, first_weights: InitialWeights | None = None) -> nn.Module:
-    """Build a model, load `first_weights` into it if they are set, and apply `tuning`.
+    """Build a model, load `first_weights` into the model if they are set, and apply `tuning`.
 
     Weights from a model with adapters are loaded after the adapters are added. All other weights are loaded before,
     because adding adapters renames the parameters of their layers.

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations (FLOPs) of a model in forward and backward.
+"""Counts the floating-point operations (FLOPs) of a model in a forward and backward pass.
 
 Only matrix products and convolutions are counted, as usual for model FLOPs. This includes attention, which the meta
 device computes with matrix products. A multiplication and an addition count as 2 operations.
@@ -20,7 +20,7 @@ from lockstep.core.batch import tensors_of
 
 @final
 class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that counts the operations in its block, including backward. You can enter it several times."""
+    """A context manager that counts the operations in its block, including backward passes. It is reusable."""
 
     supports_higher_order_operators = True  # otherwise torch raises for them. They aren't counted
 
@@ -40,7 +40,7 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def backward_flops(counter: FlopCounter, outputs: object) -> int | None:
-    """Run backward from `outputs` under `counter`. Return the total count, or None if backward can't run."""
+    """Run a backward pass from `outputs` under `counter`. Return the total count, or None if it fails."""
     tensors = [tensor for tensor in tensors_of(outputs) if tensor.requires_grad]
     if not tensors:
         return None
@@ -64,7 +64,7 @@ def _convolution(args: Sequence[Any], result: Tensor) -> int:
 
 
 def _convolution_backward(args: Sequence[Any], result: object) -> int:
-    """Return the FLOPs of the gradients of inputs and weight. Each gradient has as many FLOPs as the forward."""
+    """Return the FLOPs of the gradients of inputs and weight. Each gradient takes as many FLOPs as the forward pass."""
     gradient, inputs, weight, transposed, output_mask = *args[:3], args[7], args[10]
     return _per_position(inputs if transposed else gradient, weight) * sum(map(bool, output_mask[:2]))
 

@@ -18,7 +18,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     BatchNorm layers are frozen too if all their parameters are frozen, or if they have no parameters and their running
     statistics match a pattern. A frozen BatchNorm layer stays in evaluation mode: it normalizes with its running
     statistics and doesn't update them. Dropout layers aren't affected. Raises UsageError if a pattern matches no
-    parameter, or if no parameter is left to train.
+    parameter, or if no trainable parameters remain.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = select(_KEY, patterns, list(parameters))

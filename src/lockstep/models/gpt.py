@@ -184,8 +184,8 @@ class Rotary(nn.Module):
 
     def __init__(self, channels: int, context: int) -> None:
         super().__init__()
-        speeds = _ROTARY_BASE ** -(torch.arange(0, channels, 2) / channels)
-        angles = torch.outer(torch.arange(context), speeds)
+        frequencies = _ROTARY_BASE ** -(torch.arange(0, channels, 2) / channels)
+        angles = torch.outer(torch.arange(context), frequencies)
         self.register_buffer("cosines", angles.cos(), persistent=False)
         self.register_buffer("sines", angles.sin(), persistent=False)
 

@@ -42,10 +42,10 @@ _SPECIAL_IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_toke
 def transformers_model(
     name: str, *, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool = False
 ) -> nn.Module:
-    """Build a model in float32, without a key-value cache, for data with these `facts`.
+    """Build a model in float32, without a key-value cache. `facts` are the properties of the dataset.
 
     - `name`: A model type of transformers such as `llama`, a folder with a config.json, or a name on the hub.
-    - `options`: Fields of the config. They take precedence over values that follow from the facts.
+    - `options`: Fields of the config. They take precedence over values that follow from `facts`.
     - `pretrained`: Load the weights of the folder or from the hub. A head of a different size is initialized at random.
 
     Raises UsageError if there is no such model for the task, or if the options or weights are invalid.
@@ -114,9 +114,9 @@ def check_weights(name: str) -> None:
 
 
 def kind_of(facts: Mapping[str, Any]) -> Kind:
-    """Return the kind of transformers model for data with these facts.
+    """Return the kind of transformers model for a dataset with the properties `facts`.
 
-    If the data has classes, this is a classifier of images or sequences. Otherwise, it is a language model.
+    If the dataset has classes, this is a classifier of images or sequences. Otherwise, it is a language model.
     """
     if "classes" not in facts:
         return "CausalLM"
@@ -169,7 +169,7 @@ def _is_model_type(library: Any, name: str) -> bool:
 
 
 def _config(library: Any, name: str, options: Mapping[str, Any], facts: Mapping[str, Any], pretrained: bool) -> Any:
-    """Return the config of the model, with values from the facts of the data and from `options`."""
+    """Return the config of the model, with values from the dataset properties and from `options`."""
     fields = {key: value for key, value in options.items() if key not in _OTHER_OPTIONS}
     if _is_model_type(library, name):
         default_config = library.AutoConfig.for_model(name)

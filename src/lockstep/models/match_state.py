@@ -12,7 +12,7 @@ from lockstep.common.patterns import list_some, select
 from lockstep.errors import UsageError
 
 _KEY: Final = "recipe.model.weights"
-_COUNTER: Final = "num_batches_tracked"  # a BatchNorm buffer that older files don't have. It then keeps its value 0
+_COUNTER: Final = "num_batches_tracked"  # a BatchNorm buffer that older files don't have. Its value stays 0 then
 _MAX_SHOWN: Final = 12  # the maximum number of problems in an error
 
 

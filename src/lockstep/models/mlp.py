@@ -1,4 +1,4 @@
-"""A multilayer perceptron for the rows of a table, or for different samples of a fixed shape.
+"""A multilayer perceptron for the rows of a table, or for any samples of a fixed shape.
 
 Regression targets can have any scale, such as prices or lengths in meters. The layers predict standardized targets. The
 model then converts them to the original units, using the mean and standard deviation of the training set.

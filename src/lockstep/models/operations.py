@@ -1,8 +1,8 @@
 """Finds operations of a model that have no exact kernel on CUDA, before a run and even on a machine without a GPU.
 
-The model runs forward and backward once on fake CUDA tensors, which have a device but no memory. This way, torch makes
-the same decisions as on CUDA without computing anything. If the model needs values, as for `.item()`, it runs on the
-CPU instead, with the operations that torch uses on the CPU.
+The model runs one forward and one backward pass on fake CUDA tensors, which have a device but no memory. This way,
+torch makes the same decisions as on CUDA without computing anything. If the model needs values, as for `.item()`, it
+runs on the CPU instead, with the operations that torch uses on the CPU.
 """
 
 import heapq
@@ -33,7 +33,7 @@ from lockstep.tasks.base import Build
 Loss = Callable[[Any, Batch], Tensor]  # takes the outputs and the batch
 
 _LOSS_LABEL: Final = "the loss"
-_LEAF_NODE: Final = "AccumulateGrad"  # the graph node of a parameter, at which backward ends
+_LEAF_NODE: Final = "AccumulateGrad"  # the graph node of a parameter, at which a backward pass ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ def find_refused_operations(
 ) -> list[Refusal]:
     """Return the operations of a step on `inputs` that have no exact kernel on CUDA.
 
-    The result has no duplicates and is in order of occurrence. If `training` is True, this function checks forward and
-    backward in training mode. Otherwise, it only checks forward in evaluation mode. `build` returns the model, whose
-    weights may have any values. No GPU is needed, and an existing GPU isn't used. If the model raises an error, returns
-    an empty list, because the first step of the run reports the same error.
+    The result has no duplicates and is in order of occurrence. If `training` is True, this function checks a forward
+    and a backward pass in training mode. Otherwise, it only checks a forward pass in evaluation mode. `build` returns
+    the model, whose weights may have any values. No GPU is needed, and an existing GPU isn't used. If the model raises
+    an error, returns an empty list, because the first step of the run reports the same error.
     """
     for record in (_record_on_fake_cuda, _record_on_cpu):
         try:
@@ -85,7 +85,7 @@ def _fake_cuda() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that converts a tensor to a fake CUDA tensor."""
     starts_cuda: Any = fake_tensor.init_gpu_context
     # Initializing CUDA would allocate GPU memory until the end of this process, which may only start the ranks. Only
-    # torch's own backward needs CUDA, and `_backward` replaces it.
+    # torch's own backward engine needs CUDA, and `_backward` replaces it.
     fake_tensor.init_gpu_context = cache(lambda device: None)
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
@@ -101,18 +101,21 @@ def _deterministic() -> Iterator[None]:
     This way, all nondeterministic operations are found, and not only the first one. Restores the global settings after
     the block.
     """
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    was_deterministic, was_warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    exact = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    exact_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     try:
-        with sdpa_kernel(exact):
+        with sdpa_kernel(exact_backends):
             yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warn_only)
 
 
 def _record_step(model: nn.Module, inputs: Inputs, batch: Batch, loss: Loss, cuda: bool) -> list[Refusal]:
-    """Run forward and, if the model is in training mode, backward. Return the operations without an exact kernel."""
+    """Run a forward pass, and a backward pass in training mode. Return the operations without an exact kernel."""
     recorder = _Recorder(model, cuda)
     with recorder, torch.set_grad_enabled(model.training):
         with recorder.forward():
@@ -141,7 +144,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Graph nodes are numbered in the order of their creation. `_numbers` has each number at which a module began or
         # ended, and `_modules` has the module that created the nodes from this number on.
         self._numbers, self._modules = [0], [_LOSS_LABEL]
-        self.node: Any = None  # the graph node whose backward is running, if any
+        self.node: Any = None  # the graph node that the backward pass is running, if any
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -182,7 +185,7 @@ def _module_label(path: str, module: nn.Module) -> str:
 
 @torch.no_grad()
 def _backward(loss: Tensor, recorder: _Recorder) -> None:
-    """Run backward from `loss` node by node, in reverse order of creation.
+    """Run the backward pass from `loss` node by node, in reverse order of creation.
 
     torch's own engine can't be used, because it asks the driver for the device of a fake tensor, which may not exist.
     Like this engine, the function reduces each gradient to the shape and dtype of its tensor.
@@ -190,10 +193,10 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
     if loss.grad_fn is None:
         return
     gradients: dict[Any, list[Tensor | None]] = {loss.grad_fn: [torch.ones_like(loss)]}
-    arrival = count()
-    waiting = [(-loss.grad_fn._sequence_nr(), next(arrival), loss.grad_fn)]
-    while waiting:
-        node = heapq.heappop(waiting)[-1]
+    counter = count()
+    queue = [(-loss.grad_fn._sequence_nr(), next(counter), loss.grad_fn)]
+    while queue:
+        node = heapq.heappop(queue)[-1]
         recorder.node = node
         for (next_node, slot), gradient in zip(
             node.next_functions, _call_node(node, gradients.pop(node)), strict=False
@@ -202,7 +205,7 @@ def _backward(loss: Tensor, recorder: _Recorder) -> None:
                 continue
             if next_node not in gradients:
                 gradients[next_node] = [None] * len(next_node._input_metadata)
-                heapq.heappush(waiting, (-next_node._sequence_nr(), next(arrival), next_node))
+                heapq.heappush(queue, (-next_node._sequence_nr(), next(counter), next_node))
             metadata, total = next_node._input_metadata[slot], gradients[next_node][slot]
             reduced = gradient.sum_to_size(metadata.shape).to(metadata.dtype)
             gradients[next_node][slot] = reduced if total is None else total + reduced
@@ -212,10 +215,10 @@ def _call_node(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None
     """Call a graph node with the gradients of its outputs. Return the gradients of its inputs."""
     metadata = node._input_metadata
     if isinstance(node, BackwardCFunction):  # custom functions in Python get zeros for missing gradients
-        filled = [
+        filled_gradients = [
             _zeros(entry) if gradient is None else gradient for gradient, entry in zip(gradients, metadata, strict=True)
         ]
-        results = node.apply(*filled)  # type: ignore[no-untyped-call]
+        results = node.apply(*filled_gradients)  # type: ignore[no-untyped-call]
     else:
         results = node(*gradients)
     return results if isinstance(results, tuple) else (results,)

@@ -36,7 +36,7 @@ def download_lock(name: str) -> Iterator[None]:
 def load_matching_weights(name: str, build: Callable[..., nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Build a torchvision model, and load all pretrained weights that have the same shape.
 
-    Warns with the names of the other tensors, such as the head, which keep their initial values.
+    All other tensors, such as the head, keep their initial values. A warning lists their names.
     """
     other_arguments = {key: value for key, value in arguments.items() if key != "num_classes"}
     weights = build(weights="DEFAULT", **other_arguments).state_dict()

@@ -57,17 +57,17 @@ def strip_prefix(tensors: Mapping[str, Tensor], label: str, prefix: str) -> dict
     UsageError if no name begins with `prefix`. `label` is the prefix of the error.
     """
     if prefix:
-        stripped = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        if not stripped:
+        renamed = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        if not renamed:
             hint = suggestion(prefix, {name.partition(".")[0] + "." for name in tensors})
             raise UsageError(f"{label}: no name begins with {prefix!r}{hint}; the names are {list_some([*tensors])}")
-        return stripped
-    stripped = dict(tensors)
+        return renamed
+    renamed = dict(tensors)
     while wrapper := next(
-        (candidate for candidate in _WRAPPERS if stripped and all(name.startswith(candidate) for name in stripped)), ""
+        (candidate for candidate in _WRAPPERS if renamed and all(name.startswith(candidate) for name in renamed)), ""
     ):
-        stripped = {name.removeprefix(wrapper): tensor for name, tensor in stripped.items()}
-    return stripped
+        renamed = {name.removeprefix(wrapper): tensor for name, tensor in renamed.items()}
+    return renamed
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from lockstep.core.several_losses import Loss, Weight
 from lockstep.errors import UsageError
 
 Build = Callable[[], nn.Module]  # builds a model
-Note = Callable[[str, Tensor], None]  # takes a description and its value
+Note = Callable[[str, Tensor], None]  # takes a description and the described tensor, to record it
 Figures = dict[str, float]
 Report = dict[str, Any]  # must be JSON-serializable
 
@@ -78,13 +78,13 @@ class Task(Protocol):
         """The metric that determines the best evaluation. If two evaluations are tied, the lower loss is better."""
 
     def inputs(self, batch: Batch) -> Inputs:
-        """Return the arguments of the model's forward, as a tuple or as a mapping by name."""
+        """Return the arguments of the model's forward method, as a tuple or as a mapping by name."""
 
     def weight(self, batch: Batch) -> Weight:
         """Return the weight of a batch as an integer, such as its number of samples or of tokens without padding.
 
         `batch` is on the CPU, as returned by the dataset. If the weight is 0, the batch is ignored. For several losses,
-        return the weight of each by its name, with the same names for every batch.
+        return a mapping from the name of each loss to its weight, with the same names for every batch.
         """
 
     def loss(self, outputs: Any, batch: Batch) -> Loss:
@@ -104,7 +104,7 @@ class Task(Protocol):
 
         `sums` includes `loss`, `weight` and `samples`. By default, the reported loss is `loss` / `weight`. To report a
         different loss, return a metric named `loss`. With several losses, `sums` includes `loss/NAME` and `weight/NAME`
-        for each of them instead of `weight`, and `loss` is the sum of their means, without a divisor.
+        for each loss instead of `weight`. `loss` is then already the sum of the mean losses.
         """
 
     def details(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ _OUTPUTS: Final = ("logits", "out")  # the names in transformers, and in segment
 
 
 class Parts(NamedTuple):
-    """A batch, split into the inputs of the model's forward and the targets."""
+    """A batch, split into the arguments of the model's forward method and the targets."""
 
     inputs: Inputs
     targets: Any

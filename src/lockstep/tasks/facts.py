@@ -1,6 +1,6 @@
-"""Infers the facts about a dataset that tasks need: the names of its classes, and the kind of its targets.
+"""Infers the dataset properties that tasks need: the names of the classes, and the kind of the targets.
 
-These are entries of `DataSet.facts`. Tasks and models read them, and checkpoints save them.
+The properties are entries of `DataSet.facts`. Tasks and models read these entries, and checkpoints save them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +15,8 @@ from lockstep.core.batch import Batch
 from lockstep.errors import UsageError
 from lockstep.tasks.classification import check_targets, skip_mask
 
-NAMES: Final = "classes"  # the name of the fact, and of the option of a custom dataset that sets this fact
-OUTPUT_FACTS: Final = (NAMES,)  # the facts that determine the last layer of a model
+NAMES: Final = "classes"  # the name of a property, and of the option of custom datasets that sets the property
+OUTPUT_FACTS: Final = (NAMES,)  # the dataset properties that determine the last layer of a model
 # The maximum number of classes. Each class has a name, so a wrong number could use up all memory.
 _MAX_CLASSES: Final = 1 << 24
 
@@ -27,7 +27,7 @@ def facts(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the facts of a dataset from its class names and the shape of a sample as the model sees it.
+    """Return the dataset properties for these class names and the shape of a sample as the model sees it.
 
     For images, also pass the mean and std of each channel, for values in [0, 1].
     """
@@ -40,7 +40,8 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
     The names come from the first of these that exists:
     - `option`, which is a number or a list of names
     - the attribute `classes` of `train`, which is a number or a list of names
-    - the attribute `targets` of `train`, in which the classes are counted
+    - the attribute `targets` of `train`, which contains class indices. The number of classes is the largest index plus
+      one
 
     Raises UsageError if `option` is neither a number nor a list.
     """
@@ -59,7 +60,7 @@ def find_class_names(label: str, option: Any, train: Any) -> list[str]:
 
 
 def target_facts(batch: Batch, names: Sequence[str]) -> dict[str, Any]:
-    """Infer the facts about the targets from a batch and the class names.
+    """Infer the properties of the targets from a batch and the class names.
 
     - `classes`: The class names, if there are any.
     - `pixels`: True if each pixel has a class.
@@ -105,7 +106,7 @@ def _count_classes(targets: Any) -> int:
     """Return the number of classes in the targets of a training set, or 0 if targets aren't class indices."""
     try:
         numbers = torch.as_tensor(targets)
-        counted = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
+        count = 0 if numbers.is_floating_point() or not numbers.numel() else int(numbers.max()) + 1
     except (TypeError, ValueError, RuntimeError):  # not numbers
         return 0
-    return counted if 0 < counted <= _MAX_CLASSES else 0
+    return count if 0 < count <= _MAX_CLASSES else 0

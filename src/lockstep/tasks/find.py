@@ -35,13 +35,13 @@ class TaskChoice(NamedTuple):
 
 
 def find_task(recipe: Mapping[str, Any], model: str, facts: Facts, example: Batch) -> TaskChoice:
-    """Return the task of a recipe for data with these facts.
+    """Return the task of a recipe. `facts` are the properties of the dataset.
 
     - `recipe`: The recipe as plain values.
     - `model`: The name of the model in errors.
     - `example`: A batch of a few training samples.
 
-    Raises UsageError if there is no such task, if the data lacks a fact that the task needs, or if an option is
+    Raises UsageError if there is no such task, if the dataset lacks a property that the task needs, or if an option is
     invalid.
     """
     options = dict(recipe["task"])
@@ -116,7 +116,7 @@ def _required_names(task: str, facts: Facts, fact: str) -> tuple[str, ...]:
 
 
 def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask:
-    """Create a custom task with the class or function at `path`, from the options and, if accepted, the `facts`."""
+    """Create a custom task with the class or function at `path`, from the options and the `facts` that it accepts."""
     factory = import_callable(path, "task", "a class")
     with UserCode(f"task {path}"):
         parameters = inspect.signature(factory).parameters
@@ -127,7 +127,7 @@ def _import_task(path: str, options: Mapping[str, Any], facts: Facts) -> OwnTask
 
 
 def _build_task(function: Callable[..., Any], options: Mapping[str, Any], facts: Facts) -> Any:
-    """Check the names and types of the options, and call `function` with the options and the facts."""
+    """Check the names and types of the options, and call `function` with the options and dataset properties."""
     valid = [name for name in inspect.signature(function).parameters if name not in facts]
     _check_names(function.__name__, options, valid)
     try:

@@ -23,7 +23,7 @@ _POSITIONS: Final = "position_ids"  # the value 0 marks the first token of a pac
 
 
 class NextTokenBatch(NamedTuple):
-    """The inputs of the model, and the target at each position of its outputs. The last `tail` positions have none."""
+    """The inputs of the model, and a target for each output position, except for the last `tail` positions."""
 
     inputs: Inputs
     targets: Tensor

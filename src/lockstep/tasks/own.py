@@ -61,7 +61,7 @@ class OwnTask:
         self._metrics = metrics or {}
         self._members: dict[str, Any] = {}
         for member in _MEMBERS:
-            with self._code(member):
+            with self._user_code(member):
                 self._members[member] = getattr(task, member, None)
         if not callable(self._members["loss"]):
             raise UsageError(f"{name}: has no method loss; add loss(self, outputs, batch), which returns a sum")
@@ -118,7 +118,7 @@ class OwnTask:
                 f"{self._name}: figures returned {reserved_name}, a name that Lockstep uses for steps or evaluations; "
                 f"choose a different name"
             )
-        with self._code("figures"):
+        with self._user_code("figures"):
             figures = {str(name): float(value) for name, value in results.items()}
         return figures | metric_figures(self._metrics, sums, figures)
 
@@ -131,7 +131,7 @@ class OwnTask:
         return dict(self._mapping("report", sums))
 
     def _count(self, weight: Any, of_loss: str) -> int:
-        """Return the weight of a batch as an integer. `of_loss` follows it in errors, if it is one of several."""
+        """Return the weight of a batch as an integer. With several losses, `of_loss` names the loss in errors."""
         if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_floating_point():
             weight = int(weight)
         if isinstance(weight, bool) or not isinstance(weight, int) or weight < 0:
@@ -142,7 +142,7 @@ class OwnTask:
         return weight
 
     def _one_loss(self, loss: Any, of_loss: str, learns: bool) -> Tensor:
-        """Return a loss. Raises UsageError unless it is a sum, and has a gradient if the model `learns`."""
+        """Return the loss. Raises UsageError if it isn't a 0-dim float, or has no gradient and `learns` is set."""
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             description = (
                 f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -184,7 +184,7 @@ class OwnTask:
                 f"losses; choose a different name"
             )
         figures = {**loss_means(counts), **self.figures({**counts, **sums})}
-        with self._code("report"):
+        with self._user_code("report"):
             json.dumps(self.report({**counts, **sums}))
         if self.monitor.name not in (*figures, LOSS.name):
             raise UsageError(
@@ -247,13 +247,13 @@ class OwnTask:
 
     def _call(self, member: str, *arguments: Any) -> Any:
         function: Callable[..., Any] = self._members[member]
-        with self._code(member):
+        with self._user_code(member):
             return function(*arguments)
 
     def _member(self, member: str, default: Any) -> Any:
         return default if self._members[member] is None else self._members[member]
 
-    def _code(self, member: str) -> UserCode:
+    def _user_code(self, member: str) -> UserCode:
         return UserCode(f"{self._name}: {member}")
 
 
@@ -276,10 +276,10 @@ def metric_sums(metrics: Metrics, outputs: Any, batch: Batch) -> dict[str, Tenso
     }
 
 
-def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figures) -> Figures:
+def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], task_metrics: Figures) -> Figures:
     """Return each sum of a metric, divided by the weight. For several losses, divide by the number of samples instead.
 
-    `figures` are the metrics of the task. Raises UsageError if two metrics have the same name.
+    `task_metrics` are the metrics that the task itself reports. Raises UsageError if two metrics have the same name.
     """
     weight = max(int(sums.get("weight", sums.get("samples", 1))), 1)
     metric_values: Figures = {}
@@ -287,7 +287,7 @@ def metric_figures(metrics: Metrics, sums: Mapping[str, Tensor], figures: Figure
         path, _, name = key.rpartition("/")
         if path not in metrics:
             continue
-        if name in figures or name in metric_values or name == "loss":
+        if name in task_metrics or name in metric_values or name == "loss":
             raise UsageError(f"metric {path}: a figure {name} already exists; choose a different name ({_CONTRACT})")
         metric_values[name] = float(value) / weight
     return metric_values

@@ -7,8 +7,8 @@ from lockstep.errors import UsageError
 
 _DEPTHS: Final = {(3, 4, 6, 3): 50, (3, 4, 23, 3): 101, (3, 8, 36, 3): 152}
 _PLAIN: Final = ([0.25] * 4, [64, 128, 256, 512])  # the bottleneck ratios and group widths of ResNets, with one group
-_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # the same for ResNeXts, with 32 groups
-# The ResNets and ResNeXts in torchvision. _OF_TIMM is only in timm.
+_GROUPED: Final = ([0.5] * 4, [4, 8, 16, 32])  # the bottleneck ratios and group widths of ResNeXts, with 32 groups
+# The ResNets and ResNeXts in torchvision. The ResNeXt in _TIMM_RESNEXT is only in timm.
 _RESNETS: Final = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "resnext50_32x4d", "resnext101_32x8d")
 _TIMM_RESNEXT: Final = "resnext101_32x4d"
 # The strides, kernel sizes and expansion ratios of the seven stages, which are the same in all EfficientNets.

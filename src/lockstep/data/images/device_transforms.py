@@ -103,9 +103,10 @@ class ImageTransforms:
 
 
 def device_transforms(recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> ImageTransforms | None:
-    """Return the transforms of a recipe for data with these facts, or None if the recipe has no transforms.
+    """Return the transforms of a recipe, or None if the recipe has no transforms.
 
-    `recipe` contains plain values. Raises UsageError if the samples don't support the transforms.
+    `recipe` contains plain values. `facts` are the properties of the dataset. Raises UsageError if the samples don't
+    support the transforms.
     """
     augment, mixing = recipe["data"]["augment"], recipe["mix"]
     mean, std = (recipe["data"].get(name) or facts.get(name) for name in ("mean", "std"))

@@ -48,7 +48,7 @@ def synthetic(*, image_size: int, samples: int, validation_samples: int, classes
     The class of sample i is i mod `classes`. A pixel is the sum of 1/4 of the template of the class and 3/4 of noise.
     """
     templates = _make_templates(classes, channels, image_size)
-    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of a weighted sum of two uniform numbers
+    deviation = float(np.sqrt((1 / 4) ** 2 / 12 + (3 / 4) ** 2 / 12))  # of the sum of two scaled uniform numbers
     names = [f"class {number}" for number in range(classes)]
     return DataSet(
         train=_make_split(_TRAIN, templates, samples),

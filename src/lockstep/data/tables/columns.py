@@ -12,7 +12,8 @@ from lockstep.errors import UsageError
 
 # A formatted number, as spreadsheets write it: with groups of three digits, a decimal comma, a currency sign or %.
 _FORMATTED: Final = re.compile(r"[-+]?[$€£¥]?\s?(\d{1,3}([,.'\s]\d{3})+|\d+)([.,]\d+)?\s?[%$€£¥]?")
-# The maximum number of values of a category. The values are facts, which ranks compare and checkpoints save.
+# The maximum number of values of a category. The values are dataset properties, which ranks compare and checkpoints
+# save.
 _MAX_VALUES: Final = 10_000
 
 
@@ -28,7 +29,7 @@ class Number:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts to save in a checkpoint."""
+        """Return the properties of the column to save in a checkpoint."""
         return {"name": self.name, "mean": self.mean, "std": self.std}
 
     def encode(self, column: Any) -> NDArray[Any]:
@@ -52,7 +53,7 @@ class Category:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the facts to save in a checkpoint."""
+        """Return the properties of the column to save in a checkpoint."""
         return {"name": self.name, "values": list(self.values)}
 
     def encode(self, column: Any) -> NDArray[Any]:
@@ -134,7 +135,7 @@ def fit_column(name: str, column: Any, is_category: bool, means: bool) -> Number
 
 
 def restore_column(facts: Mapping[str, Any], means: bool) -> Number | Category:
-    """Restore the encoding of a column from its facts in a checkpoint. Raises UsageError if the facts are invalid."""
+    """Restore the encoding of a column from a checkpoint. Raises UsageError if its saved properties are invalid."""
     match facts:
         case {"name": str(name), "mean": float(mean), "std": float(std)}:
             return Number(name, mean, std, means)

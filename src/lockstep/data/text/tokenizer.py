@@ -22,11 +22,11 @@ class Tokenizer(Protocol):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens. Token ids are less than this number."""
+        """The vocabulary size. Token ids are integers from 0 to one less than this size."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that checkpoints save. `tokenizer_of` restores the tokenizer from them."""
+        """The properties to save in checkpoints. `tokenizer_of` restores the tokenizer from these properties."""
 
     @property
     def library(self) -> Any:
@@ -130,8 +130,8 @@ class FromFile:
         with error_as(UsageError, Exception, f"tokenizer {file}: not a file of the library tokenizers"):
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         self.vocabulary: int = self.library.get_vocab_size(with_added_tokens=True)
-        # Save only the hash of the file, which can have several megabytes. To decode tokens later, the user must pass
-        # the file again.
+        # Save only the hash of the file, because the file can have several megabytes. To decode tokens later, the user
+        # must pass the file again.
         self.facts = {"by": "tokenizer", "sha256": hashlib.sha256(content).hexdigest()}
 
     def encode(self, text: str) -> NDArray[Any]:
@@ -146,7 +146,7 @@ class FromFile:
 
 
 def tokenizer_of(facts: Mapping[str, Any], file: str = "") -> Tokenizer:
-    """Restore a tokenizer from the facts in a checkpoint.
+    """Restore a tokenizer from its properties `facts` in a checkpoint.
 
     `file` is the tokenizer file if the run used one. Raises UsageError if the file has a different hash.
     """

@@ -24,7 +24,7 @@ class Tokens(Protocol):
     def __len__(self) -> int: ...
 
     def windows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-        """Return the windows of `length` tokens at these starts, as int64 of shape [len(starts), length]."""
+        """Return the windows of `length` tokens that begin at `starts`, as int64 of shape [len(starts), length]."""
 
 
 @final
@@ -114,7 +114,7 @@ def build_windows(
     """Return a dataset of windows. Raises UsageError if a split is too short.
 
     - `stride`: The distance between the starts of two training windows. If None, training windows don't overlap.
-    - `facts`: Must contain the size of the `vocabulary`. The returned dataset also has the fact `context`.
+    - `facts`: Must contain the size of the `vocabulary`. The returned dataset also has the property `context`.
     - `decode`: Converts tokens to the text that is the name of a sample. If None, the name has the index of the first
       token instead.
     """
