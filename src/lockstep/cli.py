@@ -23,7 +23,8 @@ from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
-# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered next to other words.
+# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered in addition to other
+# completions.
 _BASH: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n' response completion type value

@@ -35,7 +35,7 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
         slow = {
             link: reason
             for link in kind_links
-            if (reason := _slow(link, typical_mb_s, typical_s, len(kind_links), across))
+            if (reason := _slow_reason(link, typical_mb_s, typical_s, len(kind_links), across))
         }
         yield from _slow_findings(kind, slow, kind_links, hosts)
         if not slow:
@@ -46,7 +46,7 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
             yield Finding(kind, "ok", text)
 
 
-def _slow(link: Link, typical_mb_s: float, typical_s: float, count: int, across: bool) -> str:
+def _slow_reason(link: Link, typical_mb_s: float, typical_s: float, count: int, across: bool) -> str:
     """Return the reason why a link is slow, or an empty string if it isn't slow."""
     if count >= _MIN_LINKS and link.mb_s * _SLOW_FACTOR < typical_mb_s:
         return f"{link.mb_s:,.1f} MB/s, while other links have {typical_mb_s:,.0f}"

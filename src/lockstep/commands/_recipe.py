@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
 
-def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
+def load_words(arguments: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
     """Return the configuration of `[RECIPE] [KEY=VALUE]...` or, if set, of `cfg`, a file of a different framework."""
     if cfg is None:
         from lockstep.config.load import load, split
 
-        return load(*split(words))
+        return load(*split(arguments))
     from lockstep.setup.recipe_import import import_recipe
 
-    return import_recipe(cfg, words, gpus, world_size).load()
+    return import_recipe(cfg, arguments, gpus, world_size).load()
 
 
 def tell_notes(loaded: Loaded) -> None:

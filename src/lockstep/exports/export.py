@@ -1,4 +1,4 @@
-"""Exports a saved run to a file of a different library.
+"""Exports a saved run to the file format of a different library.
 
 The file is written under a temporary name, loaded back, compared, and then renamed.
 """
@@ -100,7 +100,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     outputs = _outputs(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)
     export_source = ExportSource(saved, model, sample.inputs, model_card(saved))
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch checks the suffix
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch requires the suffix
     exact = export_format.SAME_KERNELS and not has_adapters
     try:
         with os_error_as(TrainingError, f"{path}: cannot write", "; use a different --out"):

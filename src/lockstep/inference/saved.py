@@ -1,4 +1,4 @@
-"""A saved run as a model: its weights, the facts about its data, and the forward pass of an evaluation."""
+"""The model of a saved run: its weights, the properties of its data, and the forward pass of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

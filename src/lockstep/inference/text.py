@@ -1,6 +1,6 @@
 """Continues a prompt with a language model, token by token.
 
-Each token is either the most likely token, or is sampled.
+The model generates either the most likely token, or a sampled token.
 """
 
 from collections.abc import Callable, Iterator

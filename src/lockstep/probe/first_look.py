@@ -1,8 +1,8 @@
 """Checks the user's code while a run starts, and warns if its results would depend on the placement.
 
-This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random generators,
-global variables, and the state of models and datasets. Therefore, it runs in a separate process and leaves the run
-unchanged.
+This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random number
+generators, global variables, and the state of models and datasets. Therefore, the probe runs in a separate process, and
+the run stays unchanged.
 """
 
 import fcntl

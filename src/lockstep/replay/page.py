@@ -143,7 +143,7 @@ def _examined(replay: Replay, observations: StepObservations) -> Iterator[Sectio
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield a chart of the replayed losses and of the losses in the log of the run around them."""
+    """Yield a chart of the replayed losses, and of the losses that the run logged before and after these steps."""
     steps = [step.step for step in replay.steps]
     if not steps:
         return

@@ -56,7 +56,7 @@ from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
 _DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
-# Keys that set where and how the steps are computed. All other keys must match the run.
+# Prefixes of keys that set where and how the steps are computed. All other keys must match the run.
 _OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
@@ -68,8 +68,8 @@ class ReplayRequest:
     """A request to replay steps `first` to `last` of the run in `folder`, counted from 1.
 
     `overrides` set how to compute the steps. `changes` set keys of the recipe to different values. With `changes`,
-    nothing is compared. `examined` requests observations of the last step, and `traced` requests a trace of all its
-    tensors.
+    the replay isn't compared with the run. `examined` requests observations of the last step, and `traced` requests a
+    trace of all tensors of the last step.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class ReplayedStep:
 
 @dataclass
 class Replay:
-    """The findings of a replay. `start` is the step of the checkpoint that it started from.
+    """The findings of a replay. `start` is the step of the checkpoint that the replay started from.
 
     `differences` lists the differences between this machine and the machine of the run. For an examined step, `samples`
     contains its sample indices by micro-batch, and `name_of` returns the name of a sample. If a script ended before its
@@ -232,7 +232,7 @@ def _run_rank(
         progress = Progress()
         with session.open_world() as world:
             rendezvous.status = lambda: RankStatus("training", progress.step)
-            result = _Steps(request, run, prepared, world, progress).run()
+            result = _StepReplayer(request, run, prepared, world, progress).run()
             code = EXIT_DONE if result.different is None and result.same_start is not False else EXIT_VERIFICATION
             code = int(world.tell(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
@@ -241,8 +241,8 @@ def _run_rank(
 
 
 @final
-class _Steps:
-    """The steps on a rank. The training loop calls it like an engine, and it records the results of its engine."""
+class _StepReplayer:
+    """Replays the steps on a rank. The training loop calls this object as an engine. It wraps the real engine."""
 
     def __init__(
         self, request: ReplayRequest, run: OpenedRun, prepared: PreparedRun, world: World, progress: Progress
@@ -254,8 +254,10 @@ class _Steps:
         setup = prepared.ready
         self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
         self._task = ObservedTask(setup.task)
-        problem = replace(setup.problem, optional_task=self._task, build_model=self._keep(setup.problem.build_model))
-        self._setup = replace(setup, problem=problem, blank=self._keep(setup.blank))
+        problem = replace(
+            setup.problem, optional_task=self._task, build_model=self._record_models(setup.problem.build_model)
+        )
+        self._setup = replace(setup, problem=problem, blank=self._record_models(setup.blank))
         self._engine: Engine
         self._loader: Loader
         prepared = replace(prepared, ready=self._setup)
@@ -306,7 +308,7 @@ class _Steps:
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to it."""
+        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to the trace."""
         for name, tensor in wholes(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
@@ -316,12 +318,12 @@ class _Steps:
     def _is_examined(self) -> bool:
         return self._request.examined and self._step.number + 1 == self._request.last
 
-    def _keep(self, build: Build) -> Build:
-        def build_and_keep() -> nn.Module:
+    def _record_models(self, build: Build) -> Build:
+        def build_and_record() -> nn.Module:
             self._models.append(build())
             return self._models[-1]
 
-        return build_and_keep
+        return build_and_record
 
     def _resume(self) -> None:
         path = self._opened_run.checkpoint

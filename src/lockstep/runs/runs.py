@@ -73,7 +73,7 @@ def job_of(folder: Path) -> Submitted | None:
 
 
 def failure(folder: Path, *, ignore_transient: bool = False) -> str:
-    """Return the reason why the last start of a run failed, from result.json, or an empty string if it didn't fail.
+    """Return the reason why a run failed, from result.json, or an empty string if the run didn't fail.
 
     With `ignore_transient`, a failure after which a scheduler restarts the run doesn't count.
     """
