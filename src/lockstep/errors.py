@@ -59,7 +59,7 @@ class UsageError(LockstepError):
 class ConfigError(UsageError):
     """All problems of a configuration, one per line: `location  key: problem; fix`.
 
-    The message only contains the first problems, so that it fits on a screen. `problems` has all of them.
+    The message only contains the first problems, so that the message fits on a screen. `problems` has all problems.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:

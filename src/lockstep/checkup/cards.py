@@ -32,7 +32,7 @@ def look_at_cards() -> Evidence:
 def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
     """Return all findings about the GPUs.
 
-    `refusals` describes the parts of a recipe that have no exact kernel. It is None if there is no recipe.
+    `refusals` describes the parts of a recipe that have no exact kernel, or is None if there is no recipe.
     """
     findings = [*_software_findings(evidence), *_usability_findings(evidence)]
     for number, card in enumerate(evidence.driver.cards):
@@ -191,7 +191,7 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def _devices(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the devices in torch's order, with their GPUs. torch may see fewer GPUs, in a different order."""
+    """Yield torch's devices and the GPU of each. torch may find fewer GPUs than the driver, in a different order."""
     for number, device in enumerate(evidence.devices):
         numbers = [
             index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid

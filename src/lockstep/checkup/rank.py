@@ -44,7 +44,7 @@ class CheckupRequest:
 
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
-    """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call it."""
+    """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call this function."""
     start = time.monotonic()
     steps = [0]
     rendezvous.status = lambda: RankStatus("checking", steps[0])
@@ -79,7 +79,7 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 
 def _facts() -> dict[str, Any]:
-    """Return the facts about the host of this rank."""
+    """Collect facts about the host of this rank: versions, devices, interfaces and environment variables."""
     facts: dict[str, Any] = {"timed_out": {}}
 
     def query(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Shell completion of recipes, configuration keys and values. It is fast because it doesn't import torch.
+"""Shell completion of recipes, configuration keys and values. This module is fast because it doesn't import torch.
 
 bash splits `key=value` into three arguments. zsh and fish pass `key=value` as a single argument.
 """

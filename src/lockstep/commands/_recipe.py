@@ -38,6 +38,6 @@ def tell_tenth(done: int, total: int, text: str) -> None:
 
 
 def tell_measuring(text: str) -> None:
-    """If stderr is a terminal, print what is being measured."""
+    """If stderr is a terminal, print `text`, which describes the current measurement."""
     if sys.stderr.isatty():
         click.echo(f"... {text}", err=True)

@@ -35,8 +35,8 @@ class UserCode:
     """A context manager for user code. It converts all exceptions, including SystemExit, to UserCodeError.
 
     `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
-    `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, or from collectives in them, aren't
-    converted.
+    `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, and from collectives in hooks,
+    aren't converted.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:

@@ -105,7 +105,7 @@ def _may_be_own(name: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that is imported, or that importing it would load. This doesn't import anything."""
+    """Return the spec of an imported module, or the spec that an import would load. Doesn't import the module."""
     module = sys.modules.get(name)
     if isinstance(module, ModuleType) and isinstance(vars(module).get("__spec__"), ModuleSpec):
         return module.__spec__

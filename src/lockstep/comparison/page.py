@@ -37,8 +37,8 @@ def title(comparison: Comparison) -> str:
 def sections(comparison: Comparison) -> list[Section]:
     """Return the sections of the page: the table, the results, and the time and memory.
 
-    For a sweep, the results are the curves of its runs. For several placements, they are charts over the number of
-    processes, followed by the curves.
+    For a sweep, the results are the curves of its runs. For several placements, the results are charts over the number
+    of processes, followed by the curves.
     """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     cells = columns(comparison)

@@ -36,14 +36,14 @@ from lockstep.setup.chunk_check import check_saved
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
-FOLDER: Final = "exports"  # in the run folder, if `out` isn't set
+FOLDER: Final = "exports"  # default folder of exports, in the run folder
 
 _CHECKED_TOKENS: Final = 200  # maximum number of tokens for checking a tokenizer
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The path of an export, a text about the supported input sizes, and a text about the result of its check.
+    """The path of an export, and descriptions of the supported input sizes and of the result of the check.
 
     `sizes` is empty if the format has no restriction to report.
     """

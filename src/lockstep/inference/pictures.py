@@ -46,8 +46,8 @@ class LoadedImage(NamedTuple):
 class ImagePreprocessing:
     """Converts image files to samples of `shape` [channels, height, width].
 
-    `cut` specifies how images are cropped. If it is None, the full image is resized. `exif` is whether to apply the
-    EXIF orientation.
+    `cut` specifies how images are cropped. If `cut` is None, the full image is resized. `exif` is whether to apply
+    the EXIF orientation.
     """
 
     shape: tuple[int, int, int]

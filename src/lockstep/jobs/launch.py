@@ -100,7 +100,7 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
-    """Return the job. If it requires something that the launcher doesn't support, raise UsageError."""
+    """Return the job. If the launcher doesn't support an option of the job, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         *names, last = [starter.name for starter in startable_launchers().values() if starter.elastic]

@@ -1,6 +1,6 @@
 """Reads run folders and the Slurm queue for `jobs`, `watch` and `report`.
 
-This writes and executes nothing, and doesn't import torch.
+This module doesn't write files, run code of a run folder or import torch.
 """
 
 import time

@@ -60,7 +60,7 @@ _DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of
 _OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
-Place = tuple[int, bool]  # key of a digest: its step, and whether it is a digest of weights
+DigestKey = tuple[int, bool]  # the step of a digest, and whether the digest is of weights
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,13 @@ class Replay:
     ended: str = ""
 
     def add_step(
-        self, step: int, loss: float, lr: float, digests: Mapping[Place, int], recorded: Mapping[Place, int], first: int
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        digests: Mapping[DigestKey, int],
+        recorded: Mapping[DigestKey, int],
+        first: int,
     ) -> None:
         """Add a replayed step if it was requested (starting at `first`), or if it can be compared."""
         if step >= first or (step, False) in recorded:
@@ -142,7 +148,7 @@ class OpenedRun(NamedTuple):
     start: int  # step of the checkpoint
     last: int  # last step to replay
     machine: Path | None  # checkpoint that records the machine of the run
-    digests: Mapping[Place, int]
+    digests: Mapping[DigestKey, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
@@ -203,7 +209,7 @@ def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     )
 
 
-def recorded_digests(folder: Path) -> dict[Place, int]:
+def recorded_digests(folder: Path) -> dict[DigestKey, int]:
     """Return the digests that a run has recorded."""
     return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 

@@ -282,7 +282,7 @@ def fresh_folder(name: str) -> Path:
 
 
 def _check_paths(folder: Path) -> None:
-    """Raise UsageError if a path in the run folder isn't a regular file as expected, or links to a path outside of it.
+    """Raise UsageError if a path in the run folder isn't a regular file as expected, or links to a path outside.
 
     The folder itself may be a link, because the user named it.
     """

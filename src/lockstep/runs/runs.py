@@ -100,8 +100,8 @@ def machine_of(folder: Path) -> str:
 def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
-    The only way to check this is to take the lock. This function briefly takes a shared lock, so that several processes
-    can check at the same time. A run that starts at that moment retries (training/lock.py).
+    The only way to check a lock is to acquire it. This function briefly acquires a shared lock, so that several
+    processes can check at the same time. A run that starts at that moment retries (training/lock.py).
     """
     # OSError means that there is no lock file, or that the file system doesn't support locks. In both cases, no run can
     # be active.
