@@ -23,7 +23,8 @@ from lockstep.common.text import printable
 from lockstep.common.version import __version__
 from lockstep.errors import EXIT_INTERRUPTED, LockstepError, UsageError
 
-# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered next to other words.
+# Like click's script, with two changes: no space after `key=` and `folder/`, and files are offered in addition to other
+# completions.
 _BASH: Final = """\
 %(complete_func)s() {
     local IFS=$'\\n' response completion type value
@@ -83,7 +84,7 @@ class Shell(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first argument names. If there is none, suggest a similar name."""
+        """Return the command that the first argument names. If no command has this name, suggest a similar name."""
         name = args[0]
         if not name.startswith("-") and name not in (names := self.list_commands(ctx)):
             from lockstep.common.names import choices
@@ -102,7 +103,7 @@ class Shell(click.Group):
                     formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. For an error that is meant for the user, print its text and exit with its exit code."""
+        """Run the command. For an expected error, print its text and exit with its exit code."""
         try:
             return super().invoke(ctx)
         except click.NoSuchOption as error:

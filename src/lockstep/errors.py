@@ -10,7 +10,7 @@ LockstepError
 │   ├── TransientError    1  a rank that is gone or did not start
 │   └── CorruptionError   1  an audit found a rank or a link that changes bits
 ├── VerificationError     3  two runs that should agree differ
-└── PreflightError        4  the machine can't run the placement
+└── PreflightError        4  the machine can't run with the requested placement
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,8 +26,8 @@ EXIT_SAVED: Final = 75  # EX_TEMPFAIL of sysexits.h: the run was saved and shoul
 PERSISTENT_EXITS: Final = (EXIT_USAGE, EXIT_PREFLIGHT)  # a restart without changes would end the same way
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in a shell
 
-# The cause of a failure. It tells a scheduler whether to restart the run ("transient"), to restart it on a different
-# host ("host"), or to wait until someone has fixed the code, the data or the command line.
+# The cause of a failure. The cause tells a scheduler whether to restart the run ("transient"), to restart the run on a
+# different host ("host"), or to wait until someone has fixed the code, the data or the command line.
 Cause = Literal["transient", "host", "code", "data", "usage"]
 
 _MAX_LINES: Final = 11  # the maximum number of problems in a message, which has one more line for their number
@@ -59,7 +59,7 @@ class UsageError(LockstepError):
 class ConfigError(UsageError):
     """All problems of a configuration, one per line: `location  key: problem; fix`.
 
-    The message only contains the first problems, so that it fits on a screen. `problems` has all of them.
+    The message only contains the first problems, so that the message fits on a screen. `problems` has all problems.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -70,7 +70,7 @@ class ConfigError(UsageError):
 
     @property
     def told(self) -> str:
-        """The text to print on the terminal. If there are several problems, it begins with their number."""
+        """The text to print on the terminal. If there are several problems, the text begins with their number."""
         return f"error: {len(self.problems):,} problems\n{self}" if len(self.problems) > 1 else f"error: {self}"
 
 
@@ -99,7 +99,7 @@ class HostError(TrainingError):
 
 
 class TransientError(TrainingError):
-    """A different rank is gone or did not start. If you start the run again, it resumes."""
+    """A different rank is gone or did not start. If you start the run again, the run resumes."""
 
     cause = "transient"
 
@@ -121,7 +121,7 @@ class VerificationError(LockstepError):
 
 
 class PreflightError(LockstepError):
-    """The machine, its devices or its network can't run the placement."""
+    """The machine, its devices or its network can't run with the requested placement."""
 
     exit_code = EXIT_PREFLIGHT
     cause = "host"

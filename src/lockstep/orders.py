@@ -19,13 +19,13 @@ from lockstep.errors import UsageError
 @final
 @dataclass(frozen=True, eq=False)
 class Weighted:
-    """Draws samples in proportion to their `weights`: `order=lockstep.orders.Weighted(weights, seed=0)`.
+    """Samples the dataset in proportion to `weights`: `order=lockstep.orders.Weighted(weights, seed=0)`.
 
-    Use it instead of WeightedRandomSampler. `weights` are non-negative numbers, one for each sample of the dataset. An
-    epoch consists of `samples` draws, which defaults to the size of the dataset.
+    Use it instead of WeightedRandomSampler. `weights` are non-negative numbers, one for each sample of the dataset.
+    `samples` is the number of samples per epoch, and defaults to the size of the dataset.
 
-    With `replacement`, the draws are independent, so a sample can appear several times. Without it, no sample appears
-    twice, and samples with large weights tend to come first.
+    With `replacement`, each sample is drawn independently, so a sample can appear several times. Without `replacement`,
+    no sample appears twice, and samples with large weights tend to come first.
 
     Raises UsageError if a weight is negative or not finite, if all weights are 0, or if `samples` is less than 1.
     Without `replacement`, raises UsageError if fewer than `samples` weights are above 0.

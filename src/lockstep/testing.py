@@ -103,7 +103,7 @@ def assert_placement_invariant(function: Function, worlds: Sequence[int] = (1, 2
     `function` must train a few steps and report values to the Trace that it receives. It is called on each rank, after
     the process group is initialized (gloo on the CPU). The run with the first world size is the reference.
 
-    For each step, the values are compared in this order. Values that `function` doesn't report are skipped:
+    For each step, the values are compared in this order. Unreported values are skipped:
 
     - "order": The samples of a step, over all ranks.
     - "random numbers": The outputs for each sample. They can also differ because BatchNorm gets different batches.

@@ -63,7 +63,7 @@ def values(rank_values: Sequence[Any], hosts: Sequence[str]) -> str:
     """
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(rank_values):
-        groups.setdefault("missing" if value is None else _text(value), []).append(rank)
+        groups.setdefault("missing" if value is None else _format_value(value), []).append(rank)
     if len(groups) < 2:
         return ""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
@@ -76,5 +76,5 @@ def format_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return text if len(ranks) <= _MAX_RANKS else f"{text} and {len(ranks) - _MAX_RANKS:,} more"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

@@ -18,7 +18,7 @@ _DRIVER_TIMEOUT_S: Final = (
 _HANGS: Final = f"no answer within {_DRIVER_TIMEOUT_S:.0f} s, so it hangs"
 _DEFAULT_MODE: Final = "run nvidia-smi -c DEFAULT"
 _NO_GPU_EFFECT: Final = "a run computes on the CPU, or does not start"
-_STATE: Final = {True: "on", False: "off", None: "not known"}
+_SETTING_NAMES: Final = {True: "on", False: "off", None: "not known"}
 
 
 def look_at_cards() -> Evidence:
@@ -32,9 +32,9 @@ def look_at_cards() -> Evidence:
 def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | None) -> list[Finding]:
     """Return all findings about the GPUs.
 
-    `refusals` describes the parts of a recipe that have no exact kernel. It is None if there is no recipe.
+    `refusals` describes the parts of a recipe that have no exact kernel, or is None if there is no recipe.
     """
-    findings = [*_software(evidence), *_usable(evidence)]
+    findings = [*_software_findings(evidence), *_usability_findings(evidence)]
     for number, card in enumerate(evidence.driver.cards):
         findings += [_card_facts(number, card), *_faults(number, card)]
     findings += [*_card_kinds(evidence.driver.cards), *_devices(evidence), *_variables(precision)]
@@ -44,13 +44,13 @@ def gpu_findings(evidence: Evidence, precision: str, refusals: Sequence[str] | N
     return findings
 
 
-def _software(evidence: Evidence) -> Iterator[Finding]:
+def _software_findings(evidence: Evidence) -> Iterator[Finding]:
     newest = f", supports CUDA up to {evidence.driver.cuda}" if evidence.driver.cuda else ""
     yield Finding("driver", "ok", f"{evidence.driver.version or evidence.kernel or 'none'}{newest}")
     yield Finding("libraries", "ok", ", ".join(f"{name} {version}" for name, version in evidence.libraries.items()))
 
 
-def _usable(evidence: Evidence) -> Iterator[Finding]:
+def _usability_findings(evidence: Evidence) -> Iterator[Finding]:
     """Yield the reasons why no GPU is usable, with their remedies, followed by the evidence."""
     if evidence.devices and not evidence.raised:
         return
@@ -133,9 +133,9 @@ def _selection_reasons(evidence: Evidence) -> Iterator[Reason]:
 
 
 def _card_facts(number: int, card: Card) -> Finding:
-    unknown_text = _STATE[None]
+    unknown_text = _SETTING_NAMES[None]
     memory = unknown_text if card.memory_mib is None else f"{card.memory_mib:,} MiB"
-    state = f"memory {memory}, ECC {_STATE[card.ecc]}, persistence {_STATE[card.persistence]}"
+    state = f"memory {memory}, ECC {_SETTING_NAMES[card.ecc]}, persistence {_SETTING_NAMES[card.persistence]}"
     text = f"{card.name}, {card.bus}, {card.uuid}, {state}, mode {card.mode or unknown_text}"
     return Finding(f"card {number}", "ok", text)
 
@@ -191,7 +191,7 @@ def _card_kinds(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def _devices(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the devices in torch's order, with their GPUs. torch may see fewer GPUs, in a different order."""
+    """Yield torch's devices and the GPU of each. torch may find fewer GPUs than the driver, in a different order."""
     for number, device in enumerate(evidence.devices):
         numbers = [
             index for index, card in enumerate(evidence.driver.cards) if card.uuid.removeprefix("GPU-") == device.uuid

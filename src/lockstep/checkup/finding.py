@@ -1,4 +1,4 @@
-"""A result of the check-up. The results of several ranks can be merged."""
+"""A finding of the check-up. Findings of several ranks can be merged."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,8 @@ ORDER: Final[tuple[Level, ...]] = ("problem", "warning", "ok")
 class Finding:
     """The result of a check.
 
-    `leads_to` (the consequence) and `remedy` are empty if the level is ok. `ranks` is empty if the finding applies to
-    all ranks.
+    `found` describes the result. `leads_to` (the consequence) and `remedy` are empty if the level is ok. `ranks` is
+    empty if the finding applies to all ranks.
     """
 
     check: str

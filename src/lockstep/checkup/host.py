@@ -39,7 +39,7 @@ def cards(facts: Facts, _: bool) -> Iterator[Finding]:
         remedy = "run lockstep doctor gpu for details"
         yield Finding("devices", "problem", problem, "lockstep train does not start", remedy)
     elif gpus["devices"]:
-        yield Finding("devices", "ok", f"CUDA: {_counts(gpus['devices'])}; for details, run lockstep doctor gpu")
+        yield Finding("devices", "ok", f"CUDA: {_format_counts(gpus['devices'])}; for details, run lockstep doctor gpu")
     elif gpus["driver"]:
         text, leads_to = "there is a GPU driver, but torch finds no GPU", "a run computes on the CPU"
         yield Finding("devices", "warning", text, leads_to, "run lockstep doctor gpu")
@@ -81,7 +81,7 @@ def interface(facts: Facts, _: bool) -> Iterator[Finding]:
             remedy = f"unset {variable}, or set it to one of {', '.join(interfaces)}"
             yield Finding("interfaces", "problem", f"{variable}={value}: no such interface is up", leads_to, remedy)
     descriptions = [
-        f"{interface_name} {details['addresses'][0]}{_speed(details['mbit_s'])}"
+        f"{interface_name} {details['addresses'][0]}{_format_speed(details['mbit_s'])}"
         for interface_name, details in interfaces.items()
     ]
     gloo_text = f"; gloo uses {network['gloo']} between hosts" if network["gloo"] else ""
@@ -106,9 +106,9 @@ _HANGS: Final[Mapping[str, str]] = {
 }
 
 
-def _counts(names: list[str]) -> str:
+def _format_counts(names: list[str]) -> str:
     return ", ".join(f"{names.count(item)} x {item}" for item in dict.fromkeys(names))
 
 
-def _speed(mbit_s: int) -> str:
+def _format_speed(mbit_s: int) -> str:
     return f" ({mbit_s / 1e3:g} Gbit/s)" if mbit_s > 0 else ""

@@ -12,8 +12,12 @@ from lockstep.device.interfaces import is_loopback
 # Links are compared with the upper quartile of their kind. The median isn't suitable: if one of three hosts has a bad
 # connection, two of the three links are slow.
 _QUARTILE: Final = 0.75
-_SLOW_FACTOR: Final = 3.0  # a link is slow if slower by this factor; even on busy machines, links differ by less
-_SLOW_LATENCY_S: Final = 1e-3  # additional latency of a slow link; waiting for a core adds less to the minimum of many
+_SLOW_FACTOR: Final = (
+    3.0  # factor by which a slow link is slower than other links; busy machines cause smaller differences
+)
+_SLOW_LATENCY_S: Final = (
+    1e-3  # additional latency of a slow link; in the minimum of many measurements, waiting for a core adds less
+)
 _MIN_MB_S: Final = 50.0  # minimum for a link between hosts, which is less than half of 1 Gbit/s Ethernet
 _MIN_LINKS: Final = 3  # minimum number of links of a kind for a comparison
 _MAX_SHOWN: Final = 6
@@ -35,7 +39,7 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
         slow = {
             link: reason
             for link in kind_links
-            if (reason := _slow(link, typical_mb_s, typical_s, len(kind_links), across))
+            if (reason := _slow_reason(link, typical_mb_s, typical_s, len(kind_links), across))
         }
         yield from _slow_findings(kind, slow, kind_links, hosts)
         if not slow:
@@ -46,7 +50,7 @@ def link_findings(links: Sequence[Link], hosts: Sequence[str]) -> Iterator[Findi
             yield Finding(kind, "ok", text)
 
 
-def _slow(link: Link, typical_mb_s: float, typical_s: float, count: int, across: bool) -> str:
+def _slow_reason(link: Link, typical_mb_s: float, typical_s: float, count: int, across: bool) -> str:
     """Return the reason why a link is slow, or an empty string if it isn't slow."""
     if count >= _MIN_LINKS and link.mb_s * _SLOW_FACTOR < typical_mb_s:
         return f"{link.mb_s:,.1f} MB/s, while other links have {typical_mb_s:,.0f}"
@@ -60,7 +64,7 @@ def _slow(link: Link, typical_mb_s: float, typical_s: float, count: int, across:
 def _slow_findings(
     kind: str, slow: Mapping[Link, str], links: Sequence[Link], hosts: Sequence[str]
 ) -> Iterator[Finding]:
-    """Yield findings about hosts whose links are all slow, if not all hosts are, and about the remaining slow links."""
+    """Yield findings about the slow hosts, unless all hosts are slow, and about the remaining slow links."""
     leads_to = "every step waits for the slowest link"
     slow_hosts = set(_slow_hosts(slow, links, hosts)) if kind == "links between hosts" else set()
     for host in sorted(slow_hosts):

@@ -1,8 +1,8 @@
-"""The part of the check-up that runs on each rank. It checks its host, then measures the links to the other ranks.
+"""The part of the check-up that runs on each rank: checks the host, and then measures the links to the other ranks.
 
 Rank 0 evaluates the results. Local checks that could hang run in a separate thread with a timeout. If a rank doesn't
-join a collective, the error names it (ranks/rendezvous.py, ranks/stall.py). Therefore, the check-up always ends and
-reports missing ranks.
+join a collective, the error names this rank (ranks/rendezvous.py, ranks/stall.py). Therefore, the check-up always ends
+and reports missing ranks.
 """
 
 import json
@@ -44,7 +44,7 @@ class CheckupRequest:
 
 
 def part(request: CheckupRequest, rendezvous: Rendezvous) -> CheckupReport | None:
-    """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call it."""
+    """Run the check-up. Return the report on rank 0, and None on all other ranks. All ranks must call this function."""
     start = time.monotonic()
     steps = [0]
     rendezvous.status = lambda: RankStatus("checking", steps[0])
@@ -79,7 +79,7 @@ def _stall_detector(rendezvous: Rendezvous) -> StallDetector:
 
 
 def _facts() -> dict[str, Any]:
-    """Return the facts about the host of this rank."""
+    """Collect facts about the host of this rank: versions, devices, interfaces and environment variables."""
     facts: dict[str, Any] = {"timed_out": {}}
 
     def query(name: str, seconds: float, work: Callable[[], dict[str, Any]]) -> None:
@@ -97,9 +97,9 @@ def _facts() -> dict[str, Any]:
 def _connect(
     request: CheckupRequest, rendezvous: Rendezvous, facts: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, Any], World | None]:
-    """Connect to the other ranks. Return the measurements so far, and a world if all ranks could connect.
+    """Initialize the process group. Return the measurements so far, and the world if all ranks could connect.
 
-    Rank 0 has the `facts` of all ranks. If they show that a host can't be reached, no rank tries to connect.
+    Rank 0 has the `facts` of all ranks. If these facts show that a host is unreachable, no rank tries to connect.
     """
     # The errors from choosing the device and from connecting, and the measured links.
     measurements: dict[str, Any] = {"device": "", "failed": "", "links": []}
@@ -117,7 +117,7 @@ def _connect(
     device = device if all(reply["cuda"] for reply in replies) else torch.device("cpu")
     world = None
     try:
-        # The timeouts for connecting and for collectives are shorter than in a run.
+        # `open_world` initializes the process group. Connecting and collectives time out earlier than in a run.
         world = open_world(rendezvous, device, timeout_s=_EXCHANGE_S)
         world.barrier()
     except (LockstepError, RuntimeError) as error:

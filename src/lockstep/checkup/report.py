@@ -49,7 +49,7 @@ class CheckupReport:
 
 
 def tables(report: CheckupReport) -> Iterator[RenderableType]:
-    """Yield the tables and texts to print. Problems come first."""
+    """Yield the tables and text to print. Problems come first."""
     ranks, hosts = len(report.hosts), len(set(report.hosts))
     extent = f"{ranks} rank{'s'[: ranks > 1]} on {hosts} host{'s'[: hosts > 1]}"
     yield Text(f"{report.title} of {extent}, {report.seconds:.0f} s")

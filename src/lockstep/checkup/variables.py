@@ -6,33 +6,33 @@ from typing import Final
 
 from lockstep.checkup.finding import Finding, Level
 
-_REFUSED: Final = "float32 numbers on CUDA differ from those of the recipe, so lockstep train rejects it"
+_REJECTED: Final = "float32 numbers on CUDA differ from those of the recipe, so lockstep train rejects it"
 _KERNELS: Final = "it selects kernels, so other hosts only give the same bits if they have the same value"
 _SLOW: Final = "communication is slower"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule about an environment variable. `harmful` returns whether a value is harmful.
+    """A rule about an environment variable. `is_problematic` returns whether a value causes a problem.
 
-    `leads_to` is the consequence of a harmful value.
+    `leads_to` is the consequence of such a value.
     """
 
     name: str
-    harmful: Callable[[str], bool]
+    is_problematic: Callable[[str], bool]
     level: Level
     leads_to: str
     remedy: str = ""
 
 
 def variable_findings(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each harmful variable, and a finding that lists all other variables."""
-    harms = [rule for rule in RULES if rule.name in variables and rule.harmful(variables[rule.name])]
-    for rule in harms:
+    """Yield a finding for each variable with a problematic value, and a finding that lists all other variables."""
+    problems = [rule for rule in RULES if rule.name in variables and rule.is_problematic(variables[rule.name])]
+    for rule in problems:
         text = f"{rule.name}={variables[rule.name]}"
         yield Finding("variables", rule.level, text, rule.leads_to, rule.remedy or f"unset {rule.name}")
-    harmless = [f"{name}={value}" for name, value in variables.items() if name not in {rule.name for rule in harms}]
-    yield Finding("variables", "ok", " ".join(harmless) or "none is set that changes numbers or communication")
+    others = [f"{name}={value}" for name, value in variables.items() if name not in {rule.name for rule in problems}]
+    yield Finding("variables", "ok", " ".join(others) or "none is set that changes numbers or communication")
 
 
 def _is_set(_: str) -> bool:
@@ -49,8 +49,8 @@ def _is_not_positive(value: str) -> bool:
 
 RULES: Final = (
     Rule("OMP_NUM_THREADS", _is_not_positive, "warning", "one thread per core until the recipe sets the number"),
-    Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REFUSED),
-    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REFUSED),
+    Rule("NVIDIA_TF32_OVERRIDE", _is_on, "problem", _REJECTED),
+    Rule("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _is_on, "problem", _REJECTED),
     Rule(
         "PYTORCH_TUNABLEOP_ENABLED",
         _is_on,

@@ -1,6 +1,6 @@
-"""Shell completion of recipes, configuration keys and values. It is fast because it doesn't import torch.
+"""Shell completion of recipes, configuration keys and values. This module is fast because it doesn't import torch.
 
-bash passes `key=value` as three words. zsh and fish pass it as one word.
+bash splits `key=value` into three arguments. zsh and fish pass `key=value` as a single argument.
 """
 
 import os
@@ -10,17 +10,17 @@ from typing import Final, get_args
 import click
 from click.shell_completion import CompletionItem
 
-# Common values of keys whose complete values would require slow imports.
-_NAMES: Final = {
+# Common values of some keys. Listing all values of these keys would require slow imports.
+_COMMON_VALUES: Final = {
     "recipe.model": ("digits_convnet", "botnet50", "resnet18", "resnet50"),
     "recipe.optimizer": ("sgd", "adamw", "lars", "lamb"),
     "recipe.loss": ("cross_entropy",),
 }
-_PLACES: Final = ("run.dir", "run.resume", "recipe.data.root")
+_PATH_KEYS: Final = ("run.dir", "run.resume", "recipe.data.root")
 
 
 def file_first(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete files and folders in the first word, and keys and values in all other words."""
+    """Complete files and folders in the first argument, and keys and values in all other arguments."""
     if ctx.params.get(param.name or ""):
         return overrides(ctx, param, incomplete)
     return click.Path().shell_complete(ctx, param, incomplete)
@@ -41,9 +41,9 @@ def words(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
 def overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete KEY=VALUE."""
     typed = list(ctx.params.get(param.name or "") or ()) if param.nargs == -1 else []
-    key, equals, start = incomplete.partition("=")
+    key, equals, prefix = incomplete.partition("=")
     if equals:
-        return [CompletionItem(f"{key}={value}") for value in _values(key, start)]
+        return [CompletionItem(f"{key}={value}") for value in _values(key, prefix)]
     keys = list(_keys())
     if typed[1:] and typed[-1] == "=":
         return [CompletionItem(value) for value in _values(typed[-2], incomplete)]
@@ -65,11 +65,11 @@ def _keys(path: tuple[str, ...] = ()) -> Iterator[str]:
         yield from _keys(subpath)
 
 
-def _values(key: str, start: str) -> list[str]:
-    """Return the values of a key that start with `start`, if its values can be listed."""
-    if key in _PLACES:
-        return list(_files(start))
-    return [value for value in _choices(key.removesuffix(".name")) if value.startswith(start)]
+def _values(key: str, prefix: str) -> list[str]:
+    """Return the values that start with `prefix`, if the key has a finite set of values."""
+    if key in _PATH_KEYS:
+        return list(_files(prefix))
+    return [value for value in _choices(key.removesuffix(".name")) if value.startswith(prefix)]
 
 
 def _choices(key: str) -> Sequence[str]:
@@ -77,8 +77,8 @@ def _choices(key: str) -> Sequence[str]:
     from lockstep.config.wording import field_at, section_at
     from lockstep.strategies import names
 
-    if key in _NAMES:
-        return _NAMES[key]
+    if key in _COMMON_VALUES:
+        return _COMMON_VALUES[key]
     if key == "recipe.data":
         from lockstep.data.sources import SOURCES
 
@@ -94,8 +94,8 @@ def _choices(key: str) -> Sequence[str]:
     return [value for annotation in kinds for value in get_args(annotation) if isinstance(value, str)]
 
 
-def _files(start: str) -> Iterator[str]:
-    folder, slash, name = start.rpartition("/")
+def _files(prefix: str) -> Iterator[str]:
+    folder, slash, name = prefix.rpartition("/")
     try:
         entries = sorted(os.scandir(f"{folder}{slash}" or "."), key=lambda entry: entry.name)
     except OSError:

@@ -1,4 +1,4 @@
-"""Separates overrides from files in the words of a command line."""
+"""Separates overrides from files in command-line arguments."""
 
 import re
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from lockstep.config.wording import find_key
 _OVERRIDE: Final = re.compile(r"(recipe|placement|run)(\.\w+)*=")
 
 
-def split_overrides(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the overrides, such as `placement.device=cpu`, and all other words, each in their original order."""
-    overrides = tuple(word for word in words if _OVERRIDE.match(word))
-    return overrides, [word for word in words if word not in overrides]
+def split_overrides(arguments: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the overrides, such as `placement.device=cpu`, and the remaining arguments. The order is preserved."""
+    overrides = tuple(argument for argument in arguments if _OVERRIDE.match(argument))
+    return overrides, [argument for argument in arguments if argument not in overrides]
 
 
 def as_override(error: click.NoSuchOption) -> click.UsageError:

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from lockstep.config.load import Loaded
 
 
-def load_words(words: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
+def load_words(arguments: Sequence[str], cfg: str | None, gpus: int | None, world_size: int | None) -> Loaded:
     """Return the configuration of `[RECIPE] [KEY=VALUE]...` or, if set, of `cfg`, a file of a different framework."""
     if cfg is None:
         from lockstep.config.load import load, split
 
-        return load(*split(words))
+        return load(*split(arguments))
     from lockstep.setup.recipe_import import import_recipe
 
-    return import_recipe(cfg, words, gpus, world_size).load()
+    return import_recipe(cfg, arguments, gpus, world_size).load()
 
 
 def tell_notes(loaded: Loaded) -> None:
@@ -38,6 +38,6 @@ def tell_tenth(done: int, total: int, text: str) -> None:
 
 
 def tell_measuring(text: str) -> None:
-    """If stderr is a terminal, print what is being measured."""
+    """If stderr is a terminal, print `text`, which describes the current measurement."""
     if sys.stderr.isatty():
         click.echo(f"... {text}", err=True)

@@ -17,7 +17,7 @@ from lockstep.launchers import check_alone
 
 
 @click.command("compare")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option("--placements", default="ddp", show_default=True, help="Strategies, such as ddp,zero3,pipeline.")
 @click.option("--processes", default="1,2", show_default=True, help="Numbers of processes, such as 1,2,4.")
 @click.option("--also", multiple=True, metavar="KEY=VALUE", help="Also train with this override. Can be repeated.")
@@ -28,7 +28,7 @@ from lockstep.launchers import check_alone
 @click.option("--no-page", is_flag=True, help="Don't write a page.")
 @click.option("--png", is_flag=True, help="Also write each chart as a PNG file. Requires Chromium.")
 def command(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     placements: str,
     processes: str,
     also: tuple[str, ...],
@@ -64,9 +64,9 @@ def command(
     check_alone("compare starts the processes of each placement")
     if usual:
         raise UsageError(f"--usual: {USUAL_MOVED}")
-    source, overrides = split(words)
+    source, overrides = split(arguments)
     if source not in list_shipped_recipes() and Path(source).is_dir():
-        folders = shlex.join(word for word in words if Path(word).is_dir())
+        folders = shlex.join(argument for argument in arguments if Path(argument).is_dir())
         raise UsageError(
             f"{source}: expected a YAML file or the name of a recipe, got a folder; to compare runs, use lockstep "
             f"report {folders}"

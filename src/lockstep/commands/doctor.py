@@ -164,8 +164,8 @@ def launch(as_json: bool, rendezvous: str, device: str) -> None:
 
 @command.command("gpu")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
-def gpu(as_json: bool, words: tuple[str, ...]) -> None:
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+def gpu(as_json: bool, arguments: tuple[str, ...]) -> None:
     """Report the GPUs and libraries of this host, their faults, and environment variables that make kernels inexact.
 
     With RECIPE, it also lists the parts of the model and the loss that have no exact kernel on CUDA, and exits with
@@ -176,7 +176,7 @@ def gpu(as_json: bool, words: tuple[str, ...]) -> None:
     from lockstep.setup.build import setup
     from lockstep.setup.checks import cuda_refusals
 
-    recipe = load(*split(words)).config.recipe if words else None
+    recipe = load(*split(arguments)).config.recipe if arguments else None
     refusals = None if recipe is None else [str(refusal) for refusal in cuda_refusals(setup(recipe))]
     precision = recipe.precision if recipe else "fp32"
     start, evidence = time.monotonic(), look_at_cards()

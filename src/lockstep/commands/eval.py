@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 @click.command("eval")
-@click.argument("words", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first)
+@click.argument(
+    "arguments", nargs=-1, metavar="CHECKPOINT | RECIPE [KEY=VALUE]...", shell_complete=_completion.file_first
+)
 @click.option("--trust", is_flag=True, help="Run the code that the checkpoint's recipe names.")
 @click.option("--cfg", metavar="FILE", help="Instead of CHECKPOINT: a configuration of another framework with weights.")
-def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
+def command(arguments: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     """Evaluate CHECKPOINT: a run folder (its newest checkpoint), or a checkpoint such as runs/a/checkpoints/best.
 
     A checkpoint is evaluated with the recipe that it was trained with. If you pass RECIPE instead, a YAML file or the
@@ -34,23 +36,25 @@ def command(words: tuple[str, ...], trust: bool, cfg: str | None) -> None:
     from lockstep.run import evaluation
     from lockstep.run.start import run_launched_rank
 
-    if not words and cfg is None:
+    if not arguments and cfg is None:
         raise click.UsageError("Missing argument 'CHECKPOINT'.")
-    if cfg is not None or _is_recipe(words[0]):
-        loaded = _recipe.load_words(words, cfg, None, None if info is None else info.size)
+    if cfg is not None or _is_recipe(arguments[0]):
+        loaded = _recipe.load_words(arguments, cfg, None, None if info is None else info.size)
         if info is None:
             raise SystemExit(evaluation.evaluate_weights(loaded, _tell))
-        raise SystemExit(run_launched_rank(info, words, lambda: evaluation.weights_as_rank(loaded, _tell)))
-    request = evaluation.EvalRequest(words[0], words[1:], trust)
+        raise SystemExit(run_launched_rank(info, arguments, lambda: evaluation.weights_as_rank(loaded, _tell)))
+    request = evaluation.EvalRequest(arguments[0], arguments[1:], trust)
     if info is None:
         raise SystemExit(evaluation.evaluate_here(request, _tell))
-    raise SystemExit(run_launched_rank(info, words[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell)))
+    raise SystemExit(
+        run_launched_rank(info, arguments[1:], lambda: evaluation.evaluation_as_rank(request, info, _tell))
+    )
 
 
-def _is_recipe(word: str) -> bool:
+def _is_recipe(argument: str) -> bool:
     from lockstep.config.shipped import list_shipped_recipes
 
-    return word.endswith((".yaml", ".yml")) or (word in list_shipped_recipes() and not Path(word).exists())
+    return argument.endswith((".yaml", ".yml")) or (argument in list_shipped_recipes() and not Path(argument).exists())
 
 
 def _tell(result: EvalResult) -> None:

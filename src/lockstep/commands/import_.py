@@ -5,9 +5,9 @@ import click
 
 @click.command("import")
 @click.argument("file", type=click.Path())
-@click.argument("words", nargs=-1, metavar="[KEY VALUE]... [KEY=VALUE]...")
+@click.argument("arguments", nargs=-1, metavar="[KEY VALUE]... [KEY=VALUE]...")
 @click.option("--gpus", type=click.IntRange(min=1), help="Number of GPUs that the per-GPU batch size is meant for.")
-def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
+def command(file: str, arguments: tuple[str, ...], gpus: int | None) -> None:
     """Print FILE, a YAML configuration of Distribuuuu or pycls, as a recipe and a placement.
 
     Comments show which key of FILE each value comes from, and why other keys have no counterpart. KEY VALUE are
@@ -19,6 +19,6 @@ def command(file: str, words: tuple[str, ...], gpus: int | None) -> None:
     """
     from lockstep.setup.recipe_import import import_recipe
 
-    recipe = import_recipe(file, words, gpus)
+    recipe = import_recipe(file, arguments, gpus)
     recipe.load()  # so that errors are reported here and not when the recipe is trained
     click.echo(recipe.to_yaml(), nl=False)

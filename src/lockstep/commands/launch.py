@@ -79,7 +79,7 @@ def _launcher(_context: click.Context, _option: click.Parameter, name: str) -> s
 @click.option("--option", "options", multiple=True, metavar="WORD", help="Passed to the launcher. Can be repeated.")
 @click.option("--python", default=sys.executable, help="Python on the hosts. Defaults to the path of this Python.")
 @click.option("--dry-run", is_flag=True, help="Print the command line and do nothing.")
-@click.argument("words", nargs=-1, metavar="-- COMMAND [ARGUMENT]...")
+@click.argument("arguments", nargs=-1, metavar="-- COMMAND [ARGUMENT]...")
 def command(
     on: str,
     nodes: str | None,
@@ -98,7 +98,7 @@ def command(
     options: tuple[str, ...],
     python: str,
     dry_run: bool,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
 ) -> None:
     """Start `lockstep COMMAND`, such as train RECIPE, or a SCRIPT.py with a launcher, in the foreground.
 
@@ -108,7 +108,7 @@ def command(
     fewest, count = number_of_hosts(nodes) if nodes else (None, len(host_names) or 1)
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     job = Job(
-        with_python(words),
+        with_python(arguments),
         python,
         count,
         resources.processes_per_node(processes_per_node),

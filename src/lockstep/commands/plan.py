@@ -82,7 +82,7 @@ def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
 
 
 @click.command("plan")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option("--placements", default="", help="Strategies, such as ddp,zero3. Defaults to all with identical bits.")
 @click.option("--processes", default="1,2,4", show_default=True, help="Numbers of processes, such as 1,8,64.")
 @click.option("--memory", default="", metavar="SIZE", help="Memory of a device, such as 80GB, to show what fits.")
@@ -100,7 +100,7 @@ def write_back(file: Path, strategy: Any, predicted: Mapping[str, Any]) -> None:
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all results to this file as JSON."
 )
 def command(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     placements: str,
     processes: str,
     memory: str,
@@ -141,7 +141,7 @@ def command(
     if price is not None and not 0 < price < math.inf:
         raise UsageError(f"--price: expected a number above 0, such as 2.50, got {price:g}")
     terms = Terms(price, duration(mtbf, "--mtbf", "3h"), duration(save, "--save", "20s") or 0.0)
-    counts, (source, overrides) = processes_in(processes), split(words)
+    counts, (source, overrides) = processes_in(processes), split(arguments)
     if writes:
         check_writable(source, overrides)
     strategy_overrides = [

@@ -31,7 +31,7 @@ def command() -> None:
 
     rows = [row(shipped) for shipped in list_shipped_recipes().values()]
     if sys.stdout.isatty():
-        draw(rows)
+        print_table(rows)
     else:
         lines = [RecipeRow(*RecipeRow._fields), *rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -47,7 +47,7 @@ def row(shipped: ShippedRecipe) -> RecipeRow:
     return RecipeRow(shipped.name, recipe.model.name, recipe.data.name, str(recipe.batch), length, shipped.description)
 
 
-def draw(rows: list[RecipeRow]) -> None:
+def print_table(rows: list[RecipeRow]) -> None:
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Column, Table

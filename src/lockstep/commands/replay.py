@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 
 
 @click.command("replay")
-@click.argument("words", nargs=-1, required=True, metavar="RUN [KEY=VALUE]... [-- COMMAND]", type=click.Path())
+@click.argument("arguments", nargs=-1, required=True, metavar="RUN [KEY=VALUE]... [-- COMMAND]", type=click.Path())
 @click.option("--step", type=click.IntRange(1), metavar="N", help="Replay step N and examine it.")
 @click.option("--steps", metavar="A:B", help="Replay steps A to B, including B.")
 @click.option("--check", type=click.IntRange(1), metavar="K", help="Replay K randomly chosen steps.")
@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 @click.option("--trace", type=click.Path(dir_okay=False, path_type=Path), help="With --step: write a trace for bisect.")
 @click.option("--trust", is_flag=True, help="Run the code that the run's recipe names.")
 def command(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     step: int | None,
     steps: str | None,
     check: int | None,
@@ -45,10 +45,10 @@ def command(
     """
     from lockstep.replay.drive import Options, replay
 
-    overrides, places = _overrides.split_overrides(words)
+    overrides, places = _overrides.split_overrides(arguments)
     if not places:
         raise UsageError("replay: no run folder; pass the folder of a run")
-    script = words[words.index(places[1]) :] if len(places) > 1 else ()
-    overrides = overrides[: len(words) - len(script) - 1]  # the words after the run folder belong to the script
+    script = arguments[arguments.index(places[1]) :] if len(places) > 1 else ()
+    overrides = overrides[: len(arguments) - len(script) - 1]  # arguments after the run folder are for the script
     options = Options(Path(places[0]), step, steps, check, samples, change, out, overrides, trust, trace, script)
     raise SystemExit(replay(options, lambda line: click.echo(printable_line(line))))

@@ -27,9 +27,9 @@ def command() -> None:
 
     rows = [row(name) for name in names()]
     if sys.stdout.isatty():
-        draw(rows)
+        print_table(rows)
     else:
-        click.echo("\n\n".join(_plain(strategy) for strategy in rows))
+        click.echo("\n\n".join(_format_row(strategy) for strategy in rows))
 
 
 def row(name: str) -> StrategyRow:
@@ -40,12 +40,12 @@ def row(name: str) -> StrategyRow:
     return StrategyRow(name, traits.cuts, traits.exactness, traits.needs, traits.communication)
 
 
-def _plain(row: StrategyRow) -> str:
+def _format_row(row: StrategyRow) -> str:
     lines = [f"  {label + ':':<14} {text}" for label, text in zip(row._fields[1:], row[1:], strict=True)]
     return "\n".join([row.name, *lines])
 
 
-def draw(rows: list[StrategyRow]) -> None:
+def print_table(rows: list[StrategyRow]) -> None:
     """Print the strategies as a table on the terminal."""
     from rich.console import Console
     from rich.table import Column, Table

@@ -45,7 +45,7 @@ from lockstep.launchers.kubernetes import KINDS, Cluster
     "--restarts", type=click.IntRange(0), help=f"Restarts after failures. Defaults to {RESTARTS} (kubernetes)."
 )
 @click.option("--dry-run", is_flag=True, help="Print the script or the manifest and do nothing.")
-@click.argument("words", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]... | SCRIPT.py")
+@click.argument("arguments", nargs=-1, metavar="-- train [RECIPE] [KEY=VALUE]... | SCRIPT.py")
 def command(
     on: str,
     nodes: int,
@@ -66,7 +66,7 @@ def command(
     namespace: str,
     restarts: int | None,
     dry_run: bool,
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
 ) -> None:
     """Submit `lockstep train`, or on Kubernetes a SCRIPT.py, as a job that resumes by itself until the run is done.
 
@@ -92,7 +92,7 @@ def command(
     resources = Resources(partition, account, gpus_per_node, cpus_per_task or 0)
     per_node = resources.processes_per_node(processes_per_node)
     python = python or (sys.executable if on == "slurm" else "python3")
-    job = Job(with_python(words), python, nodes, per_node, options=options, resources=resources)
+    job = Job(with_python(arguments), python, nodes, per_node, options=options, resources=resources)
     if on == "kubernetes":
         volume, _, mount = claim.partition(":")
         cluster = Cluster(

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 @click.command("train")
-@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
+@click.argument("arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...", shell_complete=_completion.words)
 @click.option(
     "--cfg", metavar="FILE", help="Instead of RECIPE: a configuration of another framework. See lockstep import."
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="With --cfg: number of GPUs for the per-GPU batch size.")
-def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
+def command(arguments: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
     """Train RECIPE, a YAML file or the name of a shipped recipe. RECIPE defaults to digits.
 
     Overrides are dotted: recipe.optimizer.lr=0.1 placement.processes=2 run.dir=runs/a
@@ -40,9 +40,9 @@ def command(words: tuple[str, ...], cfg: str | None, gpus: int | None) -> None:
         raise click.UsageError("--gpus: requires --cfg; for a recipe, set the global batch size in recipe.batch")
     info = detect_rank()  # before the imports below, which take seconds
     size = None if info is None else info.size
-    load = partial(_recipe.load_words, words, cfg, gpus, size)
+    load = partial(_recipe.load_words, arguments, cfg, gpus, size)
     with ignore_terminal_errors():
-        raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, words, load))
+        raise SystemExit(_train_here(load) if info is None else _train_as_rank(info, arguments, load))
 
 
 def _train_here(load: Callable[[], Loaded]) -> int:
@@ -67,7 +67,7 @@ def _train_here(load: Callable[[], Loaded]) -> int:
     return train_here(loaded)
 
 
-def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Loaded]) -> int:
+def _train_as_rank(info: RankInfo, arguments: tuple[str, ...], load: Callable[[], Loaded]) -> int:
     from lockstep.run.start import run_launched_rank
     from lockstep.run.training import training_as_rank
 
@@ -77,4 +77,4 @@ def _train_as_rank(info: RankInfo, words: tuple[str, ...], load: Callable[[], Lo
             _recipe.tell_notes(loaded)
         return training_as_rank(loaded, info)
 
-    return run_launched_rank(info, words, check_and_work)
+    return run_launched_rank(info, arguments, check_and_work)

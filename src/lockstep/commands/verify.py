@@ -22,7 +22,7 @@ _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a termin
 
 @click.command("verify", cls=ScriptCommand)
 @click.argument(
-    "words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
+    "arguments", nargs=-1, metavar="[RECIPE] [KEY=VALUE]... | SCRIPT [ARGUMENT]...", shell_complete=_completion.words
 )
 @click.option(
     "--processes", type=click.IntRange(1), multiple=True, help="Number of processes for SCRIPT. Can be repeated."
@@ -36,7 +36,7 @@ _MAX_LINE_CHARS: Final = 200  # maximum line length if the output isn't a termin
     "--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all results to this file as JSON."
 )
 def command(
-    words: tuple[str, ...],
+    arguments: tuple[str, ...],
     processes: tuple[int, ...],
     strategies: tuple[str, ...],
     seed: int,
@@ -56,9 +56,11 @@ def command(
     2 processes (1 to 4 with --all) with ddp, zero1, zero2 and zero3. One of the placements is stopped after a step that
     --seed chooses, and resumed on another placement.
     """
-    if words and words[0].endswith(".py"):
+    if arguments and arguments[0].endswith(".py"):
         counts = processes or ((1, 2, 3, 4) if everything else (1, 2))
-        raise SystemExit(_script(Path(words[0]), words[1:], counts, strategies, steps, None if no_resume else seed))
+        raise SystemExit(
+            _script(Path(arguments[0]), arguments[1:], counts, strategies, steps, None if no_resume else seed)
+        )
     if processes or strategies:
         raise UsageError(
             "--processes, --strategy: only supported with a script; for a recipe, use placement.processes=N and "
@@ -69,7 +71,7 @@ def command(
     from lockstep.config.blame import add_key_positions
     from lockstep.config.load import load, split
 
-    loaded = load(*split(words))
+    loaded = load(*split(arguments))
     _recipe.tell_notes(loaded)
 
     from rich.console import Console

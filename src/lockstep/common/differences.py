@@ -1,4 +1,4 @@
-"""Describes differences between ranks in facts that must be equal."""
+"""Describes values that must be equal on all ranks but differ."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ def differences(
     advice: str = "start all ranks with the same value",
     where: str = "",
 ) -> list[str]:
-    """Return a line for each fact that differs from rank 0. It lists the differing ranks and the value on the first.
+    """Return a message for each fact that differs from rank 0, with the differing ranks and the value on the first.
 
-    `hosts` contains the host name of each rank, or is empty if host names don't matter. `where` is the line of user
-    code that the facts are about, if any.
+    `hosts` contains the host name of each rank, or is empty if host names don't matter. `where` is the source line of
+    user code that the facts belong to, if any.
     """
     lines = []
     for name in dict.fromkeys(name for rank_facts in facts.values() for name in rank_facts):

@@ -1,14 +1,14 @@
-"""Ends processes together with the process that started them, no matter how that process ends.
+"""Ends a child process when its parent process ends, no matter how the parent ends.
 
-On the same host, a child process asks the kernel to do this: `die_with_parent`, `die_with_launcher`.
+On the same host, `die_with_parent` and `die_with_launcher` ask the kernel to end the child.
 
 A process that ssh starts on a different host outlives the ssh process. However, its stdin closes, even if the
 connection breaks. Therefore, `python -m lockstep.common.follow_parent COMMAND [ARGUMENT]...` runs a command until stdin
 closes. The command runs in a separate process group. When stdin closes, the command receives SIGTERM. After a while,
 the rest of the process group is killed. There are two options:
 
-- `--secret`: The first line of stdin is the secret of the job. It is passed to the command in an environment variable,
-  because all users of a host can read command lines.
+- `--secret`: Read the secret of the job from the first line of stdin, and pass the secret to the command in an
+  environment variable, because all users of a host can read command lines.
 - `--knows HOST`: Exit immediately if this host can't resolve HOST. Otherwise, torchrun would retry for minutes.
 
 A task that srun starts doesn't notice if srun is killed. `lockstep launch` becomes srun through exec, and srun inherits
@@ -35,7 +35,7 @@ from lockstep.common.hashing import FIXED, VARIABLE
 from lockstep.common.rank import SECRET
 from lockstep.errors import EXIT_USAGE, TransientError
 
-RESOLVE_FLAG: Final = "--knows"  # its argument is a host name that must resolve on the host of the command
+RESOLVE_FLAG: Final = "--knows"  # option of this module; followed by the host name to resolve
 GIVE_ADDRESS: Final = "pass its address in --endpoint ADDRESS:PORT"
 READS_SECRET: Final = "--secret"
 STOP_S: Final = 60.0  # time to save a checkpoint after SIGTERM
@@ -43,8 +43,8 @@ _POLL_S: Final = 0.1
 _RESOLVE_TIMEOUT_S: Final = 5.0  # maximum time until a name resolves; container names may only resolve after a delay
 _MAX_SECRET_BYTES: Final = 8192  # maximum length of a secret in bytes
 SRUN_PORT: Final = "LOCKSTEP_SRUN_PORT"  # read by the tasks, together with SLURM_SRUN_COMM_HOST, which srun sets
-_TASKS: Final = 4096  # backlog, which limits the number of connections that aren't accepted
-_CONNECT_S: Final = 10.0
+_BACKLOG: Final = 4096  # maximum number of connections that aren't accepted yet
+_CONNECT_TIMEOUT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 # A manually started process may outlive its shell (nohup).
 _FOLLOWED_LAUNCHERS: Final = ("torchrun", "openmpi", "mpich")
@@ -87,17 +87,17 @@ def run_until_stdin_closes(command: Sequence[str], stdin: int, stop_s: float = S
 
 
 def listening_socket() -> socket.socket:
-    """Return a listening socket for tasks. It stays open across exec until this process ends."""
-    listening = socket.create_server(("", 0), backlog=_TASKS)
+    """Return a socket that tasks connect to. The socket stays open across exec until this process ends."""
+    listening = socket.create_server(("", 0), backlog=_BACKLOG)
     listening.set_inheritable(True)
     return listening
 
 
 def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
-    """End this process when its srun is gone. Sends SIGTERM to it, and SIGKILL after `stop_s` seconds.
+    """End this process when its srun is gone: send SIGTERM to this process, and SIGKILL after `stop_s` seconds.
 
-    `lockstep launch` becomes srun, whose address is in `env`. Without an address, this is a no-op. It must be called
-    from the main thread.
+    `lockstep launch` becomes srun, whose address is in `env`. If `env` has no address, this function is a no-op. Call
+    this function from the main thread.
     """
     host, port = env.get("SLURM_SRUN_COMM_HOST"), env.get(SRUN_PORT)
     if not (host and port):
@@ -106,7 +106,7 @@ def follow_srun(env: Mapping[str, str], stop_s: float = STOP_S) -> None:
 
     def watch() -> None:
         try:
-            with socket.create_connection((host, int(port)), _CONNECT_S) as line, suppress(ConnectionError):
+            with socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S) as line, suppress(ConnectionError):
                 line.settimeout(None)
                 line.recv(1)
         except ConnectionRefusedError:  # srun is already gone
@@ -157,11 +157,11 @@ def _export_secret(stdin: int) -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends, even if that is killed by SIGKILL.
+    """Ask the kernel to kill this process when the parent thread ends, even if SIGKILL ends the parent.
 
     On systems other than Linux, a thread ends this process soon after its parent.
     """
-    # Recorded before the fork if multiprocessing started this process.
+    # If multiprocessing started this process, the parent was recorded before the fork.
     parent_process = multiprocessing.parent_process()
     parent = parent_process.pid if parent_process else os.getppid()
     try:
@@ -236,5 +236,5 @@ if __name__ == "__main__":
             sys.stderr.write(f"error: {problem}; {GIVE_ADDRESS}\n")
             sys.exit(EXIT_USAGE)
         arguments = arguments[2:]
-    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't forward the environment
+    os.environ.setdefault(VARIABLE, FIXED)  # ssh doesn't forward PYTHONHASHSEED
     sys.exit(run_until_stdin_closes(arguments, sys.stdin.fileno()))

@@ -1,7 +1,8 @@
 """The seed of Python's string hashes, which determines the iteration order of sets. Lockstep's commands fix the seed.
 
 Unless PYTHONHASHSEED is set, Python chooses a random seed when an interpreter starts, and the seed can't be changed
-later. Forked ranks share the seed. Ranks that a launcher starts have different seeds, and so does each start of a run.
+later. Forked ranks share the seed. Ranks that a launcher starts have different seeds, and restarting a run changes the
+seeds.
 """
 
 import os
@@ -64,7 +65,7 @@ def seed_warning(probes: Collection[str]) -> str:
 
 
 def other_seed() -> str:
-    """Return a seed that differs from the seed of this process, so that sets are in a different order."""
+    """Return a seed that differs from the seed of this process, so that sets iterate in a different order."""
     return "1" if hash_seed() != "1" else "2"
 
 

@@ -45,7 +45,7 @@ def import_callable(path: str, purpose: str, expected: str) -> Any:
 def import_extra(package: str, extra: str, label: str) -> Any:
     """Import a package of an optional extra. Raises UsageError, prefixed with `label`, if the package isn't installed.
 
-    Such packages can take seconds to import, so call this function only when the package is needed.
+    Importing such a package can take seconds, so call this function only when the package is needed.
     """
     try:
         return importlib.import_module(package)

@@ -1,7 +1,7 @@
-"""Errors for data loader processes that died: which process, how it ended, and what to do.
+"""Errors for data loader processes that died. An error names the process, how the process ended, and a fix.
 
-torch raises a RuntimeError in its SIGCHLD handler, wherever the main thread is at that moment. This may be in user code
-or in a collective.
+torch raises a RuntimeError in its SIGCHLD handler, so the error interrupts whatever the main thread is doing, such as
+user code or a collective.
 """
 
 import re

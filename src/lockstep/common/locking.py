@@ -16,9 +16,9 @@ from lockstep.errors import UsageError
 def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock file `path` in the block. Creates the file if needed. Waits while another process holds it.
 
-    If `wait` is False, it tries only once, and yields whether the lock was acquired.
+    If `wait` is False, try to acquire the lock once without waiting, and yield whether this succeeded.
 
-    The lock belongs to the open file, not to the existence of the file, so a killed process leaves nothing to clean up.
+    The lock is held by an open file descriptor, so a killed process releases its lock.
     The file is never removed. Otherwise, a waiting process and a new process could hold two locks with the same name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             acquired = True
-        except OSError:  # another process holds it, or the file system doesn't support locks
+        except OSError:  # another process holds the lock, or the file system doesn't support locks
             if wait:
                 raise
             acquired = False
@@ -39,8 +39,8 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[bool]:
 def private_folder() -> Path:
     """Return this user's private folder in the temporary folder of the node. Creates it if needed.
 
-    All users can write to the temporary folder and know the name. Therefore, this raises UsageError if another user
-    created the folder, or if other users can access it.
+    All users can write to the temporary folder, and can guess the name of the private folder. Therefore, this raises
+    UsageError if another user created the private folder, or if other users can access the private folder.
     """
     folder = Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
     with suppress(FileExistsError):

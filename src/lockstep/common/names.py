@@ -28,8 +28,8 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 def choices(name: str, names: Iterable[str]) -> str:
     """Return a text with a suggestion for a mistyped name and the valid names.
 
-    If there is no suggestion, it only lists the valid names. If there is a suggestion and there are many valid names,
-    it only contains the suggestion.
+    Without a suggestion, the text only lists the valid names. With a suggestion and many valid names, the text only
+    contains the suggestion.
     """
     valid = list(names)
     hint = suggestion(name, valid)

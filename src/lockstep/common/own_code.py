@@ -15,17 +15,17 @@ from lockstep.errors import LockstepError, UsageError, UserCodeError
 
 _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
 _LIBRARIES: Final = ("numpy", "timm", "torch", "torchvision", "transformers")  # may be source checkouts, like user code
-# Errors from these files aren't caused by the running code, but by a lost peer or loader process.
+# A lost peer or loader process causes the errors from these files, not the code that is running.
 _FOREIGN_FILES: Final = ("/torch/distributed/", "/torch/utils/data/_utils/signal_handling.py")
-# These files call the user's model, or torch on its behalf, and only raise user errors.
-_CALLS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
+# These files call the user's model, or call torch for the model. All of their errors are user errors.
+_USER_CODE_CALLERS: Final = ("/lockstep/core/batch.py", "/lockstep/parallel/context/attention.py")
 _MAX_MESSAGE_CHARS: Final = 1_000  # maximum number of characters in a message
 _MAX_MESSAGE_LINES: Final = 8
 
-_NO_GROUP: Final = "Default process group has not been initialized"
+_NO_GROUP_MESSAGE: Final = "Default process group has not been initialized"
 _DDP_ADVICE: Final = "remove the remaining DDP code, such as its wrapper or sampler; Lockstep distributes the work"
 
-# Arguments of a loop.
+# Recipe keys that are arguments in a custom training loop.
 _RECIPE_PREFIX: Final = re.compile(r"\brecipe\.(model\.)?(?=(chunks|plan|microbatch|microbatches)\b)")
 Place = tuple[str, int]  # file and line
 
@@ -35,8 +35,8 @@ class UserCode:
     """A context manager for user code. It converts all exceptions, including SystemExit, to UserCodeError.
 
     `label` describes the code, such as `model my.nets:net`. LockstepError and KeyboardInterrupt aren't converted. Set
-    `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, or from collectives in them, aren't
-    converted.
+    `shared` if Lockstep hooks also run in the block. Exceptions from these hooks, and from collectives in hooks,
+    aren't converted.
     """
 
     def __init__(self, label: str, shared: bool = False) -> None:
@@ -61,7 +61,7 @@ def own_error(error: BaseException) -> UserCodeError | None:
     """If `error` comes from user code outside of `UserCode`, return the error to report. Otherwise, return None."""
     if isinstance(error, LockstepError | KeyboardInterrupt):
         return None
-    if _NO_GROUP in str(error) and place(error):
+    if _NO_GROUP_MESSAGE in str(error) and place(error):
         return UserCodeError(describe_error(error, _DDP_ADVICE))
     return UserCodeError(describe_error(error)) if _origin(error.__traceback__) == "own" else None
 
@@ -78,7 +78,7 @@ def describe_error(error: BaseException, advice: str = "") -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return the innermost line of user code in an error's traceback, such as `nets.py:12`, or an empty string."""
+    """Return the innermost source line of user code in a traceback, such as `nets.py:12`, or an empty string."""
     if isinstance(error, SyntaxError) and isinstance(error.filename, str) and is_own(error.filename):
         return location(error.filename, error.lineno)
     frames = [(name, line) for name, line in _frames(error.__traceback__) if is_own(name)]
@@ -86,7 +86,7 @@ def place(error: BaseException) -> str:
 
 
 def calling() -> str:
-    """Return the line of user code that called Lockstep, such as `loop.py:12`, or an empty string."""
+    """Return the source line of user code that called Lockstep, such as `loop.py:12`, or an empty string."""
     frame = sys._getframe(1)
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back  # type: ignore[assignment]
@@ -94,9 +94,9 @@ def calling() -> str:
 
 
 def between(before: Place, now: Place) -> str:
-    """Describe the user code that ran between two calls: its line if it is a single line, or the lines of both calls.
+    """Describe the user code that ran between two calls: a single source line, or the source lines of both calls.
 
-    If both calls are on the same line, one iteration of a loop apart, the text is `since` followed by the line.
+    If both calls are on the same line, as in two iterations of a loop, the text is `since` followed by that line.
     """
     if not before[0] or not now[0]:
         return calling()
@@ -116,7 +116,7 @@ def refusal(text: str, advice: str, where: str = "") -> UserCodeError:
 
 @contextmanager
 def add_calling_line() -> Iterator[None]:
-    """Add the calling line of user code to each UsageError in the block that has no line.
+    """Add the source line that called Lockstep to each UsageError in the block that has no source line.
 
     Recipe keys are shown as arguments, because the caller is a custom training loop.
     """
@@ -165,7 +165,7 @@ def _origin(trace: TracebackType | None) -> str:
     if frames and "/torch/autograd/" in frames[-1]:  # autograd runs the model's graph, regardless of the caller
         return ""
     for name in reversed(frames):
-        if name.endswith(_CALLS):
+        if name.endswith(_USER_CODE_CALLERS):
             continue
         if name.startswith(lockstep) or any(part in name for part in _FOREIGN_FILES):
             return "ours"

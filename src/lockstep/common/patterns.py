@@ -11,7 +11,7 @@ _MAX_NAMES: Final = 8  # maximum number of names in a message
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name matches any of the patterns. The rules are those of fnmatch, so `*` also matches dots."""
+    """Return whether a name matches any of the patterns. As in fnmatch, `*` also matches dots."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

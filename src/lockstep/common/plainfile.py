@@ -56,7 +56,7 @@ def shown_text(path: Path) -> str:
 def check_folder(folder: Path) -> None:
     """Raise OSError if any entry in `folder`, after following links, is neither a regular file nor a folder.
 
-    Use this before a library opens files in a folder, because a library would block on a pipe.
+    Call this function before a library opens files in a folder, because a library would block on a pipe.
     """
     for folder_path, _, names in os.walk(folder):
         for path in (Path(folder_path, name) for name in names):
@@ -65,7 +65,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_safetensors(path: Path) -> None:
-    """Raise OSError if the safetensors header of a file is larger than that of any real model.
+    """Raise OSError if the safetensors header of a file is larger than the header of any real model.
 
     The library accepts up to 100 MB. Such a header can list a million tensors, and takes a minute and a gigabyte to
     parse.
@@ -79,7 +79,7 @@ def check_safetensors(path: Path) -> None:
 def parse_json(data: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Parse JSON, with `pairs` as the object_pairs_hook. Raises ValueError if the data isn't valid.
 
-    Use this instead of json.loads, which raises RecursionError if lists are nested too deeply.
+    Use this function instead of json.loads, which raises RecursionError if lists are nested too deeply.
     """
     try:
         return json.loads(data, object_pairs_hook=pairs)

@@ -25,7 +25,7 @@ def usable_cores() -> int:
 
 
 def has_gpu_driver() -> bool:
-    """Return whether a GPU driver is present. If not, torch finds no device, and its slow import can be skipped."""
+    """Return whether a GPU driver is present. Without a driver, importing torch to find a device can be skipped."""
     return any(os.path.exists(driver) for driver in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 

@@ -13,6 +13,6 @@ OF_TRAINING: Final = OF_ALL | {
 }
 
 
-def first_reserved(figures: Iterable[str], reserved: frozenset[str]) -> str | None:
+def first_reserved(names: Iterable[str], reserved: frozenset[str]) -> str | None:
     """Return the first metric name that is `reserved`, or None if there is none."""
-    return next((name for name in figures if name in reserved), None)
+    return next((name for name in names if name in reserved), None)

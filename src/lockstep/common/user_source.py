@@ -1,4 +1,4 @@
-"""Hashes of the source files of user code. The source code belongs to the recipe, although a recipe only names it.
+"""Hashes of the source files of user code. A recipe only contains import paths, so the source is recorded separately.
 
 Import statements are parsed, not executed, so the result doesn't depend on modules that are already imported. Imports
 by other means, such as importlib, aren't found.
@@ -22,7 +22,7 @@ _MAX_NAMED: Final = 10
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """Return a hash of each source file of the user that the import paths lead to, directly or through imports.
+    """Return a hash of each user source file that the import paths refer to, directly or through imports.
 
     Files are named relative to the folder from which they are imported, so that the folder can be moved.
     """
@@ -40,7 +40,7 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
             continue
         try:
             content = Path(file).read_bytes()
-        except OSError:  # removed since the import, or in an archive
+        except OSError:  # the file was removed after the import, or is in an archive
             continue
         digests[_relative_file(name, spec, file)] = hashlib.sha256(content).hexdigest()[:_HASH_DIGITS]
         queue += [imported for imported in _imports(content, spec) if _may_be_own(imported)]
@@ -54,7 +54,7 @@ def script_digests() -> dict[str, str]:
         return {}
     try:
         content = Path(file).read_bytes()
-    except OSError:  # removed since the start
+    except OSError:  # the file was removed after the process started
         return {}
     names = [name for name in _imports(content, ModuleSpec("__main__", None)) if _may_be_own(name)]
     return {Path(file).name: hashlib.sha256(content).hexdigest()[:_HASH_DIGITS], **source_digests(names)}
@@ -105,7 +105,7 @@ def _may_be_own(name: str) -> bool:
 
 
 def _spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that is imported, or that importing it would load. This doesn't import anything."""
+    """Return the spec of an imported module, or the spec that an import would load. Doesn't import the module."""
     module = sys.modules.get(name)
     if isinstance(module, ModuleType) and isinstance(vars(module).get("__spec__"), ModuleSpec):
         return module.__spec__

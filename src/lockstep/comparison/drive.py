@@ -63,7 +63,7 @@ def compare(
 
 
 def run_all(plans: Sequence[PlannedRun], show: Show) -> Comparison:
-    """Train each placement to completion in subprocesses, and return the results. Completed runs are not repeated.
+    """Train on each placement to completion in subprocesses, and return the results. Completed runs are not repeated.
 
     `show` is called with the comparison after each event. If a run fails, its row contains the reason.
     """
@@ -89,7 +89,7 @@ def _initial_row(plan: PlannedRun) -> ResultRow:
 
 
 def _run(plan: PlannedRun, show: Callable[[ResultRow], None]) -> ResultRow:
-    """Train a placement. `show` is called with its row after each event."""
+    """Train on a placement. `show` is called with the row of the placement after each event."""
     row = replace(plan.row, state="running")
     show(row)
     start, first = time.time(), 0

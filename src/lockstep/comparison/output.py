@@ -25,7 +25,7 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.2
 class Display:
     """Shows a comparison while it is running.
 
-    On a terminal, this is a live table. Otherwise, it prints a line for each run that starts or ends.
+    On a terminal, the display is a live table. Otherwise, the display prints a line for each run that starts or ends.
     """
 
     def __init__(self, stream: TextIO) -> None:

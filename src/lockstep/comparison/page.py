@@ -37,13 +37,13 @@ def title(comparison: Comparison) -> str:
 def sections(comparison: Comparison) -> list[Section]:
     """Return the sections of the page: the table, the results, and the time and memory.
 
-    For a sweep, the results are the curves of its runs. For several placements, they are charts over the number of
-    processes, followed by the curves.
+    For a sweep, the results are the curves of its runs. For several placements, the results are charts over the number
+    of processes, followed by the curves.
     """
     machine = [f"Measured on {comparison.machine}."] if comparison.machine else []
     cells = columns(comparison)
     if _is_sweep(comparison):
-        del cells["placement"]  # the title already contains it
+        del cells["placement"]  # the title already contains the placement
     note = (
         "Speed-up, efficiency and bits are relative to one process with the same recipe."
         if "same bits" in cells
@@ -89,7 +89,7 @@ def _scaling_charts(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _series(comparison: Comparison, value: Callable[[ResultRow], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """Return a line for each strategy and recipe. All lines of a recipe start at its run on a single process."""
+    """Return a line for each strategy and recipe. All lines of a recipe start at the run on a single process."""
     rows = comparison.done
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -131,7 +131,7 @@ def _curves(comparison: Comparison) -> Iterator[Chart]:
 
 
 def _over_values(comparison: Comparison) -> Iterator[Chart]:
-    """Yield a chart of the last evaluation over the value that a sweep changes, if that is a number."""
+    """Yield a chart of the last evaluation over the value that the sweep changes, if this value is a number."""
     rows = comparison.done if _is_sweep(comparison) else []
     points, keys, figures = [], set(), set()
     for row in rows:

@@ -1,4 +1,4 @@
-"""Plans a comparison. All placements are checked before any of them starts."""
+"""Plans a comparison. All placements are checked before the first run starts."""
 
 import hashlib
 import re
@@ -30,7 +30,7 @@ from lockstep.setup.resume import check_recipe
 from lockstep.strategies import ON_ONE_PROCESS
 
 _SINGLE: Final = "single"
-# Keys that it sets itself.
+# Keys that a comparison sets itself.
 _RESERVED_KEYS: Final = ("placement.strategy", "placement.processes", "run.dir", "run.resume")
 _USUAL: Final = ("usual script", "usual", "naive_ddp")
 USUAL_MOVED: Final = "the usual script is now a benchmark; run python -m benchmarks.naive_ddp RECIPE --processes 1,2,4"
@@ -204,6 +204,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _slug(text: str) -> str:
-    """Return text in a form that is valid in a path. If characters are replaced, a hash keeps it unique."""
+    """Return the text in a form that is valid in a path. If characters are replaced, a hash makes the result unique."""
     slug = re.sub(r"[^\w.=-]+", "-", text).strip("-.")[:_MAX_SLUG_CHARS]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"

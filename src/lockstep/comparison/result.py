@@ -60,13 +60,13 @@ class ResultRow:
     def seconds(self) -> float | None:
         """The seconds from the first step to the end, including evaluations and saves.
 
-        If the run was resumed, this is the sum over all starts.
+        If the run was resumed, this is the sum over all starts of the run.
         """
         return self.history.seconds if self.state == "done" else None
 
     @property
     def spent(self) -> dict[str, list[float]]:
-        """The seconds that each rank spent on each activity in the last start."""
+        """The seconds that each rank spent on each activity since the run was last started."""
         return by_rank(self.history.last)
 
     @property
@@ -76,7 +76,7 @@ class ResultRow:
 
     @property
     def samples_per_s(self) -> float | None:
-        """The training throughput of the last start, in samples per second.
+        """The training throughput since the run was last started, in samples per second.
 
         The time of setup, evaluations and saves is excluded.
         """
@@ -175,16 +175,16 @@ _Column = tuple[str, Callable[[Comparison, ResultRow], str]]  # a heading, and a
 
 
 def columns(comparison: Comparison) -> dict[str, list[str]]:
-    """Return the cells of all rows by column heading. The most important columns come first.
+    """Return the cells of all rows by column heading, with the most important columns first.
 
     Columns without information are omitted.
     """
     rows = [row if row.state == "done" else replace(row, history=History()) for row in comparison.rows]
     names = dict.fromkeys(row.history.figure.name for row in rows if row.history.figure)
-    figures: list[_Column] = [(name, partial(_figure, name)) for name in names]
-    all_columns = [*_COLUMNS[:_FIGURES_AT], *figures, *_COLUMNS[_FIGURES_AT:]]
+    figures: list[_Column] = [(name, partial(_format_metric, name)) for name in names]
+    all_columns = [*_COLUMNS[:_METRICS_COLUMN], *figures, *_COLUMNS[_METRICS_COLUMN:]]
     cells = [(heading, [cell(comparison, row) for row in rows]) for heading, cell in all_columns]
-    cells.insert(_FIGURES_AT + len(names), ("best", best([row.history for row in rows])))
+    cells.insert(_METRICS_COLUMN + len(names), ("best", best([row.history for row in rows])))
     return {heading: values for heading, values in cells if len({*values} - {""}) > 1 or {*values} - _UNINFORMATIVE}
 
 
@@ -206,11 +206,11 @@ def conclusion(comparison: Comparison) -> list[str]:
 
 def to_json(comparison: Comparison) -> str:
     """Return all values of the rows as JSON. Unknown values are null."""
-    rows = [_plain(comparison, row) for row in comparison.rows]
+    rows = [_to_dict(comparison, row) for row in comparison.rows]
     return json.dumps({"recipe": comparison.recipe, "machine": comparison.machine, "rows": rows}, indent=1) + "\n"
 
 
-def _plain(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
+def _to_dict(comparison: Comparison, row: ResultRow) -> dict[str, Any]:
     evaluated = {name: points[-1].value for name, points in row.history.curves.items()}
     return {
         "placement": row.placement,
@@ -249,34 +249,34 @@ def _bits_text(comparison: Comparison, row: ResultRow) -> str:
     return "yes" if same else "no" if row.promises == "bits" else f"no ({row.promises})".replace("none", "not promised")
 
 
-def _figure(name: str, _: Comparison, row: ResultRow) -> str:
+def _format_metric(name: str, _: Comparison, row: ResultRow) -> str:
     figure = row.history.figure
     return wording.figure(figure.value, figure.is_fraction) if figure and figure.name == name else ""
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
+def _format_number(value: float | None, fmt: str) -> str:
+    return "" if value is None else fmt.format(value)
 
 
-def _percent(row: ResultRow, name: str) -> str:
-    return _number(row.part(name), "{:.0%}")
+def _format_part(row: ResultRow, name: str) -> str:
+    return _format_number(row.part(name), "{:.0%}")
 
 
-_FIGURES_AT: Final = 3
+_METRICS_COLUMN: Final = 3
 _COLUMNS: Final[tuple[_Column, ...]] = (
     ("placement", lambda _, row: row.placement),
     ("recipe", lambda _, row: row.variant),
     ("state", state),
     ("loss", lambda _, row: loss(row.history)),
-    ("time", lambda _, row: _number(row.seconds, "{:,.1f} s")),
+    ("time", lambda _, row: _format_number(row.seconds, "{:,.1f} s")),
     ("weights", lambda _, row: row.history.weights_sha256[:8]),
     ("same bits", _bits_text),
-    ("samples/s", lambda _, row: _number(row.samples_per_s, "{:,.0f}")),
-    ("speed-up", lambda comparison, row: _number(comparison.speed_up(row), "{:.2f}")),
-    ("efficiency", lambda comparison, row: _number(comparison.efficiency(row), "{:.0%}")),
+    ("samples/s", lambda _, row: _format_number(row.samples_per_s, "{:,.0f}")),
+    ("speed-up", lambda comparison, row: _format_number(comparison.speed_up(row), "{:.2f}")),
+    ("efficiency", lambda comparison, row: _format_number(comparison.efficiency(row), "{:.0%}")),
     ("peak memory", lambda _, row: f"{max(row.peak_bytes) / MIB:,.0f} MiB" if row.peak_bytes else ""),
-    ("computing", lambda _, row: _percent(row, "computing")),
-    ("data", lambda _, row: _percent(row, "data")),
-    ("waiting", lambda _, row: _percent(row, "waiting")),
-    ("for a core", lambda _, row: _percent(row, "waiting for a core")),
+    ("computing", lambda _, row: _format_part(row, "computing")),
+    ("data", lambda _, row: _format_part(row, "data")),
+    ("waiting", lambda _, row: _format_part(row, "waiting")),
+    ("for a core", lambda _, row: _format_part(row, "waiting for a core")),
 )

@@ -1,1 +1,1 @@
-"""Exports a saved run to file formats of other libraries, with a to_*.py module per format, and loads it back."""
+"""Exports a saved run to file formats of other libraries, with a to_*.py module per format, and checks the export."""

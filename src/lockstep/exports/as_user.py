@@ -27,7 +27,7 @@ def main(name: str, path: str, job_folder: str) -> None:
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     torch.set_num_threads(job["threads"])
     if not job["lockstep"]:
-        sys.modules["lockstep"] = None  # type: ignore[assignment]  # an import of it raises
+        sys.modules["lockstep"] = None  # type: ignore[assignment]  # importing lockstep raises ImportError
     # Clone the tensors, because kernels may sum in a different order if a tensor isn't aligned to a cache line.
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "inputs.safetensors").items()}
     leaves = [tensors[str(number)] for number in range(len(tensors))]

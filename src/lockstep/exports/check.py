@@ -89,7 +89,7 @@ def _plain_tuples(inputs: Inputs) -> Any:
 
 
 def _tensors_by_position(inputs: Inputs) -> dict[str, Tensor]:
-    """Return the tensors of the inputs by position, as strings."""
+    """Return the tensors of the inputs. The keys are their positions, as strings."""
     non_tensors = [name for name, leaf in leaves_with_paths(inputs) if not isinstance(leaf, Tensor)]
     if non_tensors:
         raise UsageError(

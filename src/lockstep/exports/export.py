@@ -1,4 +1,4 @@
-"""Exports a saved run to a file of a different library.
+"""Exports a saved run to the file format of a different library.
 
 The file is written under a temporary name, loaded back, compared, and then renamed.
 """
@@ -36,14 +36,14 @@ from lockstep.setup.chunk_check import check_saved
 from lockstep.tasks.batches import predictions
 
 FORMATS: Final = ("safetensors", "torch", "onnx", "transformers", "timm")
-FOLDER: Final = "exports"  # in the run folder, if `out` isn't set
+FOLDER: Final = "exports"  # default folder of exports, in the run folder
 
 _CHECKED_TOKENS: Final = 200  # maximum number of tokens for checking a tokenizer
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The path of an export, a text about the supported input sizes, and a text about the result of its check.
+    """The path of an export, and descriptions of the supported input sizes and of the result of the check.
 
     `sizes` is empty if the format has no restriction to report.
     """
@@ -100,7 +100,7 @@ def export_saved(saved: SavedModel, to: str, out: Path | None = None) -> Exporte
     outputs = _outputs(saved, model, sample.inputs)  # before adapters are merged
     has_adapters = merge_adapters(model)
     export_source = ExportSource(saved, model, sample.inputs, model_card(saved))
-    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch checks the suffix
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}{export_format.SUFFIX}")  # torch requires the suffix
     exact = export_format.SAME_KERNELS and not has_adapters
     try:
         with os_error_as(TrainingError, f"{path}: cannot write", "; use a different --out"):

@@ -1,4 +1,4 @@
-"""Samples for checking an export, from the run's validation data if it is on this machine, or else synthetic."""
+"""Samples for checking an export: validation samples if the data is on this machine, or else synthetic samples."""
 
 from typing import Any, Final, NamedTuple
 

@@ -22,7 +22,7 @@ _CARD_FILE: Final = "lockstep.json"  # name of the file with the model card in t
 
 
 def check(saved: SavedModel) -> None:
-    """See Format. Whether a model can be traced is only known once it is traced."""
+    """See Format. Only `write` finds out whether the model can be traced."""
 
 
 def write(export_source: ExportSource, path: Path) -> str:
@@ -41,7 +41,7 @@ def trace_model(export_source: ExportSource) -> torch.export.ExportedProgram:
     """
     inputs = export_source.inputs
     arguments = tuple(inputs.values()) if isinstance(inputs, dict) else tuple(inputs)
-    # Trace with zeros, because a program may keep its example inputs, and samples may be private.
+    # Trace with zeros, because a program may contain its example inputs, and samples may be private.
     zeros = map_tensors(
         lambda tensor: torch.zeros_like(tensor[:1]).expand(_TRACED_SAMPLES, *tensor.shape[1:]).clone(), arguments
     )

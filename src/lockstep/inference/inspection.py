@@ -1,6 +1,6 @@
-"""Creates page sections about what saved runs have learned.
+"""Creates page sections with metrics and example outputs of saved runs.
 
-Each run is evaluated in this process. Its task determines which examples are shown.
+Each run is evaluated in this process. The task of the run determines which examples are shown.
 """
 
 import math
@@ -30,7 +30,7 @@ from lockstep.tasks.regression import Regression
 from lockstep.tasks.segmentation import Segmentation
 
 _LOG_COLUMN: Final = "compared with the log"
-_FIGURES: Final = (
+_METRICS_NOTE: Final = (
     "Each checkpoint was evaluated by one process. If all samples were evaluated, the last column compares the figures "
     "with the figures that the run logged after the same step. Otherwise, the samples are evenly spaced."
 )
@@ -74,7 +74,7 @@ def inspect_runs(
             problems[folder] = str(error)
     if not inspections:
         raise UsageError("\n".join(f"--examples: {reason}" for reason in problems.values()))
-    sections: list[Section] = [_figures([inspection.row for inspection in inspections.values()])]
+    sections: list[Section] = [_metrics_table([inspection.row for inspection in inspections.values()])]
     if problems:
         sections.append(Words("", [f"No results of {folder}: {reason}" for folder, reason in problems.items()]))
     if curves := {folder: inspection.line for folder, inspection in inspections.items() if inspection.line}:
@@ -92,10 +92,12 @@ def inspect_runs(
                 from_zero=False,
             )
         )
-    of_runs = [(folder, section) for folder, inspection in inspections.items() for section in inspection.sections]
+    run_sections = [(folder, section) for folder, inspection in inspections.items() for section in inspection.sections]
     if len(runs) == 1:  # the page heading already contains the name
-        of_runs = [(run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in of_runs]
-    sections += [section for _, section in of_runs]
+        run_sections = [
+            (run, replace(section, title=section.title.removeprefix(f"{run}: "))) for run, section in run_sections
+        ]
+    sections += [section for _, section in run_sections]
     return Inspection(sections, [*problems.values()])
 
 
@@ -108,20 +110,20 @@ def _inspect(
     task, count, total = validation.task, len(validation.numbers), len(validation.split)
     tell(f"{saved.words}: evaluating {count:,} of {total:,} validation samples on {validation.computing.device}")
     sums = NamedSums()
-    sections, curve = _view(folder, saved, validation, validation.batches(sums))
-    figures = validation.figures(sums)
+    sections, curve = _inspect_task(folder, saved, validation, validation.batches(sums))
+    metrics = validation.figures(sums)
     row = {
         "run": folder,
         "after step": f"{saved.step:,}",
         "weights": saved.weights,
         "samples": f"{count:,} of {total:,}",
-        **{name: wording.figure(value, name in task.fractions) for name, value in figures.items()},
-        _LOG_COLUMN: _deviation_from_log(saved, history, figures) if count == total else "",
+        **{name: wording.figure(value, name in task.fractions) for name, value in metrics.items()},
+        _LOG_COLUMN: _deviation_from_log(saved, history, metrics) if count == total else "",
     }
     return _RunInspection(row, sections, curve)
 
 
-def _view(
+def _inspect_task(
     folder: str, saved: SavedModel, validation: Validation, batches: Iterator[EvaluatedBatch]
 ) -> tuple[list[Section], Line]:
     """Return the sections that the task of a run supports and, for language models, the loss by position.
@@ -153,15 +155,15 @@ def _pixels(run: str, task: Segmentation, batches: Iterable[EvaluatedBatch]) -> 
     return confusions(run, task.classes, truths, guesses, counts[truths, guesses], "pixels")
 
 
-def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[str, float]) -> str:
-    """Return a text about the deviation of the metrics from the values that the run logged after the same step.
+def _deviation_from_log(saved: SavedModel, history: History, metrics: Mapping[str, float]) -> str:
+    """Describe how the metrics differ from the values that the run logged after the same step.
 
     Returns an empty string if the run logged none of the metrics.
     """
     suffix = "" if saved.weights == "model" else f"/{saved.weights}"
     pairs = [
         (value, point.value)
-        for name, value in figures.items()
+        for name, value in metrics.items()
         for point in history.curves.get(evaluation_curve(name) + suffix, [])
         if point.step == saved.step
     ]
@@ -172,6 +174,8 @@ def _deviation_from_log(saved: SavedModel, history: History, figures: Mapping[st
     return f"differs by {max(abs(computed - logged) for computed, logged in pairs):.1e}"
 
 
-def _figures(rows: Sequence[Mapping[str, str]]) -> Table:
+def _metrics_table(rows: Sequence[Mapping[str, str]]) -> Table:
     columns = [*dict.fromkeys(name for row in rows for name in row if name != _LOG_COLUMN), _LOG_COLUMN]
-    return Table("What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _FIGURES)
+    return Table(
+        "What the models do", columns, [[row.get(name, "") for name in columns] for row in rows], _METRICS_NOTE
+    )

@@ -63,7 +63,7 @@ def mistakes(
 ) -> list[Section]:
     """Return the confusion of the classes, and the worst mistakes.
 
-    If the samples are images, the mistakes are shown as images. Otherwise, they are shown as a table.
+    Image samples are shown as thumbnails, and all other samples as rows of a table.
     """
     result = collect_guesses(task, batches)
     ones = torch.ones_like(result.truths)

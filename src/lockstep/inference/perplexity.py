@@ -1,4 +1,4 @@
-"""Evaluates language models on validation text: the loss by position in the context, and samples of text."""
+"""Evaluates language models on validation text: the loss by position in the context, and text samples."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _NOTE: Final = (
 
 
 def loss_by_position(task: Language, batches: Iterable[EvaluatedBatch]) -> list[tuple[float, float]]:
-    """Return the mean loss by position, as pairs of position and loss.
+    """Return the mean loss by position, as (position, loss) pairs.
 
     The position of a predicted token is counted from 1. If the context is long, positions are grouped into ranges. Each
     range produces one pair, with the middle of the range and its mean loss.

@@ -1,4 +1,4 @@
-"""Inference on new images. They are decoded, cropped or resized, and normalized as in an evaluation of the run."""
+"""Inference on new images, which are decoded, cropped or resized, and normalized as in an evaluation of the run."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,8 +33,8 @@ class TopClasses(NamedTuple):
     probabilities: list[float]
 
 
-class ReadImage(NamedTuple):
-    """An image that was read: its file, its sample, and its original height and width."""
+class LoadedImage(NamedTuple):
+    """An image file, its sample, and the original height and width of the image."""
 
     file: Path
     sample: Tensor
@@ -46,8 +46,8 @@ class ReadImage(NamedTuple):
 class ImagePreprocessing:
     """Converts image files to samples of `shape` [channels, height, width].
 
-    `cut` specifies how images are cropped. If it is None, the full image is resized. `exif` is whether to apply the
-    EXIF orientation.
+    `cut` specifies how images are cropped. If `cut` is None, the full image is resized. `exif` is whether to apply
+    the EXIF orientation.
     """
 
     shape: tuple[int, int, int]
@@ -111,7 +111,7 @@ def classify(saved: SavedModel, computing: Computing, inputs: Sequence[str], top
     """Yield the `top` most likely classes of each image, with the most likely class first."""
     names = saved.facts.classes or []
 
-    def row(outputs: Tensor, image: ReadImage) -> Row:
+    def row(outputs: Tensor, image: LoadedImage) -> Row:
         result = top_classes(outputs, min(top, len(names)))
         pairs = zip(result.numbers, result.probabilities, strict=True)
         return {"classes": [{"class": names[number], "probability": p} for number, p in pairs]}
@@ -144,7 +144,7 @@ def write_masks(saved: SavedModel, computing: Computing, inputs: Sequence[str], 
         raise UsageError(f"{existing}: already exists; use a different folder in --out")
     folder.mkdir(parents=True, exist_ok=True)
 
-    def row(outputs: Tensor, image: ReadImage) -> Row:
+    def row(outputs: Tensor, image: LoadedImage) -> Row:
         numbers = outputs.argmax(0)
         height, width = image.size
         mask = Image.fromarray(numbers.to(torch.uint8).numpy()).resize((width, height), Image.Resampling.NEAREST)
@@ -165,7 +165,7 @@ def top_classes(outputs: Tensor, top: int) -> TopClasses:
 
 
 def _rows(
-    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, ReadImage], Row]
+    saved: SavedModel, computing: Computing, inputs: Sequence[str], row: Callable[[Tensor, LoadedImage], Row]
 ) -> Iterator[Row]:
     """Yield the result of `row` for each image. `row` is called with the outputs of the model on the CPU.
 
@@ -175,11 +175,11 @@ def _rows(
     change = device_transforms(values(saved.recipe), saved.known)
     assert change is not None
     for first in range(0, len(files), computing.batch):
-        images: list[ReadImage] = []
+        images: list[LoadedImage] = []
         reasons: dict[Path, str] = {}
         for file in files[first : first + computing.batch]:
             try:
-                images.append(ReadImage(file, *view.sample(file)))
+                images.append(LoadedImage(file, *view.sample(file)))
             except UsageError as error:
                 reasons[file] = str(error)
         rows = {}

@@ -159,7 +159,7 @@ def predictions_of(saved: SavedModel, inputs: Sequence[str], options: Options) -
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """Return predictions as a table with a line for each class. The input is only shown on its first line."""
+    """Return predictions as a table with a row for each class. The input is only shown in its first row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     lines = [line for row in rows for line in _lines(row)]
     for name in lines[0]:

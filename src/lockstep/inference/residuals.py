@@ -21,7 +21,7 @@ def residuals(
 ) -> list[Section]:
     """Return a chart of predicted against true values for each target, and a table of the largest errors.
 
-    `targets` contains the names of the targets, or is empty if the data has no names for them.
+    `targets` contains the names of the targets, or is empty if the targets have no names.
     """
     pairs = [match_shapes(task.model_name, batch.outputs, batch.batch, columns=True) for batch in batches]
     predicted, true = (

@@ -1,4 +1,4 @@
-"""A saved run as a model: its weights, the facts about its data, and the forward pass of an evaluation."""
+"""The model of a saved run: its weights, the properties of its data, and the forward pass of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ class SavedModel:
     def mean_and_std(self) -> tuple[list[float] | None, list[float] | None]:
         """The mean and standard deviation for normalizing samples, from the recipe or else from the data.
 
-        Each of them is None if neither the recipe nor the data sets it.
+        The mean or the std is None if neither the recipe nor the data sets it.
         """
         mean, std = self.recipe.data.mean or self.facts.mean, self.recipe.data.std or self.facts.std
         return list(mean) if mean else None, list(std) if std else None

@@ -1,6 +1,6 @@
 """Continues a prompt with a language model, token by token.
 
-Each token is either the most likely token, or is sampled.
+The model generates either the most likely token, or a sampled token.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,8 +35,8 @@ def continue_prompt(
 ) -> Iterator[Row]:
     """Yield the prompt, its continuation, and the numbers of prompt tokens and new tokens.
 
-    `tokenizer` is a file of the tokenizers library. It is required if the run doesn't have its own tokenizer, or if the
-    file of the run's tokenizer was moved.
+    `tokenizer` is a file of the tokenizers library. The file is required if the run doesn't have its own tokenizer, or
+    if the file of the run's tokenizer was moved.
     """
     run_tokenizer = tokenizer_for(saved, tokenizer)
     prompt_ids = run_tokenizer.encode(prompt).astype(np.int64).tolist()

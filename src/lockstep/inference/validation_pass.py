@@ -42,7 +42,7 @@ class Validation:
     transforms: DeviceTransforms
 
     def batches(self, sums: NamedSums) -> Iterator[EvaluatedBatch]:
-        """Evaluate each sample once, yield the batches, and add the sums of each batch to `sums`.
+        """Evaluate each sample once. Yield each batch with its outputs, and add the sums of the batch to `sums`.
 
         If all samples are evaluated, the batches are the same as in an evaluation of the run.
         """
@@ -63,7 +63,7 @@ class Validation:
         return range(0, len(self.numbers), self.computing.batch)
 
     def name(self, number: int) -> str:
-        """Return the name of a sample, which consists of its index and its file, if it has one."""
+        """Return the name of a sample: its index, and its file if the sample comes from a file."""
         file = f" {self.data.files[1](number)}" if self.data.files else ""
         return f"sample {number}{file}"
 

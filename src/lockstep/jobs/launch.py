@@ -34,7 +34,7 @@ def startable_launchers() -> dict[str, Launcher]:
 
 
 def start(name: str, job: Job, port: int | None, node_rank: int | None, dry_run: bool) -> int:
-    """Start a job with a launcher, and return its exit code. With `dry_run`, only print the command lines.
+    """Start a job with a launcher, and return its exit code. With `dry_run`, only print the commands.
 
     `port` and `node_rank` are None if the user didn't set them. Raises UsageError if the job can't be started.
     """
@@ -100,7 +100,7 @@ def number_of_hosts(text: str) -> tuple[int | None, int]:
 
 
 def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
-    """Return the job. If it requires something that the launcher doesn't support, raise UsageError."""
+    """Return the job. If the launcher doesn't support an option of the job, raise UsageError."""
     unsupported, options = f"not supported with --on {launcher.name}", ", ".join(check_job(job).resources.named)
     if job.elastic and not launcher.elastic:
         *names, last = [starter.name for starter in startable_launchers().values() if starter.elastic]
@@ -115,12 +115,12 @@ def _check_launcher(launcher: Launcher, job: Job, port: int | None) -> Job:
 
 
 def _with_id(launcher: Launcher, job: Job) -> Job:
-    """Return the job with a rendezvous ID, if it needs one and this command starts all hosts."""
+    """Return the job with a rendezvous ID, if the job needs an ID and this command starts all hosts."""
     if job.id or job.rendezvous_backend == "static":
         return job
     if launcher.starts_all(job):
         return replace(job, id=uuid.uuid4().hex[:12])
-    if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous and rejects its ID
+    if job.rendezvous == "etcd-v2":  # etcd keeps a closed rendezvous, and rejects its ID if it is used again
         raise UsageError("--rendezvous: etcd-v2 requires an id for this start, the same on all hosts; pass it in --id")
     return job
 
@@ -172,10 +172,10 @@ def _exec_launcher(line: list[str], launcher: Launcher, secret: str) -> None:
 
 
 def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, secret: str) -> int:
-    """Run the command lines and return an exit code, by default that of the first line that failed.
+    """Run a command for each host and return an exit code, by default the exit code of the first command that failed.
 
-    torchrun exits with 1 even if the run was saved, or if it would fail again. In these cases, the exit code comes from
-    the run folder, if this host can read it.
+    torchrun exits with 1 even if the run saved a checkpoint and can be resumed, or if a retry is pointless. In these
+    cases, the exit code comes from the run folder, if this host can read the run folder.
     """
     from lockstep.launchers.hosts import run_on_hosts
 
@@ -183,7 +183,7 @@ def _run_on_hosts(launcher: Launcher, lines: Mapping[str, list[str]], job: Job, 
     if shutil.which(program) is None:
         raise UsageError(f"{program} not found; install it, or use a different --on")
     before = _result(job) if launcher.elastic else {}
-    # Without torchrun's agents, the lines are ranks on this host, so their exit codes are those of the ranks.
+    # Without torchrun's agents, each command is a rank on this host, so its exit code is the exit code of the rank.
     ended = run_on_hosts(lines, _report, required=job.fewest, secret=secret, is_local=not launcher.elastic)
     code = ended.code
     if code and launcher.elastic and (result := _result(job)) != before:

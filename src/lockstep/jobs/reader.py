@@ -1,6 +1,6 @@
 """Reads run folders and the Slurm queue for `jobs`, `watch` and `report`.
 
-This writes and executes nothing, and doesn't import torch.
+This module doesn't write files, run code of a run folder or import torch.
 """
 
 import time
@@ -64,7 +64,7 @@ class RunReader:
         limit = None if self._strict else _EVENTS_PER_REFRESH
         if self._tail.is_replaced():
             self._begin()
-        self._is_in_use = is_held(self.folder)  # first, so that if the run ends now, its last events are read below
+        self._is_in_use = is_held(self.folder)  # check this first: if the run ends now, its last events are read below
         number, problem = 0, ""
         try:
             self._submitted = job_of(self.folder)
@@ -88,7 +88,7 @@ class RunReader:
         job, reason = (None, "") if queue is None or self.job is None else queue.get(self.job, ("", ""))
         submitted = self._submitted.time if self._submitted else None
         judged = state(history.status, self._is_in_use or not self.is_whole, submitted, job)
-        # A saved run counts as failed if a later start ended before its first event.
+        # A saved run counts as failed if the run was started again and ended before its first event.
         has_ended = judged in ("died", "saved")
         failed = failure(self.folder, ignore_transient=judged == "saved") if has_ended else ""
         return RunView(
@@ -124,7 +124,7 @@ class RunReader:
             self._warn(f"an event of unknown form was skipped ({error!r})")
             return
         if event.get("event") == "started":
-            self._configuration = RecordedConfig({}, {})  # reread it, because the placement may have changed
+            self._configuration = RecordedConfig({}, {})  # read again, because the placement may have changed
         if (new_notice := notice(event, self._log.fractions)) is not None:
             self._note(new_notice)
 
@@ -137,7 +137,7 @@ class RunReader:
 
 
 def _actual_placement(placement: Mapping[str, str], starts: Sequence[RunStart]) -> Mapping[str, str]:
-    """Return the placement with the actual strategy and number of processes of the last start."""
+    """Return the placement with the actual strategy and number of processes of the last start of the run."""
     if not placement or not starts:
         return placement
     started = {"strategy.name": starts[-1].strategy, "processes": str(starts[-1].processes or "")}
@@ -196,7 +196,7 @@ class Watch:
         return [reader.view(self._queue) for reader in self._readers.values()]
 
     def _find_runs(self, first: bool) -> None:
-        """Find new runs, and start to watch them."""
+        """Find new runs, and start to watch these runs."""
         runs = [run for folder in self._folders for run in self._runs(folder, first and not self._wait)]
         unwatched = {run: is_named for run, is_named in runs if run not in self._readers}
         jobs = {run: job for run in (*unwatched, *self._readers) if (job := _job(run))}

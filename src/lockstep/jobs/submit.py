@@ -28,7 +28,7 @@ def batch_script(job: Job, name: str | None, limit: str, warn_before_s: int) -> 
     from lockstep.setup import recipe_folder
 
     run = Path(loaded.config.run.dir) if loaded.config.run.dir else recipe_folder.new_run_folder(loaded)
-    # Set everything that could change between two starts explicitly.
+    # Set everything explicitly that could change when the job is started again.
     folder = () if loaded.config.run.dir else (f"run.dir={run}",)
     fixed = () if loaded.config.placement.processes != "auto" else (f"placement.processes={job.processes}",)
     resume = () if loaded.config.run.resume == "auto" else ("run.resume=auto",)

@@ -1,1 +1,1 @@
-"""Measures the memory, time and traffic of a rank for each placement of a recipe, before it runs."""
+"""Measures the memory, time and traffic of a rank for each placement of a recipe, before training."""

@@ -33,7 +33,7 @@ _MAX_CONFIG_BYTES: Final = 1 << 18  # maximum size of a config.yaml in bytes
 def with_fastest(loaded: Loaded, tell: Callable[[str], None]) -> tuple[Loaded, str]:
     """Return the configuration with the fastest strategy and its prediction, and a message about the choice.
 
-    A resumed run keeps the strategy that was measured before, if this was for the same number of processes. `tell` is
+    A resumed run keeps the strategy that was selected before, if the number of processes is the same. `tell` is
     called with each placement that is measured. Raises UsageError if no strategy fits into memory.
     """
     with add_key_positions(loaded):

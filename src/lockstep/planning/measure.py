@@ -43,7 +43,7 @@ _COMMUNICATION_STEPS: Final = (0.0, 0.5, 0.5, 0.5, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class Figures:
-    """The measurements of a rank. `held` is its memory between two steps, and `peak` its peak during a step, in bytes.
+    """The measurements of a rank. `held` is the memory between two steps, and `peak` the peak during a step, in bytes.
 
     `seconds` is the time of a step without loading the input. A step sends `sent` bytes in `messages` messages. With
     simulated peers, the time assumes a link with the given speed, and that each rank has its own cores.
@@ -59,8 +59,8 @@ class Figures:
 def work(resolved: Resolved, link: float, folder: Path, setup: Setup | None, rendezvous: Rendezvous) -> int:
     """Run a rank, and write its measurements to `folder`.
 
-    With simulated peers, `rendezvous` has a single process. A spawned process gets no `setup`, so it opens the recipe
-    itself.
+    With simulated peers, `rendezvous` has a single process. A spawned process receives no `setup`, so this function
+    opens the recipe.
     """
     gc.freeze()  # garbage collections before each measurement then skip existing objects, which saves 0.25 s each
     with ExitStack() as stack:
@@ -120,12 +120,12 @@ def work_saving(resolved: Resolved, folder: Path, setup: Setup | None, rendezvou
 
 
 def _prepare(resolved: Resolved, setup: Setup | None) -> PreparedRun:
-    """Return the prepared recipe. A spawned process has no `setup`, so it opens the recipe itself."""
+    """Return the prepared recipe. A spawned process receives no `setup`, so this function opens the recipe."""
     return PreparedRun(resolved, setup or open_unplaced(resolved.loaded))
 
 
 def _start(prepared: PreparedRun, world: World) -> tuple[Engine, Callable[..., None]]:
-    """Start the engine of this rank. Return it, and a function that runs a step with the first batch."""
+    """Start the engine of this rank. Return the engine, and a function that runs a step with the first batch."""
     engine, loader = start_engine(prepared, world)
     step, microbatches = next(iter(loader.training(0)))
 

@@ -71,7 +71,7 @@ class PlacementEstimate:
 
 
 def as_predicted(row: PlacementEstimate) -> PredictedConfig:
-    """Return the prediction for a measured placement. At the end of a run, it is compared with the run."""
+    """Return the prediction for a measured placement. At the end of a run, the prediction is compared with the run."""
     assert row.figures is not None
     strategy = parse(row.strategy, "").values
     return PredictedConfig(
@@ -182,7 +182,7 @@ def _measure(resolved: Resolved, setup: Setup, machine: Machine, tell: Tell) -> 
     """
     processes, max_ranks, single = resolved.processes, _max_ranks(resolved.placement), None
     name = f"{resolved.strategy_name} on {processes}"
-    if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync compares layers across ranks
+    if not resolved.strategy.traits.by_peers and setup.recipe.batchnorm != "sync":  # sync needs all ranks
         tell(name)
         single, reason = largest(resolved, setup, machine.link or LINK)
         all_can_run = (
@@ -212,7 +212,7 @@ def _gpu_count(placement: Placement) -> int:
 
 
 def memory_per_rank(placement: Placement, processes: int) -> int:
-    """Return the available memory of each rank in bytes: that of its GPU, or an equal share of the free memory."""
+    """Return the available memory of each rank in bytes: its GPU memory, or an equal share of the free CPU memory."""
     if cards := _gpu_count(placement):
         least = min(torch.cuda.get_device_properties(number).total_memory for number in range(cards))
         return int(least) // -(-processes // cards)  # ranks may share a GPU

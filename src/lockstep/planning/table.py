@@ -36,7 +36,7 @@ def draw(rows: Sequence[PlacementEstimate], machine: Machine) -> Table:
 def refused(rows: Sequence[PlacementEstimate]) -> list[str]:
     """Return a line for each strategy that couldn't be measured on some numbers of processes.
 
-    The line lists these numbers, and the reason for the first number.
+    Each line lists these numbers, and the reason for the first number.
     """
     unmeasured: dict[str, list[PlacementEstimate]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Converts facts about the user's code to findings as text. This module doesn't run the code."""
+"""Converts the observations of a probe to findings about the user's code. This module doesn't run user code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,9 +40,9 @@ _RELATIVE_TOLERANCE: Final = (
 
 
 class RandomSample(NamedTuple):
-    """A sample that differs when it is fetched again or, with `by_rank`, when it is fetched as a different rank.
+    """A sample that differs when it is fetched again or, with `by_rank`, when a different rank fetches it.
 
-    `what` is the part of the sample that differs.
+    `what` describes the part of the sample that differs, such as its inputs.
     """
 
     part: str
@@ -64,32 +64,32 @@ class ProbeResult:
     """The observations of a probe about the data, the model and the loss, made in a single process."""
 
     buffers: Sequence[str] = ()
-    # Buffers outside torch's BatchNorm that forward changes, with the class of their module. `counting_buffers` are
-    # those whose final value depends on the first micro-batch.
+    # Buffers outside torch's BatchNorm that forward() modifies, each with the class of its module. `counting_buffers`
+    # lists the buffers whose final value depends on the first micro-batch.
     changed_buffers: Mapping[str, str] = field(default_factory=dict)
     counting_buffers: Sequence[str] = ()
-    changed_weights: Sequence[str] = ()  # parameters that forward changes, only checked as a last resort
-    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes that forward changes, with a description
-    variables: Mapping[str, str] = field(default_factory=dict)  # globals that forward changes, with a description
-    streams: Sequence[str] = ()  # generators that forward draws from: Python's, NumPy's
+    changed_weights: Sequence[str] = ()  # parameters modified by forward(), only checked as a last resort
+    attributes: Mapping[str, str] = field(default_factory=dict)  # attributes modified by forward(), with descriptions
+    variables: Mapping[str, str] = field(default_factory=dict)  # globals modified by forward(), with descriptions
+    streams: Sequence[str] = ()  # random number generators used by forward(): Python's or NumPy's
     unused: Sequence[str] = ()  # parameters without a gradient
     random_samples: Sequence[RandomSample] = ()
     loss: LossFact | None = None
     repeated: str = ""  # the part that differs when the same micro-batch is repeated from the same state
-    alone: str = ""  # the part that differs when the previous micro-batch is left out
+    alone: str = ""  # the part that differs without the previous micro-batch
     by_rank: str = ""  # the part that differs when this process poses as a different rank
-    reads: Mapping[str, str] = field(default_factory=dict)  # other inputs of the code (witness.py), with the line
+    reads: Mapping[str, str] = field(default_factory=dict)  # nondeterministic inputs (witness.py), with source lines
     evaluation: str = ""  # the part of an evaluation that depends on the previous batch
-    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # same as `reads`, but in evaluation
+    evaluation_reads: Mapping[str, str] = field(default_factory=dict)  # like `reads`, for evaluation
     traits: Sequence[str] = ()  # properties that may depend on the strategy (traits.py), only checked by verify
     refused: str = ""  # torch's message about an operation without a deterministic kernel
-    # Lines of the user's code by key. The keys are model, loss, data, training and validation (the code that fetches
-    # samples), kernel (the operation without a deterministic kernel), and the names of buffers, attributes and
+    # Source lines of the user's code by key. The keys are model, loss, data, training and validation (the code that
+    # fetches samples), kernel (the operation without a deterministic kernel), and the names of buffers, attributes and
     # variables.
     places: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, *names: str) -> str:
-        """Return the first known line for any of these names, such as ` (net.py:12)`, or an empty string."""
+        """Return the first known source line for any of these names, such as ` (net.py:12)`, or an empty string."""
         locations = [self.places[name] for name in names if self.places.get(name)]
         return f" ({locations[0]})" if locations else ""
 
@@ -97,8 +97,8 @@ class ProbeResult:
 def findings(probed: ProbeResult, departed: bool = False) -> list[CodeFinding]:
     """Return the faults and notes about the user's code.
 
-    `departed` is whether training gave different results on a placement. If so, and if no other fault explains it,
-    drawing from random generators that Lockstep doesn't seed also counts as a fault.
+    `departed` is whether training gave different results on a placement. If it did, and if no other fault explains the
+    difference, the use of random number generators that Lockstep doesn't seed is also reported as a fault.
     """
     code_findings = _all_findings(probed)
     unexplained = departed and not any(finding.fault for finding in code_findings)
@@ -160,8 +160,8 @@ def _kernel_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"{probed.refused}; use a different operation"
         )
         yield CodeFinding(NOT_DETERMINISTIC, True, text)
-    # A counter in a global variable changes with each call. Unless the code reads a clock, this explains the
-    # difference.
+    # A counter in a global variable changes with each call. Unless the code also reads a clock, the counter explains
+    # the difference.
     elif probed.repeated and not (probed.variables and not _clocks(probed)):
         text = (
             f"the same micro-batch, computed again by a fresh copy of the model{probed.at('model')} with every "
@@ -196,13 +196,13 @@ def _list_reads(probed: ProbeResult, names: Sequence[str]) -> str:
 
 
 def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
-    """Yield the findings about state that a forward pass leaves behind.
+    """Yield the findings about state that a forward pass changes.
 
-    Such state is a fault if it affects the result of the next forward pass.
+    This state is a fault if it affects the result of the next forward pass.
     """
     depends = bool(probed.alone)
     if probed.streams:
-        # A cached function only draws in its first call, which was not recorded.
+        # A cached function only generates random numbers in its first call, which was not recorded.
         caches = [name for name, how in probed.variables.items() if how.startswith(CACHE)]
         places = [(name, probed.reads.get(name)) for name in probed.streams]
         generators = [
@@ -247,7 +247,7 @@ def _state_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _changes(probed: ProbeResult, changed: Mapping[str, str]) -> str:
-    """Return the changes with their values and lines as text, such as `forwards (0 -> 2, net.py:12)`."""
+    """Return a text with each change and its source line, such as `forwards (0 -> 2, net.py:12)`."""
     descriptions = []
     for name, change in changed.items():
         location = probed.places.get(name)
@@ -291,7 +291,7 @@ def _buffer_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
 
 
 def _accumulates(probed: ProbeResult, names: Sequence[str]) -> bool:
-    """Return whether the final value of a buffer depends on earlier micro-batches. Caches don't."""
+    """Return whether a buffer depends on earlier micro-batches, unlike the buffer of a cache."""
     return any(name in probed.counting_buffers for name in names)
 
 
@@ -329,7 +329,7 @@ def _loss_findings(probed: ProbeResult) -> Iterator[CodeFinding]:
             f"(reduction='sum'), or one value for each sample (reduction='none')"
         )
         yield CodeFinding(MEAN_LOSS, True, text)
-    elif not probed.repeated:  # a loss that differs in each call can't be judged
+    elif not probed.repeated:  # a loss that differs in each call can't be checked
         text = (
             f"{figures}: this is not a sum over samples, so the result depends on which samples share a micro-batch; "
             f"the recipe sets this, so it is the same on every placement, but microbatches=1 has a different result"

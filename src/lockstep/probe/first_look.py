@@ -1,8 +1,8 @@
 """Checks the user's code while a run starts, and warns if its results would depend on the placement.
 
-This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random generators,
-global variables, and the state of models and datasets. Therefore, it runs in a separate process and leaves the run
-unchanged.
+This runs the probe of `lockstep verify` (probe/probe.py) with a few samples. The probe changes random number
+generators, global variables, and the state of models and datasets. Therefore, the probe runs in a separate process, and
+the run stays unchanged.
 """
 
 import fcntl
@@ -122,7 +122,7 @@ def _unchecked_finding(reason: str) -> CodeFinding:
 def _run_check(setup: Setup, sending: Connection) -> None:
     """Run the check in a forked process."""
     die_with_parent()
-    for number in stopping():  # signals are sent to the whole process group, and the run handles them
+    for number in stopping():  # signals are sent to the process group, and the run handles the signals
         signal.signal(number, signal.SIG_IGN)
     _silence_output()
     _reopen_files()
@@ -142,7 +142,7 @@ def _faults(setup: Setup) -> list[CodeFinding]:
     paths = import_paths(setup.recipe)
     forward = "model" in paths or "loss" in paths or not is_plain(on_meta(setup.blank))
     code_findings = findings(quick_facts_of(setup, samples="data" in paths, forward=forward))
-    # torch itself raises an error for an operation without a deterministic kernel, on the device of the run.
+    # During training, torch raises an error for an operation without a deterministic kernel.
     return [finding for finding in code_findings if finding.fault and finding.culprit != NOT_DETERMINISTIC]
 
 

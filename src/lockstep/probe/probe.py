@@ -1,9 +1,9 @@
-"""Checks the user's data, model and loss in a single process, before any placement runs.
+"""Checks the user's data, model and loss in a single process, before training on any placement.
 
 A micro-batch must give the same result on every rank, regardless of earlier micro-batches. To check this, the probe
 runs two micro-batches with a new copy of the model. A second copy runs only the second micro-batch, and a third copy
 runs the first micro-batch while the process poses as a different rank. The probe also compares the attributes, buffers,
-random generators and global variables before and after the forward passes.
+random number generators and global variables before and after the forward passes.
 
 The probe changes all of this state, so run it in a separate process.
 """
@@ -51,7 +51,7 @@ _SAMPLES: Final = 8  # number of samples to fetch twice from each split
 _QUICK_SAMPLES: Final = 4  # number of samples in a quick check, per split and per micro-batch
 _LARGE_SAMPLE: Final = 1 << 14  # number of elements in a sample above which a quick check uses fewer samples
 _LOSS_SAMPLES: Final = 32  # maximum number of samples whose loss is computed individually
-_DRAWN: Final = "random draws"
+_RANDOM_CALLS: Final = "random draws"
 _NO_KERNEL: Final = "does not have a deterministic implementation"
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class _ProbeSettings:
     """The settings of a probe: the function that builds the model, the micro-batches, and the precision."""
 
     build: Callable[[], nn.Module]
-    given: Sequence[MicroBatch]
+    microbatches: Sequence[MicroBatch]
     precision: Precision
     backward: bool
 
@@ -104,7 +104,7 @@ def quick_facts_of(setup: Setup, samples: bool, forward: bool) -> ProbeResult:
 
 
 def random_samples(setup: Setup, count: int) -> list[RandomSample]:
-    """Fetch some samples of both splits twice, and once as a different rank. Return the samples that differ."""
+    """Fetch some samples of both splits twice, and once as a different rank. Return the samples that changed."""
     seed = setup.recipe.seed
     length = len(setup.data.train)
     order = shuffle(seed, 0, length)(np.arange(min(count, length))).tolist()
@@ -120,7 +120,7 @@ def random_samples(setup: Setup, count: int) -> list[RandomSample]:
 def loop_items(split: Split, fetching: object) -> list[CodeFinding]:
     """Fetch the first and the last item of a custom loop's dataset twice. Return the findings if an item changes.
 
-    `fetching` is the method that fetches an item. The findings name its line.
+    `fetching` is the method that fetches an item. The findings name its source line.
     """
     try:
         changing = [*_changing_samples("training", split, sorted({0, len(split) - 1}), None, among_ranks=False)]
@@ -132,7 +132,7 @@ def loop_items(split: Split, fetching: object) -> list[CodeFinding]:
 def _changing_samples(
     part: str, split: Split, indices: Sequence[int], draw: int | None, among_ranks: bool = True
 ) -> Iterator[RandomSample]:
-    _digests_of(split, indices[:1], draw)  # a dataset may draw random numbers when it fetches its first item
+    _digests_of(split, indices[:1], draw)  # a dataset may use random numbers once, when it fetches its first item
     first = _digests_of(split, indices, draw)
     second = _digests_of(split, indices[::-1], draw)[::-1]
     checks_rank = among_ranks and first == second
@@ -189,7 +189,7 @@ class _Probe:
 
     def facts(self, samples: Sequence[RandomSample]) -> ProbeResult:
         """Run the micro-batches and return the observations."""
-        model, first, second = self._build_model(), self._settings.given[0], self._settings.given[-1]
+        model, first, second = self._build_model(), self._settings.microbatches[0], self._settings.microbatches[-1]
         kinds = {type(module) for module in model.modules()}
         before, drawn_before, globals_before = ModelState(model), streams(), Globals(self._modules, kinds)
         first_result = self._compute(model, first)
@@ -217,7 +217,7 @@ class _Probe:
         norms = before.norm_changes(after) if depends and not explained else []
         changed, counting = [*changed, *norms], [*counting, *norms]
         changed_weights = self._weight_changes() if depends and not (explained or norms) else []
-        evaluated = self._settings.backward and not (depends or repeated)  # otherwise, the training pass explains it
+        evaluated = self._settings.backward and not (depends or repeated)  # otherwise, training shows the cause
         evaluation, evaluation_reads = self._evaluation() if evaluated else ("", {})
         places = {name: globals_after.place(name) for name in variables}
         own_kinds = [kind for kind in kinds if kind.__module__ in self._modules]
@@ -256,12 +256,12 @@ class _Probe:
     def _weight_changes(self) -> list[str]:
         model = self._build_model()
         before = weights(model)
-        self._compute(model, self._settings.given[0])
+        self._compute(model, self._settings.microbatches[0])
         return [name for name, digest in weights(model).items() if digest != before[name]]
 
     def _evaluation(self) -> tuple[str, dict[str, str]]:
-        """Return the part of an evaluation that depends on the previous batch, and the reads that explain this."""
-        first, second = self._settings.given[0], self._settings.given[-1]
+        """Return the part of an evaluation that depends on the previous batch, and the inputs that explain this."""
+        first, second = self._settings.microbatches[0], self._settings.microbatches[-1]
         if self._evaluation_digest(self._build_model(), first, second) == self._evaluation_digest(
             self._build_model(), second
         ):
@@ -280,7 +280,7 @@ class _Probe:
             return [digest(tensors_of(self._call_model(model, batch))) for batch in batches][-1]
 
     def _build_model(self) -> nn.Module:
-        """Build the model. This also resets the random generators of Python and NumPy to a fixed state."""
+        """Build the model. This also resets the random number generators of Python and NumPy to a fixed state."""
         layout = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         model: nn.Module = self._settings.build().to(self._world.device, memory_format=layout)  # type: ignore[call-overload]
         computing = convert_compute_dtype(model, self._numerics.dtype)
@@ -322,14 +322,14 @@ class _Probe:
         return LossFact(samples, loss(slice(samples)), one_by_one)
 
     def _reads(self, microbatch: MicroBatch) -> dict[str, str]:
-        """Return everything except its inputs that the code reads to build and run the model, with the lines."""
+        """Return the nondeterministic values that building and running the model reads, with their source lines."""
         with record_reads() as recorded:
             self._compute(self._build_model(), microbatch)
         return dict(recorded)
 
 
 def _places(setup: Setup) -> dict[str, str]:
-    """Return the known lines of the model, the loss, and the code that fetches the samples of each split."""
+    """Return the known source lines of the model, the loss, and the code that fetches the samples of each split."""
     recipe = setup.recipe
     paths = user_code.import_paths(recipe)
     locations = {part: user_code.place_of(import_object(path, part)) for part, path in paths.items()}
@@ -350,7 +350,7 @@ def _fetch_function(split: Split) -> object:
 
 
 def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the lines that change these attributes and buffers of a model, by name."""
+    """Return the source lines that change these attributes and buffers of a model, by name."""
     locations = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -362,26 +362,27 @@ def _tensor_locations(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _digests_of(split: Split, indices: Sequence[int], draw: int | None) -> list[dict[str, str]]:
-    """Return a dict for each sample, with a digest of each tensor by path, and a digest of its random draws.
+    """Return a dict for each sample, with a digest of each tensor by path.
 
-    The random draws are only recorded for datasets whose items Lockstep seeds individually.
+    If Lockstep seeds the items of the dataset individually, the dict also contains a digest of the states of the random
+    number generators after the sample is fetched.
     """
     digests = []
     for index in indices:
         leaves = leaves_with_paths(split.fetch(np.array([index]), draw))
         digests.append({path: digest([leaf]) for path, leaf in leaves if isinstance(leaf, Tensor)})
-        if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random generators for each item
-            # If a dataset caches an augmented item, its values stay the same, but fetching it again draws no random
-            # numbers.
-            digests[-1][_DRAWN] = str([*streams().values(), digest([torch.get_rng_state()])])
+        if isinstance(split, Items | ImportedSplit):  # Lockstep seeds the random number generators for each item
+            # If a dataset caches an augmented item, the values of the item stay the same, but fetching the item again
+            # uses no random numbers.
+            digests[-1][_RANDOM_CALLS] = str([*streams().values(), digest([torch.get_rng_state()])])
     return digests
 
 
 def _describe_difference(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     """Return a text about the first difference between two samples, or an empty string if there is none."""
-    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_DRAWN}) <= 2 else {}
+    of_pair = {"": "values", "[0]": "inputs", "[1]": "targets"} if len(left.keys() - {_RANDOM_CALLS}) <= 2 else {}
     paths = [path for path in (*left, *right) if left.get(path) != right.get(path)]
-    return {_DRAWN: _DRAWN, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
+    return {_RANDOM_CALLS: _RANDOM_CALLS, **of_pair}.get(paths[0], f"values at {paths[0]}") if paths else ""
 
 
 def _first_difference(left: Computed, right: Computed) -> str:

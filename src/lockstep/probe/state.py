@@ -1,6 +1,6 @@
-"""State that a forward pass can leave behind in a model, in random generators and in global variables.
+"""State that a forward pass can change: in the model, in random number generators and in global variables.
 
-Each value is represented as a text that changes if the value changes.
+Each value is represented by a string that changes when the value changes.
 """
 
 import random as python_random
@@ -20,19 +20,19 @@ from lockstep.probe.witness import NUMPY, PYTHON
 from lockstep.setup import user_code
 from lockstep.training.checkpoint.tensorfile import digest
 
-CACHE: Final = "cache of"  # prefix of the text of a cached function
+CACHE: Final = "cache of"  # prefix of the string for a function with functools.lru_cache
 SPECTRAL_NORM: Final = "spectral_norm"  # replaces the class name of a module with torch's spectral_norm
 
 _MAX_DEPTH: Final = 4  # maximum nesting level of containers and objects
 _MAX_SHOWN_CHARS: Final = 24  # maximum number of characters of a value that is shown in full
 _MAX_ITEMS: Final = 1_000  # maximum number of compared items of a container; its length is always compared
-# Maximum size of a tensor or array; of larger ones, likely datasets, only the shape counts.
+# Maximum size of a tensor or array. Larger arrays are probably datasets, so only their shapes are compared.
 _MAX_TENSOR_BYTES: Final = 16 << 20
 
 
 @final
 class ModelState:
-    """Digests of the state that a forward pass can leave behind in a model, except in torch's BatchNorm layers."""
+    """Digests of the state that a forward pass can change in a model, except for torch's BatchNorm layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, str] = {}
@@ -55,20 +55,20 @@ class ModelState:
         return [name for name, value in self.buffers.items() if after.buffers.get(name) != value]
 
     def norm_changes(self, after: Self) -> list[str]:
-        """Like `buffer_changes`, for layers whose class inherits from torch's BatchNorm."""
+        """Like `buffer_changes`, but for layers whose class inherits from torch's BatchNorm."""
         return [name for name, value in self.norms.items() if after.norms.get(name) != value]
 
     def attribute_changes(self, after: Self) -> dict[str, str]:
-        """Return the changed attributes by name, with their changes as text, such as `0 -> 2` or `a tensor`."""
+        """Return the changed attributes by name, with descriptions of the changes, such as `0 -> 2` or `a tensor`."""
         return _changes(self.attributes, after.attributes)
 
 
-class _Owner(NamedTuple):
-    """A variable of a module or class: its full name, its value, and a function that finds the line that changes it."""
+class _Variable(NamedTuple):
+    """A variable of a module or class: its full name, its value, and a function that finds where it is changed."""
 
     name: str
     value: Any
-    place: Callable[[], str]
+    find_source_line: Callable[[], str]
 
 
 @final
@@ -85,54 +85,56 @@ class Globals:
         kinds: Iterable[type],
         scopes: Iterable[tuple[Mapping[str, Any], CodeType]] = (),
     ) -> None:
-        owners = [owner for name, module in modules.items() for owner in _variables(name, module)]
-        owners += [owner for kind in kinds if kind.__module__ in modules for owner in _class_attributes(kind)]
+        all_variables = [variable for name, module in modules.items() for variable in _module_variables(name, module)]
+        all_variables += [
+            variable for kind in kinds if kind.__module__ in modules for variable in _class_attributes(kind)
+        ]
         for variables, code in scopes:
-            owners += [
-                _Owner(name, value, partial(user_code.place_of_variable, code, name))
+            all_variables += [
+                _Variable(name, value, partial(user_code.place_of_variable, code, name))
                 for name, value in variables.items()
             ]
-        self._values = {owner.name: _format_global(owner.value, modules) for owner in owners}
-        self._places = {owner.name: owner.place for owner in owners}
+        self._values = {variable.name: _format_global(variable.value, modules) for variable in all_variables}
+        self._source_line_finders = {variable.name: variable.find_source_line for variable in all_variables}
 
     def changes(self, after: Self) -> dict[str, str]:
-        """Return the changed variables by name, with their changes as text."""
+        """Return the changed variables by name, each with a description of the change."""
         return _changes(self._values, after._values)
 
     @property
     def values(self) -> Mapping[str, str]:
-        """The values as text, by name."""
+        """The string that represents each value, by variable name."""
         return self._values
 
     def place(self, name: str) -> str:
-        """Return the line that changes a variable, or an empty string if it is unknown."""
-        return self._places[name]() if name in self._places else ""
+        """Return the source line that changes a variable, or an empty string if the line is unknown."""
+        return self._source_line_finders[name]() if name in self._source_line_finders else ""
 
 
-def _variables(name: str, module: ModuleType) -> Iterator[_Owner]:
+def _module_variables(name: str, module: ModuleType) -> Iterator[_Variable]:
     for variable, value in list(vars(module).items()):
         if variable.startswith("__") or isinstance(value, ModuleType):
             continue
-        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported from elsewhere
+        if isinstance(value, type | FunctionType) and value.__module__ != module.__name__:  # imported by this module
             continue
         if isinstance(value, type):
             yield from _class_attributes(value)
         elif isinstance(value, FunctionType | _lru_cache_wrapper):
-            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of, value))
+            yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of, value))
         else:
-            yield _Owner(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
+            yield _Variable(f"{name}.{variable}", value, partial(user_code.place_of_variable, module, variable))
 
 
-def _class_attributes(kind: type) -> Iterator[_Owner]:
+def _class_attributes(kind: type) -> Iterator[_Variable]:
     for attribute, value in list(vars(kind).items()):
         if not attribute.startswith("__") and not callable(value):
             name = f"{kind.__module__}.{kind.__qualname__}.{attribute}"
-            yield _Owner(name, value, partial(user_code.place_of_attribute, kind, attribute))
+            yield _Variable(name, value, partial(user_code.place_of_attribute, kind, attribute))
 
 
 def streams() -> dict[str, str]:
-    """Return the states of the default random generators of Python and NumPy, by name."""
-    # NumPy's legacy generator, which np.random.rand and similar functions use
+    """Return the states of the default random number generators of Python and NumPy, by name."""
+    # NumPy's legacy generator, which is used by np.random.rand and similar functions.
     return {PYTHON: repr(python_random.getstate()), NUMPY: repr(np.random.get_state())}
 
 
@@ -148,7 +150,7 @@ def is_spectral_norm(module: nn.Module) -> bool:
 
 
 def change_of(before: str, after: str) -> str:
-    """Return the change of a value as text, such as `0 -> 2` or `a tensor`, from the texts of both values."""
+    """Return a description of a change, such as `0 -> 2` or `a tensor`. `before` and `after` represent both values."""
     kind, kind_after = before.partition(" ")[0], after.partition(" ")[0]
     if max(len(before), len(after)) <= _MAX_SHOWN_CHARS:
         return f"{before} -> {after}"
@@ -166,26 +168,26 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
 
 
 def _custom_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes that a module's own code has set, without the internal attributes of torch."""
+    """Yield the attributes that the user's code has set on a module, without the internal attributes of torch."""
     # `forward` is included because Lockstep and other libraries wrap it on the instance.
     registries = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward"}
-    # Before each forward, the hook of spectral_norm recomputes the weight from parameters and buffers.
+    # The hook of spectral_norm recomputes the weight from parameters and buffers before each forward pass.
     computed = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
     for name, value in vars(module).items():
-        # torch's own, as in fully_shard.
+        # Internal types of torch, such as the types of fully_shard.
         is_internal = name.startswith("__") or name.endswith("_hooks") or "_hooks_" in name
         if name not in {*registries, *computed} and not is_internal and not _lists_parameters(value):
             yield name, value
 
 
 def _lists_parameters(value: Any) -> bool:
-    """Return whether a value contains parameters, such as `_flat_weights` of an RNN. The optimizer changes these."""
+    """Return whether a value contains parameters, such as `_flat_weights` of an RNN, which the optimizer changes."""
     values = value if isinstance(value, list | tuple) else (value,)
     return any(isinstance(item, nn.Parameter) for item in values)
 
 
 def _format_global(value: Any, modules: Mapping[str, ModuleType]) -> str:
-    """Return the text of a global variable. For an object of a library class, such as a logger, this is its type."""
+    """Return the string that represents a global variable. For an object of a library class, this is its type."""
     if isinstance(value, _lru_cache_wrapper):
         return f"{CACHE} {value.cache_info().currsize} results"
     if isinstance(value, FunctionType):
@@ -207,7 +209,7 @@ def _cell(cell: Any) -> Any:
 
 
 def _format_value(value: Any, depth: int) -> str:
-    """Return a text that differs if the value differs. Beyond the depth limit, this is only the type."""
+    """Return a string that changes when the value changes. Beyond the depth limit, this is only the type."""
     if isinstance(value, Tensor):
         return f"tensor {_digest(value)}"
     if isinstance(value, np.ndarray | np.generic):

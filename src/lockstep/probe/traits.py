@@ -16,23 +16,23 @@ _HOOKING: Final = ("register_hook", "register_prehook")
 
 @final
 class ModelTraits:
-    """Watches the forward passes of models, and reports properties that may depend on the strategy.
+    """Records properties of forward passes that may give different results under a sharded strategy.
 
-    Its hooks only observe, so the results stay the same.
+    The hooks of this class don't change anything, so the results stay the same.
     """
 
     def __init__(self) -> None:
         self._static_traits: list[str] = []
         self._written: dict[str, None] = {}
         self._recomputed: dict[str, None] = {}
-        self._forwards: list[Counter[str]] = []  # number of calls of each module with parameters, for each forward
+        self._forwards: list[Counter[str]] = []  # number of calls to each module with parameters, per forward pass
         self._versions: dict[str, tuple[int, int]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # the hooks of a copied model report to the same object
 
     def watching(self, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        """Return a function that builds a model and watches it."""
+        """Return a function that builds a model and registers hooks on the model."""
 
         def built() -> nn.Module:
             model = build()
@@ -42,7 +42,7 @@ class ModelTraits:
         return built
 
     def watch(self, model: nn.Module) -> None:
-        """Watch all future forward passes of a model."""
+        """Register hooks on a model, which record all future forward passes."""
         self._static_traits = [*_static_traits(model)]
         for name, module in model.named_modules():
             if name and any(True for _ in module.parameters()):
@@ -51,7 +51,10 @@ class ModelTraits:
         model.register_forward_hook(self._end)
 
     def texts(self, modules: Iterable[tuple[str, ModuleType]] = ()) -> list[str]:
-        """Return the observations as text, the most likely cause first. `modules` are the user's modules by name."""
+        """Return descriptions of the recorded properties, with the most likely cause of a difference first.
+
+        `modules` contains the user's modules by name.
+        """
         texts = [
             f"{name} is written in the forward pass, and a strategy that shards weights loses the write; leave weights "
             f"to the optimizer"

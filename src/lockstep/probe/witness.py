@@ -1,7 +1,7 @@
-"""Records which lines read values that differ between processes or calls: clocks, ranks, random generators.
+"""Records which source lines read values that differ between processes or calls: clocks, ranks, random numbers.
 
-A Python profiler sees each call, and a tracer sees each line outside of libraries. Together, they make a forward pass
-several times slower, so they only run if there is a difference to explain.
+A Python profiler is called for each function call, and a tracer for each executed line outside of libraries. Profiler
+and tracer make a forward pass several times slower, so they only run if there is a difference to explain.
 """
 
 import datetime
@@ -26,7 +26,7 @@ SYSTEM: Final = "the system's randomness"
 PROCESS: Final = "the process id"
 HOST: Final = "the host name"
 RANK: Final = "the rank or the number of ranks"
-PYTHON: Final = "Python's"  # names of random generators
+PYTHON: Final = "Python's"  # names of random number generators
 NUMPY: Final = "NumPy's"
 TORCH: Final = "torch's"
 
@@ -36,16 +36,19 @@ _RANK_FUNCTIONS: Final = ("get_rank", "get_world_size", "get_node_local_rank")  
 
 
 @contextmanager
-def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
-    """Record reads and random draws while the block runs. The yielded dict contains the line of each.
+def record_reads(batch_id: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str, str]]:
+    """Record which nondeterministic values the block reads. The yielded dict maps each to the source line that read it.
 
-    While `counts` returns 0, only reads of the rank are recorded. If the value of `counts` changes, the random
-    generators were seeded in between, so changes of their state are ignored.
+    The keys are the constants of this module, such as CLOCK, or NUMPY for a call to NumPy's random number generator.
+
+    `batch_id` returns an ID of the current batch, or 0 outside of a batch. Outside of a batch, only reads of the rank
+    and the world size are recorded. When the ID changes, Lockstep has seeded the random number generators, so the
+    change of their state isn't recorded.
     """
     reads: dict[str, str] = {}
     before = sys.getprofile(), sys.gettrace()
-    sys.setprofile(_Calls(reads, counts).note)
-    sys.settrace(_Draws(reads, counts).begin)
+    sys.setprofile(_CallRecorder(reads, batch_id).record_call)
+    sys.settrace(_RandomCallTracer(reads, batch_id).trace_call)
     try:
         yield reads
     finally:
@@ -54,12 +57,12 @@ def record_reads(counts: Callable[[], int] = lambda: 1) -> Iterator[Mapping[str,
 
 
 @final
-class _Calls:
-    """A profiler that records calls of functions whose result depends on the process or the time."""
+class _CallRecorder:
+    """A profiler that records calls to functions whose result depends on the process or the time."""
 
-    def __init__(self, reads: dict[str, str], counts: Callable[[], int]) -> None:
+    def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
         self._reads = reads
-        self._counts = counts
+        self._batch_id = batch_id
         clocks = (time.time, time.time_ns, time.monotonic, time.monotonic_ns, time.perf_counter, time.perf_counter_ns)
         dates = (datetime.datetime.now, datetime.datetime.utcnow, datetime.datetime.today, datetime.date.today)
         self._names: dict[Any, str] = {
@@ -69,33 +72,35 @@ class _Calls:
             socket.gethostname: HOST,
         }
 
-    def note(self, frame: FrameType, event: str, function: Any) -> None:
+    def record_call(self, frame: FrameType, event: str, function: Any) -> None:
         source, reader = None, frame
         if event == "c_call":
             source = self._names.get(function)
         elif event == "call" and _reads_rank(frame):
             source, reader = RANK, frame.f_back or frame
-        if source is not None and (source == RANK or self._counts()) and (location := place_of_frame(reader)):
+        if source is not None and (source == RANK or self._batch_id()) and (location := place_of_frame(reader)):
             self._reads.setdefault(source, location)
 
 
 @final
-class _Draws:
-    """A tracer that records the lines that advance a random generator. The profiler doesn't see draws from NumPy."""
+class _RandomCallTracer:
+    """A tracer that records the source lines that change the state of a random number generator.
 
-    def __init__(self, reads: dict[str, str], counts: Callable[[], int]) -> None:
+    The profiler can't record this, because Python doesn't call a profiler for the functions of NumPy's generator.
+    """
+
+    def __init__(self, reads: dict[str, str], batch_id: Callable[[], int]) -> None:
         self._reads = reads
-        self._counts = counts
-        self._frames: list[tuple[FrameType, int]] = []  # running frames outside of libraries, with their current lines
-        self._counted = counts()  # value of `counts` at the last check
-        # Generator states at the last check.
-        self._states: dict[str, Any] = self._current_states() if self._counted else {}
+        self._batch_id = batch_id
+        self._frames: list[tuple[FrameType, int]] = []  # active frames outside of libraries, each with its current line
+        self._last_batch_id = batch_id()  # ID of the batch at the last check
+        # The states of the random number generators at the last check.
+        self._states: dict[str, Any] = self._current_states() if self._last_batch_id else {}
 
-    def begin(self, frame: FrameType, event: str, _: Any) -> Any:
+    def trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if (
-            event != "call" or is_library_file(file) or (is_installed(file) and not self._counts())
-        ):  # for example an import
+        # Code of installed packages also runs outside of a batch, e.g. during an import.
+        if event != "call" or is_library_file(file) or (is_installed(file) and not self._batch_id()):
             return None
         self._compare_states()
         self._frames.append((frame, frame.f_lineno))
@@ -111,14 +116,14 @@ class _Draws:
         return self._trace_line
 
     def _compare_states(self) -> None:
-        """Attribute state changes since the last check to the line that was running.
+        """Compare the generator states with the last check, and record the source line that changed a state.
 
-        Changes that occur while no traced code is running aren't attributed to a line.
+        A change that happens while no traced code is running isn't recorded.
         """
-        before, self._counted = self._counted, self._counts()
-        if self._counted != before:
+        before, self._last_batch_id = self._last_batch_id, self._batch_id()
+        if self._last_batch_id != before:
             self._states = {}
-        if not self._counted:
+        if not self._last_batch_id:
             return
         states = self._current_states()
         for name in [name for name, state in self._states.items() if states[name] != state] if self._frames else []:

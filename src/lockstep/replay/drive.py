@@ -107,7 +107,7 @@ def _span(options: Options) -> tuple[int, int]:
 
 
 def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
-    """Replay randomly chosen steps among the steps with a recorded digest."""
+    """Replay a random selection of the steps with a recorded digest."""
     if options.changes:
         raise UsageError("--check: compares with the run, so --change is not supported; remove --change")
     path = options.folder / digest_file.DIGESTS
@@ -119,7 +119,7 @@ def _check(options: Options, count: int, tell: Callable[[str], None]) -> int:
         )
     sample = sorted(random.SystemRandom().sample(steps, min(count, len(steps))))
     tell(f"chosen: step{'s' if len(sample) > 1 else ''} {', '.join(map(str, sample))}")
-    spans: dict[int, list[int]] = {}  # keys are the steps of the checkpoints that the replays start from
+    spans: dict[int, list[int]] = {}  # replayed steps by the step of the checkpoint that the replay starts from
     for step in sample:
         spans.setdefault(checkpoint_before(options.folder, step)[0], []).append(step)
     return max(replay_here(_request(options, span[0], span[-1]), partial(_tell, tell)) for span in spans.values())

@@ -19,7 +19,10 @@ from lockstep.training.observer import Observer, StepObservations
 
 @final
 class ObservedTask:
-    """Wraps a task. If `see` is set, it is called for each loss. All other attributes are those of the wrapped task."""
+    """Wraps a task, and forwards all attributes to the task.
+
+    If `see` is set, `loss` first calls `see` with the loss function of the task, the outputs and the batch.
+    """
 
     def __init__(self, task: Task) -> None:
         self.see: Any = None

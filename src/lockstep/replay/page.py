@@ -13,7 +13,7 @@ from lockstep.training.observer import BATCH, LOSS, NonFinite, StepObservations
 
 _MAX_LISTED: Final = 3  # maximum number of samples and layers shown on a terminal
 _MAX_ROWS: Final = 200  # maximum number of rows in a table
-_CONTEXT_STEPS: Final = 50  # number of steps to draw before and after the replay
+_CONTEXT_STEPS: Final = 50  # number of steps in the chart before and after the replay
 
 
 def lines(replay: Replay) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _verdict(replay: Replay) -> Iterator[str]:
 
 
 def _sort_key(value: float) -> float:
-    """Return a sort key that puts the largest value first. NaN sorts like infinity."""
+    """Return a sort key that sorts the largest value first. NaN sorts like infinity."""
     return -math.inf if math.isnan(value) else -value
 
 
@@ -143,7 +143,7 @@ def _examined(replay: Replay, observations: StepObservations) -> Iterator[Sectio
 
 
 def _curve(replay: Replay) -> Iterator[Section]:
-    """Yield a chart of the replayed losses and of the losses in the log of the run around them."""
+    """Yield a chart of the replayed losses, and of the losses that the run logged before and after these steps."""
     steps = [step.step for step in replay.steps]
     if not steps:
         return

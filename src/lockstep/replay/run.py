@@ -56,11 +56,11 @@ from lockstep.training.reports import StepReports
 from lockstep.training.update_norms import measure_update
 
 _DIGEST_INTERVAL: Final = Interval(steps=64)  # interval at which the digests of the ranks are summed
-# Keys that set where and how the steps are computed. All other keys must match the run.
+# Prefixes of keys that set where and how the steps are computed. All other keys must match the run.
 _OVERRIDABLE_PREFIXES: Final = ("placement.", "run.key_file")
 
 
-Place = tuple[int, bool]  # key of a digest: its step, and whether it is a digest of weights
+DigestKey = tuple[int, bool]  # the step of a digest, and whether the digest is of weights
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class ReplayRequest:
     """A request to replay steps `first` to `last` of the run in `folder`, counted from 1.
 
     `overrides` set how to compute the steps. `changes` set keys of the recipe to different values. With `changes`,
-    nothing is compared. `examined` requests observations of the last step, and `traced` requests a trace of all its
-    tensors.
+    the replay isn't compared with the run. `examined` requests observations of the last step, and `traced` requests a
+    trace of all tensors of the last step.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class ReplayedStep:
 
 @dataclass
 class Replay:
-    """The findings of a replay. `start` is the step of the checkpoint that it started from.
+    """The findings of a replay. `start` is the step of the checkpoint that the replay started from.
 
     `differences` lists the differences between this machine and the machine of the run. For an examined step, `samples`
     contains its sample indices by micro-batch, and `name_of` returns the name of a sample. If a script ended before its
@@ -122,7 +122,13 @@ class Replay:
     ended: str = ""
 
     def add_step(
-        self, step: int, loss: float, lr: float, digests: Mapping[Place, int], recorded: Mapping[Place, int], first: int
+        self,
+        step: int,
+        loss: float,
+        lr: float,
+        digests: Mapping[DigestKey, int],
+        recorded: Mapping[DigestKey, int],
+        first: int,
     ) -> None:
         """Add a replayed step if it was requested (starting at `first`), or if it can be compared."""
         if step >= first or (step, False) in recorded:
@@ -142,7 +148,7 @@ class OpenedRun(NamedTuple):
     start: int  # step of the checkpoint
     last: int  # last step to replay
     machine: Path | None  # checkpoint that records the machine of the run
-    digests: Mapping[Place, int]
+    digests: Mapping[DigestKey, int]
 
 
 def replay_here(request: ReplayRequest, report: Callable[[Replay], None]) -> int:
@@ -203,7 +209,7 @@ def checkpoint_before(folder: Path, step: int) -> tuple[int, Path | None]:
     )
 
 
-def recorded_digests(folder: Path) -> dict[Place, int]:
+def recorded_digests(folder: Path) -> dict[DigestKey, int]:
     """Return the digests that a run has recorded."""
     return {(digest.step, digest.weights): digest.value for digest in digest_file.read(folder / digest_file.DIGESTS)}
 
@@ -232,7 +238,7 @@ def _run_rank(
         progress = Progress()
         with session.open_world() as world:
             rendezvous.status = lambda: RankStatus("training", progress.step)
-            result = _Steps(request, run, prepared, world, progress).run()
+            result = _StepReplayer(request, run, prepared, world, progress).run()
             code = EXIT_DONE if result.different is None and result.same_start is not False else EXIT_VERIFICATION
             code = int(world.tell(str(code)))  # only rank 0 has the digests
     if rendezvous.info.rank == 0:
@@ -241,8 +247,8 @@ def _run_rank(
 
 
 @final
-class _Steps:
-    """The steps on a rank. The training loop calls it like an engine, and it records the results of its engine."""
+class _StepReplayer:
+    """Replays the steps on a rank. The training loop calls this object as an engine. It wraps the real engine."""
 
     def __init__(
         self, request: ReplayRequest, run: OpenedRun, prepared: PreparedRun, world: World, progress: Progress
@@ -254,8 +260,10 @@ class _Steps:
         setup = prepared.ready
         self._models: list[nn.Module] = []  # all models built so far; the engine runs the last model
         self._task = ObservedTask(setup.task)
-        problem = replace(setup.problem, optional_task=self._task, build_model=self._keep(setup.problem.build_model))
-        self._setup = replace(setup, problem=problem, blank=self._keep(setup.blank))
+        problem = replace(
+            setup.problem, optional_task=self._task, build_model=self._record_models(setup.problem.build_model)
+        )
+        self._setup = replace(setup, problem=problem, blank=self._record_models(setup.blank))
         self._engine: Engine
         self._loader: Loader
         prepared = replace(prepared, ready=self._setup)
@@ -306,7 +314,7 @@ class _Steps:
         return update
 
     def _trace_tensors(self, part: str, tensors: Callable[[], NamedTensors]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to it."""
+        """Yield the name and the full value of each tensor. If there is a trace, add the tensor to the trace."""
         for name, tensor in wholes(self._world, tensors()):
             if self._replay.trace is not None:
                 self._replay.trace.add(part, "", name, tensor)
@@ -316,12 +324,12 @@ class _Steps:
     def _is_examined(self) -> bool:
         return self._request.examined and self._step.number + 1 == self._request.last
 
-    def _keep(self, build: Build) -> Build:
-        def build_and_keep() -> nn.Module:
+    def _record_models(self, build: Build) -> Build:
+        def build_and_record() -> nn.Module:
             self._models.append(build())
             return self._models[-1]
 
-        return build_and_keep
+        return build_and_record
 
     def _resume(self) -> None:
         path = self._opened_run.checkpoint

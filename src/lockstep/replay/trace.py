@@ -1,4 +1,4 @@
-"""A trace of a step: the digest of each of its tensors, in order, for comparing two machines.
+"""A trace of a step: an ordered list of the digests of its tensors, to compare two machines.
 
 `lockstep replay RUN --step N --trace FILE` writes a trace. `lockstep bisect` finds the first tensor that differs
 between two traces.
@@ -21,21 +21,21 @@ from lockstep.device.machine import numerics_differences
 from lockstep.errors import UsageError
 
 _MAX_TRACE_BYTES: Final = 1 << 30  # maximum size in bytes of a file to read
-Word = Annotated[str, Field(max_length=1000)]
+_ShortText = Annotated[str, Field(max_length=1000)]
 
 
-class Traced(NamedTuple):
+class TracedTensor(NamedTuple):
     """A tensor of a step: its part of the step, its module, its name, its kind, its digest and its L2 norm.
 
     The norm is stored as text, because it may be infinite or NaN.
     """
 
-    part: Word
-    module: Word
-    name: Word
-    kind: Word
-    digest: Word
-    norm: Word
+    part: _ShortText
+    module: _ShortText
+    name: _ShortText
+    kind: _ShortText
+    digest: _ShortText
+    norm: _ShortText
 
     def __str__(self) -> str:
         within = f" in {self.module}" if self.module else ""
@@ -62,7 +62,7 @@ class Trace:
     """The tensors of a step, in the order in which they were computed."""
 
     head: Head
-    tensors: list[Traced] = field(default_factory=list)
+    tensors: list[TracedTensor] = field(default_factory=list)
     _digests: Digests = field(default_factory=Digests)
 
     def add(self, part: str, module: str, name: str, tensor: Tensor) -> None:
@@ -70,19 +70,21 @@ class Trace:
         tensor = tensor.detach()
         norm = float(torch.linalg.vector_norm(tensor.double()))
         kind = f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
-        self.tensors.append(Traced(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}"))
+        self.tensors.append(
+            TracedTensor(part, module, name, kind, f"{int(self._digests.digest(tensor)):x}", f"{norm:.9g}")
+        )
 
     def text(self) -> str:
         """Return the content of the trace file, in the JSON Lines format."""
         return "".join(f"{line}\n" for line in (self.head.model_dump_json(), *map(json.dumps, self.tensors)))
 
 
-def read(path: Path) -> tuple[Head, list[Traced]]:
+def read(path: Path) -> tuple[Head, list[TracedTensor]]:
     """Read a trace. Raises UsageError if the file isn't a trace."""
     try:
         first, *lines = plainfile.content(path, _MAX_TRACE_BYTES).decode().splitlines()
         tensors = f"[{','.join(lines)}]"
-        return Head.model_validate_json(first), TypeAdapter(list[Traced]).validate_json(tensors)
+        return Head.model_validate_json(first), TypeAdapter(list[TracedTensor]).validate_json(tensors)
     except OSError as error:
         raise UsageError(f"{path}: cannot read: {error.strerror}") from error
     except (ValidationError, UnicodeError, ValueError) as error:
@@ -96,28 +98,32 @@ def compare(left: Path, right: Path) -> tuple[bool, list[str]]:
         raise UsageError(
             f"{left} traces step {head.step}, but {right} traces step {right_head.step}; trace the same step"
         )
-    differences = [*_earlier(head, right_head), *_differences(tensors, right_tensors)]
+    differences = [*_earlier_steps(head, right_head), *_differences(tensors, right_tensors)]
     report = differences or [f"all {len(tensors):,} tensors have the same bits"]
-    return not differences, [f"step {head.step}  {left} before, {right} now", *_machines(head, right_head), *report]
+    return not differences, [
+        f"step {head.step}  {left} before, {right} now",
+        *_machine_differences(head, right_head),
+        *report,
+    ]
 
 
-def _machines(head: Head, other_head: Head) -> Iterator[str]:
+def _machine_differences(head: Head, other_head: Head) -> Iterator[str]:
     yield from numerics_differences(head.numerics, other_head.numerics)
     names = sorted({*head.sources, *other_head.sources})
     yield from (f"{name}: different file" for name in names if head.sources.get(name) != other_head.sources.get(name))
 
 
-def _earlier(head: Head, other_head: Head) -> Iterator[str]:
+def _earlier_steps(head: Head, other_head: Head) -> Iterator[str]:
     steps = (step for step in sorted({*head.steps} & {*other_head.steps}) if step < head.step)
     first_step = next((step for step in steps if head.steps[step] != other_head.steps[step]), None)
     if first_step is not None:
         yield f"step {first_step} already differs; trace step {first_step}"
 
 
-def _differences(before: Sequence[Traced], after: Sequence[Traced]) -> Iterator[str]:
+def _differences(before: Sequence[TracedTensor], after: Sequence[TracedTensor]) -> Iterator[str]:
     """Yield lines that name the first tensor in only one trace, and the first tensor with different values."""
-    after_tensors = dict(_numbered(after))
-    before_tensors = dict(_numbered(before))
+    after_tensors = dict(_with_keys(after))
+    before_tensors = dict(_with_keys(before))
     for side, tensors, opposite in (("before", before_tensors, after_tensors), ("now", after_tensors, before_tensors)):
         if unmatched := next((tensor for key, tensor in tensors.items() if key not in opposite), None):
             yield f"only {side}: {unmatched}, and {len(tensors.keys() - opposite.keys()) - 1:,} more"
@@ -130,7 +136,7 @@ def _differences(before: Sequence[Traced], after: Sequence[Traced]) -> Iterator[
         yield f"{agree.count(False):,} of {len(pairs):,} tensors differ"
 
 
-def _numbered(tensors: Sequence[Traced]) -> Iterator[tuple[tuple[str, int], Traced]]:
+def _with_keys(tensors: Sequence[TracedTensor]) -> Iterator[tuple[tuple[str, int], TracedTensor]]:
     """Yield each tensor with a key: its description, and the number of earlier tensors with the same description."""
     count: Counter[str] = Counter()
     for tensor in tensors:

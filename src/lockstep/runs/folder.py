@@ -1,4 +1,4 @@
-"""The run folder: how it is claimed, whether its run resumes, and the files written before the first step.
+"""The run folder: how a run claims the folder, whether the run resumes, and the files written before the first step.
 
 runs/<recipe>-<model>-<time>/
 ├── config.yaml         the resolved configuration with the origin of each value; not written for a custom loop
@@ -57,13 +57,13 @@ _MAX_REASON_CHARS: Final = 500
 
 @dataclass(frozen=True)
 class Claim:
-    """A run folder that the current start of the run has locked.
+    """A run folder that this process has locked for its run.
 
-    - `created`: The folders that were created for it, with the innermost folder first.
+    - `created`: The folders that were created for the run, with the innermost folder first.
     - `checkpoint`: The checkpoint to resume from, if any.
     - `notes`: Messages for the user.
     - `done_message`: The message if the run is already complete, or else an empty string.
-    - `before`: The state that the previous start left in the folder.
+    - `before`: The state of the folder after the previous start of the run.
     """
 
     folder: Path
@@ -78,33 +78,36 @@ class Claim:
     def hold(self) -> Iterator[None]:
         """Hold the lock while the block runs. If an error is raised, write its exit code and reason to result.json.
 
-        If the error is a user mistake and the run hasn't begun, the folder is restored: a folder that was created for
-        this start is removed, and result.json is reset to that of the previous start.
+        If the error is a user mistake and training hasn't begun, the folder is restored: folders that this process
+        created are removed, and result.json is restored from the previous start of the run.
         """
         with self.lock, _settle_on_error(self.folder, self.created, self.before):
             yield
 
     def keep_failure(self, failure: Failure) -> None:
-        """Write result.json for a failure of any rank, unless the failure prevented the start. See `is_refused`."""
+        """Write result.json for a failure of any rank, unless the failure prevented the run from starting.
+
+        See `is_refused`.
+        """
         if not self.before.is_refused(self.folder, failure):
             keep_failure(self.folder, failure)
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """The state that the previous start left in a run folder: its result.json and the size of events.jsonl in bytes."""
+    """The state of a run folder after the previous start of the run: result.json, and the bytes in events.jsonl."""
 
     result: bytes | None
     events: int
 
     @classmethod
     def read(cls, folder: Path) -> "LastStart":
-        """Read the state. Call this before the current start changes the folder."""
+        """Read the state. Call this function before the run changes the folder."""
         result, events = folder / RESULT, folder / EVENTS
         return cls(result.read_bytes() if result.exists() else None, events.stat().st_size if events.exists() else 0)
 
     def is_refused(self, folder: Path, failure: Failure) -> bool:
-        """Return whether a failure is a usage error that was found before this start wrote an event."""
+        """Return whether a failure is a usage error that was found before this start of the run wrote an event."""
         return failure.cause == "usage" and LastStart.read(folder).events <= self.events
 
 
@@ -119,7 +122,7 @@ class RunStart:
 
 @contextmanager
 def hold_run_folder(rendezvous: Rendezvous, make_claim: Callable[[], Claim]) -> Iterator[RunStart]:
-    """Hold the run folder while the block runs. Rank 0 claims it. All ranks call this and get the same RunStart."""
+    """Hold the run folder while the block runs. Rank 0 claims the folder. All ranks must call this."""
     claim = make_claim() if rendezvous.info.rank == 0 else None
     with claim.hold() if claim else nullcontext():
         for note in claim.notes if claim else []:
@@ -150,7 +153,7 @@ def claim_folder(folder: Path, done: Callable[[], str], begin: Callable[[], tupl
         before = LastStart.read(folder)
         with _settle_on_error(folder, created, before):
             checkpoint_path, notes = begin()
-        (folder / RESULT).unlink(missing_ok=True)  # a script could take it for the result of this start
+        (folder / RESULT).unlink(missing_ok=True)  # otherwise, scripts could read an outdated result
     except BaseException:
         folder_lock.release()
         raise
@@ -177,7 +180,7 @@ def checkpoint_warnings(checkpoint: store.FoundCheckpoint) -> list[str]:
 def record_config(folder: Path, config: str, engine_files: Mapping[str, str]) -> None:
     """Write config.yaml, and the configuration files of an external engine, by file name."""
     _write(folder / CONFIG, config)
-    (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # written by a start with a different strategy
+    (folder / _ENGINE_CONFIG).unlink(missing_ok=True)  # left over from a run started with a different strategy
     for name, text in engine_files.items():
         _write(folder / name, text)
 
@@ -207,7 +210,7 @@ def keep_last_evaluation(folder: Path, report: Report) -> None:
 
 
 def conclude(folder: Path, result: Mapping[str, Any]) -> None:
-    """Write result.json about the end of the last start. While the run is in progress, the file doesn't exist."""
+    """Write result.json when the run ends. While the run is in progress, the file doesn't exist."""
     _write(folder / RESULT, json.dumps(result, indent=1) + "\n")
 
 
@@ -217,9 +220,9 @@ def say(text: str) -> None:
 
 
 def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
-    """Write result.json for a start with a nonzero exit code, unless the file exists.
+    """Write result.json for a run that ends with a nonzero exit code, unless the file exists.
 
-    If there is no `failure`, a signal ended the start before training began.
+    If there is no `failure`, a signal ended the run before training began.
     """
     if code and not (folder / RESULT).exists():
         stopped = Failure(0, 1, socket.gethostname(), "ended by a signal", code, cause="transient")
@@ -227,13 +230,13 @@ def settle(folder: Path, code: int, failure: Failure | None = None) -> None:
 
 
 def keep_failure(folder: Path, failure: Failure) -> None:
-    """Write result.json for a failed start, with the first line of the error, its cause, its ranks and its host."""
+    """Write result.json for a failed run, with the first line of the error, its cause, its ranks and its host."""
     reason = failure.line if failure.size > 1 else failure.first_line.removeprefix("error: ")
     outcome = {"exit_code": failure.exit_code, "reason": reason[:_MAX_REASON_CHARS], "cause": failure.cause}
-    # If an audit identified ranks, the reason contains their hosts. `failure.host` is the host of the rank that reports
-    # it.
+    # If an audit identified ranks, the reason contains the hosts of these ranks. `failure.host` is the host of the rank
+    # that reports the failure.
     location = {"ranks": failure.wrong} if failure.wrong else {"ranks": [failure.rank], "host": failure.host}
-    with suppress(TrainingError):  # doesn't hide the original error
+    with suppress(TrainingError):  # an error while writing the file must not hide the original error
         conclude(folder, {"event": "failed", "time": time.time(), **outcome, **location})
 
 
@@ -243,19 +246,19 @@ def _settle_on_error(folder: Path, created: Sequence[Path], before: LastStart) -
         yield
     except Exception as error:
         failure = failure_of(error, ALONE, RankLog(ALONE))
-        if isinstance(error, ConfigError):  # its text starts with the number of problems
+        if isinstance(error, ConfigError):  # the text of a ConfigError starts with the number of problems
             failure = replace(failure, text=str(error))
         if not before.is_refused(folder, failure):
             settle(folder, failure.exit_code, failure)
         elif created and not any((folder / name).exists() for name in (CONFIG, EVENTS)):
             _remove(folder, created)
-        elif before.result is not None:  # restores the reason of the previous start
+        elif before.result is not None:  # restore the result of the previous start of the run
             _write(folder / RESULT, before.result.decode(errors="replace"))
         raise
 
 
 def _remove(folder: Path, created: Sequence[Path]) -> None:
-    """Remove the folders and files that a rejected start created. All other files are kept."""
+    """Remove the folders and files that a run created before it was rejected. All other files are kept."""
     with suppress(OSError):
         for log in (folder / LOGS).glob("rank-*.log"):
             log.unlink()
@@ -279,7 +282,7 @@ def fresh_folder(name: str) -> Path:
 
 
 def _check_paths(folder: Path) -> None:
-    """Raise UsageError if a path in the run folder should be a regular file but isn't, or is a link to the outside.
+    """Raise UsageError if a path in the run folder isn't a regular file as expected, or links to a path outside.
 
     The folder itself may be a link, because the user named it.
     """

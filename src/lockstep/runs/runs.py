@@ -73,7 +73,7 @@ def job_of(folder: Path) -> Submitted | None:
 
 
 def failure(folder: Path, *, ignore_transient: bool = False) -> str:
-    """Return the reason why the last start of a run failed, from result.json, or an empty string if it didn't fail.
+    """Return the reason why a run failed, from result.json, or an empty string if the run didn't fail.
 
     With `ignore_transient`, a failure after which a scheduler restarts the run doesn't count.
     """
@@ -100,8 +100,8 @@ def machine_of(folder: Path) -> str:
 def is_held(folder: Path) -> bool:
     """Return whether a process holds the lock of a run folder.
 
-    The only way to check this is to take the lock. This function briefly takes a shared lock, so that several processes
-    can check at the same time. A run that starts at that moment retries (training/lock.py).
+    The only way to check a lock is to acquire it. This function briefly acquires a shared lock, so that several
+    processes can check at the same time. A run that starts at that moment retries (training/lock.py).
     """
     # OSError means that there is no lock file, or that the file system doesn't support locks. In both cases, no run can
     # be active.

@@ -1,4 +1,4 @@
-"""The context of a worker process in which Lockstep calls a user's function: its ranks, and overriding settings."""
+"""The context of a worker process in which Lockstep calls a user's function: the ranks, and overriding settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,7 +16,7 @@ Observe = Callable[[int, float, Mapping[str, str]], None]
 
 
 class OpenRun(Protocol):
-    """A run in a custom training loop. When the function that joined it returns, it must be closed."""
+    """A run in a custom training loop. When the function that joined the run returns, the run must be closed."""
 
     @property
     def _computing(self) -> int:
