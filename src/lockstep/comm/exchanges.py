@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in forward hooks
 OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives that DTensor calls
 _DTENSOR_MODULES: Final = "torch.distributed.tensor."
 _QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank

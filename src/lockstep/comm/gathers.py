@@ -2,8 +2,8 @@
 
 Collectives in a process group must be issued in the same order on all ranks. However, the order in which a model calls
 its units can depend on the input or on random numbers, as in a hand-written mixture of experts, and each rank has
-different inputs. Therefore all ranks follow the same schedule, which they record during the first forward and the first
-backward:
+different inputs. Therefore all ranks follow the same schedule, which the ranks record during the first forward pass and
+the first backward pass:
 1. Before a rank gathers a unit, all ranks tell each other which unit they need next. A rank that has finished reports
    that it needs no unit.
 2. All ranks gather the first of the requested units. The ranks that requested this unit continue, and the other ranks
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NO_UNIT: Final = -1
-# The error for a unit that is called outside of the forward of the placed model.
+# The error for a unit that is called outside of the forward pass of the placed model.
 CALLED_ALONE: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
 )
@@ -107,7 +107,7 @@ class Gathers:
         return self._schedule
 
     def _next_unit(self, requested: int) -> int:
-        """Return the unit that all ranks gather next, or -1 if there is none."""
+        """Return the unit that all ranks gather next, or -1 if no unit remains."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
                 return _NO_UNIT

@@ -55,7 +55,7 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def tournament(count: int) -> list[list[Pair]]:
-    """Return the rounds of a round-robin tournament, in which each of `count` players meets every other player once."""
+    """Return the rounds of a round-robin tournament in which each of `count` players meets each other player once."""
     players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 pauses
     schedule = []
     for _ in range(len(players) - 1):

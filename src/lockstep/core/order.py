@@ -46,7 +46,7 @@ class Step(NamedTuple):
         """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.
 
         No micro-batch is empty: a step with fewer samples than `count` has one micro-batch per sample. Empty
-        micro-batches would add nothing, so the sum has the same bits without these leaves.
+        micro-batches would add nothing, so the sum has the same bits without these micro-batches.
         """
         parts = cut(self.samples, min(count, self.samples))
         return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]

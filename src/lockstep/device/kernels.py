@@ -92,7 +92,7 @@ _SCAN_ORDER: Final = "its thread blocks combine their results in the order in wh
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return an entry for a backward with atomic additions. The text of an `avoided` entry doesn't mention backward."""
+    """Return an entry for a backward operation with atomic additions. The text omits "backward" if `avoided` is set."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 

@@ -3,10 +3,10 @@
 This engine overrides all behavior of DeepSpeed that depends on the number of processes:
 
 - DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets reverts the division before
-  the update. Therefore a backward starts from the same value as in a single process.
+  the update. Therefore a backward pass starts from the same value as in a single process.
 - DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
-- In stages 2 and 3, each backward communicates. Therefore ranks compute a step in rounds. A rank without a micro-batch
-  in a round computes a dummy, whose loss is multiplied by 0.
+- In stages 2 and 3, each backward pass communicates. Therefore ranks compute a step in rounds. A rank without a
+  micro-batch in a round computes a dummy, whose loss is multiplied by 0.
 
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
 skips steps with gradients that aren't finite.
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
                 f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # not chained, because a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, so that it can tell calls from recomputations
+        self._running = RunningStatistics(model)  # before `recompute`, to tell calls from recomputations
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
@@ -320,7 +320,7 @@ class DeepSpeedEngine:
 
 
 def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Write a parameter's value of a slot into the slot of its flat tensor."""
+    """Write a parameter's value of an optimizer slot into the same slot of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
         # The parameters of the group share this value.

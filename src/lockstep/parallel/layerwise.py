@@ -174,7 +174,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a constructor that are options of a parameter group, in order.
+    """Return the arguments of a constructor that are options of a parameter group, in order.
 
     Raises ValueError if a number is negative.
     """

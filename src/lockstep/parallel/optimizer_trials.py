@@ -45,7 +45,7 @@ _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` does, or if the optimizer that it returns can't perform a plain step.
+    """Raise UsageError if `make` raises it, or if the optimizer that it returns can't perform a step without a closure.
 
     The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
@@ -86,9 +86,9 @@ def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
 def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
     """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if it does and the strategy doesn't provide full tensors (parallel/layouts/owned.py). Also raises
-    UsageError if the update of a tensor depends on other tensors, which can be on other ranks. For example, the
-    optimizer clips the norm of all gradients or estimates a common step size.
+    Raises UsageError if the optimizer needs full tensors and the strategy doesn't provide them
+    (parallel/layouts/owned.py). Also raises UsageError if the update of a tensor depends on other tensors, which can be
+    on other ranks. For example, the optimizer clips the norm of all gradients or estimates a common step size.
     """
     if not needs_full_tensors(make, dtype):
         return False
@@ -115,7 +115,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
 
 
 def check_flat(make: Make, strategy: str) -> None:
-    """Raise UsageError if check_optimizer does, or if an optimizer updates flattened pieces of a tensor differently.
+    """Raise UsageError if check_optimizer raises it, or if the optimizer updates flattened pieces differently.
 
     When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """

@@ -1,9 +1,9 @@
 """Audits for engines in which a rank can't recompute the micro-batch of a different rank.
 
-This is the case if ranks hold parts of the model, or if they wait for each other during a forward. The audit repeats
-the full step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the
-audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a different
-message than other ranks in the same place.
+This is the case if ranks hold parts of the model, or if they wait for each other during a forward pass. The audit
+repeats the full step with the ranks at different places in the mesh. The bits of the step must be the same. If the bits
+differ, the audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a
+different message than other ranks in the same place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,7 +67,8 @@ class RotatedAudit:
             self._kept_state.load,
         )
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # The engines by how far ranks are moved. Start the first one now, to find out early if it fits in memory.
+        # The engines by the distance that ranks are moved. Start the first engine now, to detect early if it exceeds
+        # the memory.
         self._rotated = {0: (own_world, engine)}
         self._rotated_engine(1)
 

@@ -1,12 +1,12 @@
-"""The totals of a step: its loss, the counts of a custom loop and BatchNorm statistics, summed by the tree as a vector.
+"""The totals of a step: its loss, the counts of a custom loop and BatchNorm statistics, summed as one vector.
 
 A step has these phases:
 
 1. `begin` sets the length of the vector.
-2. After each forward, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of several
-   losses, and with the counts and the statistics of the micro-batch.
-3. After the last forward of this rank, `add` submits the sum over the ranks to the engine's stream, which computes it
-   while the last backward runs.
+2. After each forward pass, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of
+   several losses, and with the counts and the statistics of the micro-batch.
+3. After the last forward pass of this rank, `add` submits the sum over the ranks to the engine's stream, which computes
+   it while the last backward pass runs.
 4. `end` waits for the sum.
 """
 
@@ -40,7 +40,7 @@ class _Turn:
     counts: int  # length of the vector that a custom loop sums together with the loss
     statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
     own_losses: list[Tensor] = field(default_factory=list)
-    total: Callable[[], Tensor] | None = None  # waits for the sum of all leaves; set once the sum is submitted
+    total: Callable[[], Tensor] | None = None  # waits for the sum over all micro-batches; set once the sum is submitted
 
 
 @final
@@ -85,7 +85,7 @@ class StepTotals:
     def add(
         self, microbatch: MicroBatch, loss: Tensor | Losses | None, weight: int = 1, counts: Tensor | None = None
     ) -> None:
-        """Add the results of a forward to the totals. After the last micro-batch of this rank, submit the sum.
+        """Add the results of a forward pass to the totals. After the last micro-batch of this rank, submit the sum.
 
         `loss` is the sum over the micro-batch divided by `weight`.
         """
@@ -111,7 +111,7 @@ class StepTotals:
             turn.total = self._send()
 
     def show(self, microbatch: MicroBatch, loss: Tensor | Losses) -> None:
-        """Pass the loss and statistics of a forward to the micro-batch's `note`, if an audit compares them."""
+        """Pass the loss and statistics of a forward pass to the micro-batch's `note`, if an audit compares them."""
         if microbatch.note is not None:
             microbatch.note("loss", loss.sums if isinstance(loss, Losses) else loss)
             microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))

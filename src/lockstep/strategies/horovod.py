@@ -30,7 +30,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`compress`: the precision in which gradients are sent and added. `none` keeps the dtype of the gradients.
-    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during backward.
+    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during the backward pass.
     """
 
     compress: Compression = "none"

@@ -24,7 +24,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`asynchronous`: apply each gradient when it arrives, so that no rank waits for another rank. `bucket_mib`: the
-    approximate size of the buckets in which gradients are pushed during backward. Not used with `asynchronous`.
+    approximate size of the buckets in which gradients are pushed during the backward pass. Not used with
+    `asynchronous`.
     """
 
     asynchronous: bool = False

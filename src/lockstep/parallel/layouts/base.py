@@ -29,7 +29,7 @@ _GATHERED_BYTES: Final = 32 << 20  # total size of the sharded tensors that are 
 
 
 class GradientSum(Protocol):
-    """Sums the gradients of a step over micro-batches and ranks in the order of the tree (core/tree.py)."""
+    """Sums the gradients of a step over micro-batches and ranks in the order of the reduction tree (core/tree.py)."""
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
@@ -139,7 +139,8 @@ class Layout(Protocol):
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# The norms if each rank has all trained tensors. In this case, all ranks have the same gradients and the same flags.
+# The norms for layouts in which each rank has all trained tensors. In this case, all ranks have the same gradients and
+# the same flags.
 WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
@@ -189,7 +190,7 @@ class Slots:
     """The layout of the optimizer state. A slot with the same shape as its parameter is sharded like the parameter."""
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
-        """`trained` and `held` are Layout.trained and Layout.as_shard."""
+        """Create the layout of the optimizer state, given Layout.trained and Layout.as_shard."""
         self.trained = trained
         self._by_name = dict(trained)
         self._held = held

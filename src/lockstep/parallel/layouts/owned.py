@@ -1,7 +1,7 @@
-"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates all of its rows.
+"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates the tensor.
 
 Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and fused kernels compute the end of a
-tensor differently. Therefore the results of such an optimizer on some of the rows differ from its results on the full
+tensor differently. Therefore such an optimizer computes different results for some of the rows than for the full
 tensor. This layout wraps a layout in rows. A step has these phases:
 
 1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to

@@ -3,9 +3,9 @@
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
 which also computes micro-batches. A step differs from data parallelism in these phases:
 
-1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* the resulting pieces to
-   the server, one bucket at a time, as soon as backward has filled the bucket. The server adds the pieces of all ranks
-   in the order of the tree, so the sum has the same bits as on a single process.
+1. Each rank adds up its micro-batches as far as the reduction tree allows (core/tree.py). Workers *push* the resulting
+   pieces to the server, one bucket at a time, as soon as the backward pass has filled the bucket. The server adds the
+   pieces of all ranks in the order of the tree, so the sum has the same bits as on a single process.
 2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
 3. The workers *pull* the new weights. The server only answers after the update.
 

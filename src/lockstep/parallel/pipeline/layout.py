@@ -84,7 +84,7 @@ class StageLayout:
         return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
-        """Return the gradients of all parameters of the model as shards. Call this between a backward and an update."""
+        """Return the gradients of all parameters of the model as shards. Call this after a backward pass."""
         gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 

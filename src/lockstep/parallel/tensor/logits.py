@@ -5,8 +5,9 @@ logit, the sum of its exponentials, and the logit of the target if it is in this
 of all chunks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus one at
 the target.
 
-A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. It has the
-shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an error.
+A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. The subclass
+has the shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an
+error.
 """
 
 from __future__ import annotations
