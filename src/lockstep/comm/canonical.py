@@ -226,7 +226,7 @@ class _Share(NamedTuple):
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Transfer non-empty tensors, and make the current stream wait for them. Raises PeerLostError if a peer is lost."""
+    """Transfer non-empty tensors, and make the current stream wait. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
         carrier(
             [transfer for transfer in sent if transfer[0].numel()],

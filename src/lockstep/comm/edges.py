@@ -12,7 +12,7 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`outbound`) and from it (`inbound`). The two directions never block each other.
+    """The carriers to a neighbor (`outbound`) and from the neighbor (`inbound`). Both directions are independent.
 
     `peer` is the group rank of the neighbor.
     """

@@ -1,4 +1,4 @@
-"""Intercepts collectives of user code before they begin, regardless of how the code imported them."""
+"""Intercepts collectives of user code before they begin, regardless of how the code imported the functions."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -12,7 +12,7 @@ the first backward pass:
 Units that no rank requested are added to the schedule in their usual place. Once the schedule is complete, ranks no
 longer need to communicate about the order. Before a rank gathers a unit, it joins all gathers that come earlier in the
 schedule. At the end, it joins the gathers that are left. If a rank joined the gather of a unit before calling it, the
-unit stays gathered until the rank calls it, or until the end.
+unit stays gathered until the rank calls it, or until the end of the phase.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,11 +35,11 @@ class Gathers:
     """The gathers of a rank. All ranks must make the same calls to `begin` and `end`.
 
     - `ask` sends integers to all ranks and returns the integers of each rank.
-    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for it.
+    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for this unit.
     - `scatter` frees a unit.
     - `joined` is called after this rank has joined a gather for other ranks.
-    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It raises an error
-      if the unit can't be gathered.
+    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. `check` raises an
+      error if the unit can't be gathered.
     """
 
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]

@@ -1,4 +1,4 @@
-"""Keeps the gradients of gathered weights in the dtype in which autograd computes them.
+"""Keeps the gradients of gathered weights in the dtype that autograd computes in.
 
 If a weight is used twice, autograd adds two gradients before any hook sees them. In a single process, this addition is
 in the dtype of the weight copy that the model computes with (parallel/weights.py). From torch 2.15, fully_shard sets

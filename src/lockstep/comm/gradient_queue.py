@@ -21,8 +21,8 @@ class GradientQueue:
       whether the call may wait for other ranks, as returned by `may_wait`.
 
     If `pass_on` waits, it only waits for other ranks to hand over units up to the current unit in the order. By then,
-    this rank has joined all gathers that the other ranks need to get there, because gathers and units have the same
-    order on all ranks. Therefore no deadlock is possible.
+    this rank has joined all gathers that the other ranks need to reach this unit, because gathers and units have the
+    same order on all ranks. Therefore no deadlock is possible.
     """
 
     names: Sequence[str]

@@ -89,7 +89,7 @@ def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
-        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed them."""
+        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed the messages."""
         start = time.perf_counter()
         dist.send(header.fill_(count), target)
         if count > 0:

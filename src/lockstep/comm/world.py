@@ -163,7 +163,7 @@ class World:
         return [torch.default_generator]
 
     def use(self, device: torch.device) -> None:
-        """Compute on `device` from here on. A process with several devices switches for each micro-batch."""
+        """Compute on `device` from now on. A process with several devices switches for each micro-batch."""
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -101,8 +101,8 @@ class DataRank(NamedTuple):
     - `first`: whether this rank reports the results, if several ranks have the same results.
     - `in_step`: the number of replicas that run in lockstep. All of these replicas run as many rounds as the replica
       with the most micro-batches.
-    - `seat`, `seats`: `seats` ranks have the same data. Each of them computes a part of the sequence chunks, in the
-      order of their `seat`, and evaluates separate batches.
+    - `seat`, `seats`: `seats` ranks have the same data. Each of these ranks computes a part of the sequence chunks, in
+      the order of their `seat`, and evaluates separate batches.
     - `spans`: the number of replicas whose sums this rank holds, starting with its own replica.
     """
 

@@ -26,7 +26,7 @@ FAN_OUT: Final = 16
 
 
 class Part(NamedTuple):
-    """A part of a vector, and the rank that holds it or receives it."""
+    """A part of a vector, and the rank that holds or receives the part."""
 
     rank: int
     part: range

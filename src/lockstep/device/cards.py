@@ -202,7 +202,7 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _device_files(folder: Path) -> dict[str, bool]:
-    """Return the device files of the driver, and whether the current user can open them."""
+    """Return whether the current user can open each device file of the driver."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 

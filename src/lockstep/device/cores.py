@@ -1,4 +1,4 @@
-"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores divide them."""
+"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores share these cores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ def _is_product(call: Call) -> bool:
 
 
 def _is_single_scan(call: Call) -> bool:
-    """Whether a single scan covers the whole tensor. CUDA then splits it among thread blocks without a fixed order."""
+    """Whether a single scan covers the entire tensor. CUDA then splits it among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1

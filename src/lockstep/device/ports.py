@@ -65,7 +65,7 @@ def loopback() -> str:
 
 
 def _listen_on_all_interfaces(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces, for when the address that other hosts use is unknown here."""
+    """Return a socket that listens on all interfaces, because the address that other hosts use is unknown."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))

@@ -155,7 +155,7 @@ def _enable_tf32() -> None:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise UsageError if `device` doesn't support `precision` and would silently use a different one."""
+    """Raise UsageError if `device` doesn't support `precision` and would silently use a different precision."""
     if precision != "tf32":
         return
     if device.type != "cuda":

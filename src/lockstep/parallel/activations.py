@@ -1,8 +1,8 @@
 """Activation offloading: tensors saved in the forward pass are stored in CPU memory until the backward pass.
 
-Each range of a storage is copied once per forward pass, even if several operations save it or views of it. Tensors are
-restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits of the
-backward pass don't change.
+Each range of a storage is copied once per forward pass, even if several operations save this range or views of it.
+Tensors are restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits
+of the backward pass don't change.
 
 These tensors stay on the device: parameters and buffers of the model, their views, and small tensors. Autocast's copies
 of parameters are offloaded like activations.
@@ -40,7 +40,7 @@ def around_forward(
 class Offload:
     """A reusable context for forward passes that enters `inner` and moves the tensors saved on `device` to the CPU.
 
-    Tensors smaller than `least_bytes` stay on the device. You can run the backward pass inside the context or after it.
+    Tensors smaller than `least_bytes` stay on the device. You can run the backward pass inside or after the context.
     The backward pass must run on the same stream as the forward pass, which is autograd's default.
     """
 

@@ -161,7 +161,7 @@ class AsynchronousEngine:
         return newest
 
     def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
-        """Return the sums over all ranks. This blocks until all ranks call it."""
+        """Return the sums over all ranks. Blocks until all ranks call this method."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
         parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | losses

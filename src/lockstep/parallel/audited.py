@@ -52,7 +52,7 @@ Opinions = dict[
 
 @dataclass(eq=False)
 class Part:
-    """The next computation of a rank: the micro-batches of a step, or with `beside` a micro-batch in addition to it.
+    """The next computation of a rank: the micro-batches of a step, and with `beside` an additional micro-batch.
 
     For the additional micro-batch, call `Auditable.repeat`. After you have computed the step, set `sums`.
     """

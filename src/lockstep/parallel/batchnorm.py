@@ -260,9 +260,9 @@ def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance of a layer as views of its region of a vector.
 
-    `data` gives each view a separate version counter, while plain views of one vector would share a counter. Autograd
-    checks the versions of tensors that it saves for the backward pass. These tensors include the statistics of a layer,
-    and compiled code increments the version of each tensor that it writes.
+    `data` gives each view a separate version counter, while ordinary views of one vector would share a counter.
+    Autograd checks the versions of tensors that it saves for the backward pass. These tensors include the statistics of
+    a layer, and compiled code increments the version of each tensor that it writes.
     """
     middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data

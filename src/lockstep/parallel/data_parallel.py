@@ -20,8 +20,8 @@ A step has these phases for each micro-batch of the rank:
 exceptions to this order:
 
 - With synchronized BatchNorm, the forward passes of all micro-batches of this rank run interleaved, and a single
-  backward pass goes through all of them. The gradients are still added to the reduction tree one micro-batch after the
-  other (parallel/cooperative.py, parallel/isolated_grads.py).
+  backward pass goes through all of their graphs. The gradients are still added to the reduction tree one micro-batch
+  after the other (parallel/cooperative.py, parallel/isolated_grads.py).
 - If sequences are split into chunks, each chunk has a separate forward pass. The forward passes of the chunks of a
   micro-batch run interleaved in the same way (parallel/context/sequence_chunks.py).
 """

@@ -11,10 +11,10 @@ This engine overrides all behavior of DeepSpeed that depends on the number of pr
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
 skips steps with gradients that aren't finite.
 
-In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, pads it, and shards it evenly over
-the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer updates these
-flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between parameters and flat
-tensors.
+In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, and pads and shards this tensor
+evenly over the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer
+updates these flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between
+parameters and flat tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -249,7 +249,7 @@ class DeepSpeedEngine:
         return loss * share
 
     def _update_scale(self, applied: bool) -> None:
-        """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""
+        """Update the loss scale like torch's GradScaler: increase after n steps, and decrease after a skipped step."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))

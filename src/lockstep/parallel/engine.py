@@ -94,7 +94,7 @@ class Engine(Stepping, Protocol):
         """Switch to evaluation mode and yield `predict(inputs)`. Uses the averaged weights if the recipe sets `ema`."""
 
     def state(self) -> State:
-        """Return the state. Its tensors are the tensors in use or shards of them, not copies."""
+        """Return the state. Its tensors are the tensors in use or shards of these tensors, not copies."""
 
     def load(self, state: State) -> None:
         """Load a state with full tensors. Raises UsageError if names are missing or unexpected."""

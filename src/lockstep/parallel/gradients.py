@@ -89,8 +89,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        # If the last micro-batch is a dummy, the sums are submitted after it, so that the order of all collectives is
-        # the same on all ranks.
+        # If the last micro-batch is a dummy, the sums are submitted after the dummy, so that the order of all
+        # collectives is the same on all ranks.
         self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:

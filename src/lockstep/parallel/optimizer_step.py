@@ -24,7 +24,7 @@ from lockstep.parallel.optimize import bare_step
 class Updates:
     """Updates the trained tensors. Owns the optimizer and the loss scale, clips gradients and skips steps.
 
-    The optimizer skips the trained tensors in `unowned`, because other ranks update them.
+    The optimizer skips the trained tensors in `unowned`, because other ranks update these tensors.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbe
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
-# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill whole CPU vectors. Some are
+# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill entire CPU vectors. Some are
 # large enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
@@ -75,7 +75,7 @@ def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
     dtype. The optimizers in parallel/layerwise.py can update rows, because they receive the norms of full tensors. For
     fused optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only
-    for some values, so a trial might not detect it.
+    for some values, so a trial might miss the difference.
     """
     optimizer = _small_optimizer(make)
     if type(optimizer) in OWN_OPTIMIZERS.values():

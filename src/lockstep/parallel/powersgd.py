@@ -130,7 +130,7 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def settle(self, applied: bool, growth: float) -> None:
-        """If the step was applied, keep its errors and factors. Otherwise, discard them. Call this after each update.
+        """Keep the errors and factors of a step that was `applied`, or discard both. Call this after each update.
 
         `growth` is the factor by which the loss scale changes after this step.
         """

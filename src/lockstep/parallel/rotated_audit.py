@@ -100,7 +100,7 @@ class RotatedAudit:
         return self._rotated[distance]
 
     def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
-        """Repeat a step with each rank moved by `distance` places."""
+        """Repeat a step in a mesh in which each rank is shifted by `distance` places."""
         world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()

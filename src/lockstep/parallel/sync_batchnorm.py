@@ -5,8 +5,8 @@ a mini-batch.
 
 Each layer has these phases:
 
-1. All forward passes of a rank reach the layer before any of them continues (parallel/cooperative.py). The same applies
-   to the forward passes of all ranks.
+1. All forward passes of a rank reach the layer before any forward pass continues (parallel/cooperative.py). The same
+   applies to the forward passes of all ranks.
 2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
 3. The reduction tree (core/tree.py) sums these values in float64 over all micro-batches. Therefore the bits are the
    same on any number of ranks.

@@ -1,4 +1,4 @@
-"""The interface of a strategy. The files in this folder and your own strategies implement it."""
+"""The interface of a strategy. The strategies in this folder and your own strategies implement this interface."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class Traits:
     - `sent`: the precision to which gradients are rounded before they are sent, or None if they aren't rounded.
     - `by_peers`: the work of a rank depends on data from other ranks, so `lockstep plan` can't measure a single rank in
       isolation.
-    - `unpickles`: a rank unpickles data that it receives, so its peers can run arbitrary code on it. Lockstep only uses
-      such a strategy if you request it by name.
+    - `unpickles`: a rank unpickles data that it receives, so its peers can run arbitrary code on this rank. Lockstep
+      only uses such a strategy if you request it by name.
     """
 
     cuts: str

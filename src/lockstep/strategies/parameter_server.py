@@ -1,4 +1,4 @@
-"""A parameter server: one process runs the optimizer. The other processes push gradients to it and pull weights.
+"""A parameter server: one process runs the optimizer. The other processes push gradients and pull weights.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI). With `asynchronous`, this is
 the Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Rank 0 is the server and also

@@ -1,8 +1,8 @@
 """The layout protocol: how a model is distributed over the ranks, either replicated or sharded by rows.
 
 The engine (parallel/data_parallel.py) computes gradients and updates, and its layout determines how they are stored.
-The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of them. An element-wise
-optimizer computes the same update for a row on any rank. The layout provides the norms of full tensors.
+The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of the parameters. An
+element-wise optimizer computes the same update for a row on any rank. The layout provides the norms of full tensors.
 
 Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and ... are all
 other dims.
@@ -65,7 +65,7 @@ class CutsGradients(Protocol):
 
 
 class Span(NamedTuple):
-    """The rows of a tensor that a rank holds. If several ranks hold the same rows, one of them is `primary`."""
+    """The rows of a tensor that a rank holds. If several ranks hold the same rows, one of these ranks is `primary`."""
 
     rank: int
     first: int

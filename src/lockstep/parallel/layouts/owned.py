@@ -63,7 +63,7 @@ class _Tensor:
 
 @final
 class OwnedLayout:
-    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before `inner` sharded them."""
+    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding."""
 
     def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
         assert isinstance(inner, SpansRows)

@@ -147,7 +147,7 @@ def _find_lendable_weights(model: nn.Module, line: Line) -> set[int]:
 
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
-    """Return the reason why the forward pass can't be split before `place`, or None if it can be split there."""
+    """Return the reason why the forward pass can't be split before `place`, or None if a split is possible."""
     keys_before = {key for used in line.used[:place] for key in used}
     keys_behind = {key for used in line.used[place:] for key in used}
     shared = (keys_before & keys_behind) - _find_lendable_weights(model, line)
@@ -236,7 +236,7 @@ class _CutResult(NamedTuple):
 
 
 def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _CutResult:
-    # Modules that can't be entered. With replay, code within a block would read the values that cross a cut there.
+    # Modules that can't be entered. With replay, code within a block would read the values that cross the cut.
     closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     initially_closed = len(closed)
     best, lowest_cost, failures = None, float("inf"), 0

@@ -1,4 +1,4 @@
-"""The engine for a model that is split into stages. Each rank has some stages, and micro-batches pass through them.
+"""The engine of a model that is split into stages. A rank has some stages, and micro-batches pass through all stages.
 
 The recipe sets the micro-batches. Each micro-batch is computed as in a single process, stage after stage:
 

@@ -37,7 +37,7 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run to split within them."""
+    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run for a split."""
 
     begins: tuple[str, ...] = ()
     entered: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ from lockstep.parallel.weights import Weights
 
 @final
 class StageLayout:
-    """The layout of `part`, the part of `model` on this rank. All other tensors of the model have no memory here.
+    """The layout of `part`, the part of `model` on this rank. All other tensors of the model are on the meta device.
 
     `stage_place` contains the stages of this rank, and `own_slice` this rank's slice of the stages. All ranks must
     create a layout at the same time.

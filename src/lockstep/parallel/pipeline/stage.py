@@ -5,7 +5,7 @@ computes them. An autograd leaf tensor wouldn't work: its `grad` can get a diffe
 modify an autograd leaf in place.
 
 If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forward passes of the
-leaves run interleaved, and a single backward pass goes through all of them (parallel/cooperative.py,
+leaves run interleaved, and a single backward pass goes through all of their graphs (parallel/cooperative.py,
 parallel/isolated_grads.py).
 """
 
@@ -321,7 +321,7 @@ def _reaches_input(node: Node) -> bool:
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
-    """Return the gradients and clear them. Missing gradients are zeros. Each result has the strides of its parameter.
+    """Return and clear the gradients. Missing gradients are zeros. Each result has the strides of its parameter.
 
     For lent parameters, the gradients of the borrowing stage are added in their dtype, in autograd's order.
     """

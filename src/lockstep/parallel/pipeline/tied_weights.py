@@ -38,7 +38,7 @@ class _LookupCounts(local):
 
 @final
 class TiedWeights:
-    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values here."""
+    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values on it."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]

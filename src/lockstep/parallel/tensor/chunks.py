@@ -254,7 +254,7 @@ class Draws:
         self._seeded_chunk: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
-        """Seed the generators for a chunk, unless they are already seeded for it."""
+        """Seed the generators for a chunk, unless they already have this seed."""
         if chunk != self._seeded_chunk:
             self._seeded_chunk = chunk
             self.seed_chunk(self.key, chunk)

@@ -247,7 +247,7 @@ class Dispatch:
 
 
 class _GradientsBySource(torch.autograd.Function):
-    """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of summing them."""
+    """Returns the parameters once for each rank. Passes each gradient to the Dispatch without summing."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:

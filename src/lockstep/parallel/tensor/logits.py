@@ -1,4 +1,4 @@
-"""Chunked logits, and a cross entropy that never gathers them.
+"""Chunked logits, and a cross entropy that never gathers the logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, a chunk computes three numbers: its largest
 logit, the sum of its exponentials, and the logit of the target if it is in this chunk. All ranks gather these numbers

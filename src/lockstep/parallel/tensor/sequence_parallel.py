@@ -20,7 +20,7 @@ regions on behalf of the forward pass on the other rank.
     ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
     goes on with A      waits                   waits               goes on with B
 
-The threads of a rank wait for each other at `=====`, and autograd records one node for all of them. Therefore all ranks
+The threads of a rank wait for each other at `=====`, and autograd records one node for all threads. Therefore all ranks
 communicate in the same order, also in the backward pass. To end the visits, a forward calls `leave`, which is an
 `enter` without a region.
 

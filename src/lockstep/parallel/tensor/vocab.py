@@ -96,7 +96,7 @@ def _chunk_embeddings(chunks: list[range], weights: tuple[Tensor, ...], ids: Ten
 
 
 def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the chunks of all ranks and concatenate them: [..., entries]."""
+    """Gather and concatenate the chunks of all ranks: [..., entries]."""
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in cut(length, chunks.count)]
