@@ -26,8 +26,8 @@ def intercept(tell: Callable[[str], None]) -> Iterator[None]:
     # it doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15 only sees
     # calls in a single group, and no calls if there is only one process.
     with ExitStack() as stack:
-        for question in ("_rank_not_in_group", "_get_default_group"):
-            stack.enter_context(_patched(c10d, question, tell))
+        for lookup in ("_rank_not_in_group", "_get_default_group"):
+            stack.enter_context(_patched(c10d, lookup, tell))
         # Remove at torch >= 2.12: older versions look up the group in functional collectives by a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
         stack.enter_context(_patched(functional, resolver, tell))

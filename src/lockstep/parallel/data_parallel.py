@@ -145,7 +145,7 @@ class DataParallelEngine:
         self.begin([microbatch for group in rounds for microbatch in group], step, leaves)
         for group in rounds:
             if len(group) > 1:
-                self._at_once(group, step, observed)
+                self._run_interleaved(group, step, observed)
                 continue
             for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
@@ -168,8 +168,8 @@ class DataParallelEngine:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
-        within = _Within(self._guarded(), self._training if alone else self._around_forward())
-        return within if self._replicas is None else _Within(self._replicas, within)
+        within = _NestedContexts(self._guarded(), self._training if alone else self._around_forward())
+        return within if self._replicas is None else _NestedContexts(self._replicas, within)
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
@@ -178,9 +178,9 @@ class DataParallelEngine:
         weight = microbatch.weight if mean else 1
         if self._replicas is None:
             self._totals.add(microbatch, loss, weight, counts)
-            self._differentiate(microbatch, loss, self._step, weight)
+            self._run_backward_pass(microbatch, loss, self._step, weight)
             return
-        self._differentiate(microbatch, loss, self._step, weight)
+        self._run_backward_pass(microbatch, loss, self._step, weight)
         counts_at_home = None if counts is None else self._replicas.at_home(counts)
         self._totals.add(
             microbatch,
@@ -222,7 +222,7 @@ class DataParallelEngine:
         """See Phased."""
         if self._replicas is None:
             self._totals.show(microbatch, loss)
-        self._differentiate(microbatch, loss, step, microbatch.weight if mean else 1)
+        self._run_backward_pass(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
             self._totals.show(
                 microbatch, self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach())
@@ -358,7 +358,7 @@ class DataParallelEngine:
             return [microbatches]
         return [self._leaves.units_for(microbatch, leaves) for microbatch in microbatches]
 
-    def _at_once(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
+    def _run_interleaved(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
         """Run the forward passes of micro-batches interleaved, and then a single backward pass through all graphs."""
         isolated = IsolatedGradients(self._model, len(microbatches))
         with isolated.restore_after():
@@ -383,7 +383,7 @@ class DataParallelEngine:
             self._cooperative.exchange("its end", list, None)
         return loss
 
-    def _differentiate(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
+    def _run_backward_pass(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
         """Run the backward pass of a micro-batch, and push its gradient into the reduction tree."""
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, weight)
@@ -426,7 +426,7 @@ class DataParallelEngine:
 
 
 @final
-class _Within(AbstractContextManager[None]):
+class _NestedContexts(AbstractContextManager[None]):
     """Two nested context managers. A generator would add 3 us to every micro-batch."""
 
     __slots__ = ("_inner", "_outer")

@@ -80,7 +80,7 @@ class Gradients:
         self._armed = False
         self._graph_task = -1  # ID of the first backward pass that reached a parameter in this micro-batch
         self._nested = False  # whether a micro-batch has had a nested backward pass
-        self._watched = False  # whether a backward pass has finished, so that `_nested` is known
+        self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is known
         self._note: Note | None = None
         for bucket in () if alone else self._buckets:
             for parameter in bucket.parameters:
@@ -108,7 +108,7 @@ class Gradients:
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._watched = True
+        self._nesting_known = True
         if self._armed:
             self._armed = False
             return
@@ -159,7 +159,7 @@ class Gradients:
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1
-        if bucket.missing == 0 and self._watched and not self._nested:
+        if bucket.missing == 0 and self._nesting_known and not self._nested:
             self._send_ready(everything=False)
 
     def _send_ready(self, everything: bool) -> None:

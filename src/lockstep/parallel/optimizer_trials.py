@@ -100,7 +100,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
-        matches = _matches_apart(make, dtype)
+        matches = _matches_separately(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
@@ -120,7 +120,7 @@ def check_flat(make: Make, strategy: str) -> None:
     When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
-    if _is_fused(optimizer) or not all(_matches_when_flat(make, shape) for shape in _SHAPES):
+    if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
             f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
@@ -160,18 +160,18 @@ def check_own(path: str, make: Make) -> None:
     checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with UserCode(f"optimizer {path}"):
-        weights = _after_steps(make, rate=1.0)
-        if not torch.equal(weights, _after_steps(make, rate=1.0)):
+        weights = _tensor_after_steps(make, rate=1.0)
+        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
                 f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(weights, _after_steps(make, rate=0.5)):
+        if torch.equal(weights, _tensor_after_steps(make, rate=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step does not depend on the learning rate; multiply by group['lr'], which the "
                 f"schedule sets ({CONTRACT})"
             )
-        if not torch.equal(weights, _after_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
                 f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
@@ -205,19 +205,19 @@ def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | No
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _after_steps(make, shape, dtype=dtype)
-        return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _tensor_after_steps(make, shape, dtype=dtype)
+        return all(torch.equal(_tensor_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _matches_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
+def _matches_flattened(make: Make, shape: tuple[int, ...]) -> bool:
     """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
-    whole = _after_steps(make, shape).flatten()
+    whole = _tensor_after_steps(make, shape).flatten()
     third = whole.numel() // 3
-    flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _tensor_after_steps(make, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
-def _after_steps(
+def _tensor_after_steps(
     make: Make,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,
@@ -256,7 +256,7 @@ def _after_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _matches_apart(make: Make, dtype: torch.dtype | None) -> bool:
+def _matches_separately(make: Make, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
     together = _pair_after_steps(make, (True, True), dtype)
     first, second, idle = (

@@ -80,7 +80,7 @@ class RotatedAudit:
         self._kept_state.check(step)
         rotated = self._repeat_step(1, step)
         unrotated, sums = self._record_step(*self._rotated[0], microbatches, step, observe)
-        if self._differ(rotated, unrotated):
+        if self._digests_differ(rotated, unrotated):
             repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._place_count))]
             raise self._verdict(step, [rotated, unrotated, *repeats])
         self.audited += 1
@@ -120,17 +120,17 @@ class RotatedAudit:
         self._log.note("the loss", sums.total)
         return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
-    def _differ(self, *played: RecordedStep) -> bool:
+    def _digests_differ(self, *records: RecordedStep) -> bool:
         """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
-        for played_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in played]):
-            for place, messages in played_by_rank:
+        for records_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in records]):
+            for place, messages in records_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
-    def _verdict(self, step: Step, played: Sequence[RecordedStep]) -> CorruptionError:
+    def _verdict(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
-        reports = self.world.all_gather_json({"host": self.world.host, "played": played})
+        reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         runs = [
             [RecordedStep(*fields) for fields in report["played"]] for report in reports
         ]  # by rank, then by repetition
@@ -165,14 +165,14 @@ class RotatedAudit:
         )
 
 
-def _conflicts(played: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
+def _conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
 
     In such a pair, the first difference is in the same item of both logs, and this item isn't a received message.
     Yields the two ranks, the name of the item and the flipped bit. Both logs can be from the same rank at different
     times.
     """
-    for first, second in combinations(played, 2):
+    for first, second in combinations(records, 2):
         if first.place == second.place:
             differing = {name for name in first.messages if first.messages[name] != second.messages.get(name)}
             first_name, second_name = (

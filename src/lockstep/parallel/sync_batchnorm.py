@@ -112,7 +112,7 @@ def _forward(
     # In training mode, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation mode, it
     # does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
-    replacement = _Replacement(normalize)
+    replacement = _BatchNormMode(normalize)
     try:
         with replacement:
             outputs = forward(inputs)
@@ -127,7 +127,7 @@ def _forward(
 
 
 @final
-class _Replacement(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """Replaces calls of F.batch_norm with calls of `normalize`."""
 
     def __init__(self, normalize: Callable[..., Tensor]) -> None:

@@ -38,7 +38,7 @@ _SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are s
 
 
 @dataclass(eq=False)
-class _Tensor:
+class _OwnedTensor:
     """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and no rows on all other ranks."""
 
     name: str
@@ -73,7 +73,7 @@ class OwnedLayout:
         spans = {name: inner.spans(shape) for name, shape in shapes.items()}
         owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
         self._tensors = [
-            _Tensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
+            _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
             for name, rows in inner.trained
             if name in owners
         ]
@@ -151,10 +151,10 @@ class OwnedLayout:
         for stand_in in self.unowned:
             optimizer.state.pop(stand_in, None)
 
-    def _owns(self, tensor: _Tensor) -> bool:
+    def _owns(self, tensor: _OwnedTensor) -> bool:
         return tensor.owner == self._world.rank
 
-    def _groups(self) -> Iterable[list[_Tensor]]:
+    def _groups(self) -> Iterable[list[_OwnedTensor]]:
         return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
 
     @torch.no_grad()
@@ -162,7 +162,9 @@ class OwnedLayout:
         for group in self._groups():
             self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
 
-    def _gather(self, group: Sequence[_Tensor], rows: Mapping[str, Tensor], whole: Callable[[_Tensor], Tensor]) -> None:
+    def _gather(
+        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], whole: Callable[[_OwnedTensor], Tensor]
+    ) -> None:
         """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
@@ -175,7 +177,7 @@ class OwnedLayout:
                     received.add(span.rank, whole(tensor)[span.first : span.first + span.height])
         self._exchange(sent, received)
 
-    def _scatter(self, group: Sequence[_Tensor]) -> None:
+    def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
         """Copy the full tensors from their owners to the rows of each rank."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
