@@ -1,7 +1,7 @@
-"""The canonical tree across processes: sums over ranks with the same order of additions as in a single process.
+"""The reduction tree across processes: sums over ranks with the same order of additions as in a single process.
 
 Each rank starts with the pieces of its data rank (core/mesh.py). It can have one piece, several pieces or none.
-1. At each level of the tree, the ranks split the vector further among each other, and add their parts
+1. At each level of the reduction tree, the ranks divide the vector into smaller parts and add their parts
    (core/reduction.py).
 2. At the root, each of W ranks holds one of W parts of the sum.
 3. The ranks all-gather the parts in log2(W) rounds.
@@ -38,7 +38,7 @@ class Sum(Protocol):
 
 
 def local_sum(pieces: Mapping[LeafBlock, Tensor], like: Tensor) -> Tensor:
-    """Return the sum of a rank's pieces, added from left to right in place, or zeros like `like` without pieces."""
+    """Return the sum of a rank's pieces, added from left to right in place, or zeros if there are no pieces."""
     if not pieces:
         return torch.zeros_like(like)
     first, *rest = (pieces[block] for block in sorted(pieces))
@@ -54,7 +54,7 @@ class CanonicalSum:
 
     `_data_ranks` contains the data rank of each rank, and `_rank` is the index of this rank, both in the numbering of
     the carrier. A single rank needs no carrier. If sequences are split into `chunks`, each chunk of a micro-batch is a
-    separate leaf (core/mesh.py).
+    separate leaf of the reduction tree (core/mesh.py).
     """
 
     _rank: int
@@ -66,11 +66,11 @@ class CanonicalSum:
         self._size = len(self._data_ranks)
         self.alone = self._size == 1  # there is no other rank
         self._rank_shares = Shares(tuple(range(self._size)))
-        self._plans: dict[int, Reduction] = {}  # by number of leaves
+        self._plans: dict[int, Reduction] = {}  # by number of leaves of the tree
         self._holder_sums: dict[int, CanonicalSum] = {}
 
     def for_holders(self, leaves: int) -> CanonicalSum:
-        """Return a CanonicalSum over the ranks that hold any of `leaves` leaves. This rank must hold a leaf."""
+        """Return a CanonicalSum over the ranks that hold leaves of a tree of this size. This rank must hold a leaf."""
         if leaves not in self._holder_sums:
             holders = [
                 rank for rank, data_rank in enumerate(self._data_ranks) if data_rank.own_blocks(leaves, self._chunks)
@@ -81,7 +81,7 @@ class CanonicalSum:
         return self._holder_sums[leaves]
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all `leaves` leaves, on every rank.
+        """Return the sum over all leaves of the reduction tree, on every rank. `leaves` is the number of leaves.
 
         `pieces` are the flat pieces of this rank, which may be overwritten. Ranks without pieces take the length, dtype
         and device from the flat tensor `like`.
@@ -108,8 +108,8 @@ class CanonicalSum:
     def sum_over_ranks(self, vector: Tensor) -> Tensor:
         """Return the sum of one flat vector per rank, in rank order, on every rank. `vector` is this rank's vector.
 
-        The sum has one leaf per replica. Therefore the bits are the same in each run on the same number of ranks, but
-        differ from those of a single process.
+        The reduction tree of this sum has one leaf per replica. Therefore the bits are the same in each run on the same
+        number of ranks, but differ from those of a single process.
         """
         rank = self._data_ranks[self._rank]
         [block] = rank.own_blocks(rank.replicas)
@@ -171,7 +171,7 @@ class CanonicalSum:
 
 @final
 class HalfPrecisionSum:
-    """Sums flat vectors over ranks like CanonicalSum, but rounds the vectors to `dtype` before they are sent.
+    """Sums flat vectors over ranks like CanonicalSum, but rounds vectors to `dtype` before sending.
 
     A 16-bit dtype halves the communication of fp32, but the bits differ from those of a single process. The equivalent
     hooks in torch (torch.distributed.algorithms.ddp_comm_hooks.default_hooks) let the backend choose the order of the
@@ -184,7 +184,7 @@ class HalfPrecisionSum:
         self._dtype = dtype
 
     def __call__(self, pieces: Mapping[LeafBlock, Tensor], leaves: int, like: Tensor) -> Tensor:
-        """Return the sum over all leaves, on every rank. See CanonicalSum."""
+        """Return the sum over all leaves of the reduction tree, on every rank. See CanonicalSum."""
         if self._across.alone:
             return self._across(pieces, leaves, like)
         return self._across.sum_over_ranks(local_sum(pieces, like).to(self._dtype)).to(like.dtype)
@@ -226,7 +226,7 @@ class _Share(NamedTuple):
 
 
 def move(carrier: Carrier, sent: list[Addressed], received: list[Addressed]) -> None:
-    """Transfer non-empty tensors, and make the current stream wait for them. Raises PeerLostError if a peer is lost."""
+    """Transfer non-empty tensors, and make the current stream wait. Raises PeerLostError if a peer is lost."""
     with translate_peer_errors():
         carrier(
             [transfer for transfer in sent if transfer[0].numel()],

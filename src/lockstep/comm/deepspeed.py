@@ -33,8 +33,8 @@ def import_deepspeed(device: Literal["cpu", "cuda"]) -> Any:
 def init_deepspeed(world: World) -> Any:
     """Return the module `deepspeed`, initialized in the process group of the run. All ranks must call this function.
 
-    In a run with a single rank, the group exists until the process ends, because DeepSpeed keeps objects that refer to
-    it.
+    In a run with a single rank, the group exists until the process ends, because DeepSpeed keeps references to the
+    group.
     """
     module = import_deepspeed("cuda" if world.on_gpu else "cpu")
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)

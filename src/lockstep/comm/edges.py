@@ -12,7 +12,7 @@ from lockstep.comm.process_groups import ProcessGroups
 
 
 class Edge(NamedTuple):
-    """The carriers to a neighbor (`outbound`) and from it (`inbound`). The two directions never block each other.
+    """The carriers to a neighbor (`outbound`) and from the neighbor (`inbound`). Both directions are independent.
 
     `peer` is the group rank of the neighbor.
     """
@@ -34,7 +34,7 @@ class Edges:
         self._edges: dict[int, Edge] = {}
 
     def connect(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
         missing = set(neighbors) - self._edges.keys()
         if self._groups.backend == "nccl":
             self._edges |= self._one_way_edges(missing)

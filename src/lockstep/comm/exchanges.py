@@ -1,4 +1,4 @@
-"""Intercepts collectives of user code before they begin, regardless of how the code imported them."""
+"""Intercepts collectives of user code before they begin, regardless of how the code imported the functions."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in hooks of the model's forward
+_OWN_MODULES: Final = ("lockstep.", "torch.distributed.fsdp.")  # fully_shard gathers in forward hooks
 OF_ROWS: Final = "an operation with weights in rows"  # name of all collectives that DTensor calls
 _DTENSOR_MODULES: Final = "torch.distributed.tensor."
 _QUERY_PREFIXES: Final = ("get_", "_get_", "set_", "__")  # prefixes of calls that don't communicate, such as get_rank
@@ -26,8 +26,8 @@ def intercept(tell: Callable[[str], None]) -> Iterator[None]:
     # it doesn't matter how the caller imported the collective. ProcessGroup.register_pre_hook of torch 2.15 only sees
     # calls in a single group, and no calls if there is only one process.
     with ExitStack() as stack:
-        for question in ("_rank_not_in_group", "_get_default_group"):
-            stack.enter_context(_patched(c10d, question, tell))
+        for lookup in ("_rank_not_in_group", "_get_default_group"):
+            stack.enter_context(_patched(c10d, lookup, tell))
         # Remove at torch >= 2.12: older versions look up the group in functional collectives by a different name.
         resolver = "_resolve_group" if "_resolve_group" in vars(functional) else "_resolve_group_name"
         stack.enter_context(_patched(functional, resolver, tell))

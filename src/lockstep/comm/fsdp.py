@@ -26,9 +26,9 @@ from lockstep.common.own_code import refusal
 from lockstep.core.shard import MaybeSharded, Shard
 from lockstep.errors import UsageError
 
-# Called during backward with the index of a unit, the flat gradients of its parameters (one part per member), the flat
-# tensor that its sharded gradients are views of, and whether the call may wait for other members. All members call it
-# for the same units in the same order.
+# Called during the backward pass with the index of a unit, the flat gradients of its parameters (one part per member),
+# the flat tensor that its sharded gradients are views of, and whether the call may wait for other members. All members
+# make the calls for the same units in the same order.
 Receive = Callable[[int, Tensor, Tensor, bool], None]
 
 
@@ -46,12 +46,12 @@ class Sharded:
     """A model whose tensors are sharded by rows over the members of `mesh`, unit by unit.
 
     The parameters that aren't in any unit form the last unit. The parameters of a unit are gathered before its forward
-    and again before its backward. If `keep_gathered` is set, they are gathered once for both. `narrow` sets the dtype
-    of the gathered parameters. Gradients have the dtype of the shards.
+    pass and again before its backward pass. If `keep_gathered` is set, they are gathered once for both. `narrow` sets
+    the dtype of the gathered parameters. Gradients have the dtype of the shards.
 
-    Members may call different units in the same forward (comm/gathers.py). If a unit isn't called, its gradients are
-    zeros, as in a single process. Once the backward of a unit is complete (comm/unit_calls.py), its gradients are
-    passed to `receive`, in the same order on all members (comm/gradient_queue.py).
+    Members may call different units in the same forward pass (comm/gathers.py). If a unit isn't called, its gradients
+    are zeros, as in a single process. Once the backward pass of a unit is complete (comm/unit_calls.py), its gradients
+    are passed to `receive`, in the same order on all members (comm/gradient_queue.py).
     """
 
     model: nn.Module
@@ -70,8 +70,8 @@ class Sharded:
         self._calls = UnitCalls(len(units) + 1)
         self._forwards_under_way = 0
         self._counts_parameters = False  # whether the hooks of _count_parameters are registered
-        self._backward = False  # whether a backward of a step is running
-        self._graph_task = -1  # autograd's ID of this backward
+        self._backward = False  # whether a backward pass of a step is running
+        self._graph_task = -1  # autograd's ID of this backward pass
         self._units = [cast(FSDPModule, unit) for unit in (*units, model)]
         self._gradients = GradientQueue(
             self.names, self._calls.is_under_way, self._make_zeros, self._pass_on, self._may_wait
@@ -110,7 +110,7 @@ class Sharded:
         if keep_gathered:
             self._units[-1].set_reshard_after_backward(False)
         self._reshards_after_backward = (
-            False  # whether the parameters that stay gathered during a step are freed after this backward
+            False  # whether the parameters that stay gathered during a step are freed after this backward pass
         )
         model.register_forward_pre_hook(self._begin_forward, prepend=True)
         model.register_forward_hook(self._end_forward)
@@ -118,14 +118,14 @@ class Sharded:
         numbers = [number for number, unit in enumerate(self._units) if _parameters(unit)]
         self._forwards = sorted(numbers, key=lambda number: (number + 1) % len(self._units))  # the last unit first
         self._all_gathered = False  # whether all units are gathered
-        self._same_order = True  # whether members requested the same units in the same order in all backwards so far
+        self._same_order = True  # whether all members always requested units in the same order in the backward pass
 
     def begin_step(self) -> None:
-        """Forget the unit calls since the last backward. Call this method before the first forward of a step."""
+        """Discard the unit calls since the last backward pass. Call this before the first forward pass of a step."""
         self._calls.forget_calls()
 
     def begin_round(self, last: bool) -> None:
-        """Prepare a backward. Call this method before each backward of a step, with `last=True` for the last one."""
+        """Prepare for a backward pass. Call this before each backward pass of a step, with `last=True` for the last."""
         self._backward = True
         self._outputs.clear()
         self._reshards_after_backward = self.keep_gathered and last
@@ -139,7 +139,7 @@ class Sharded:
         self._gradients.begin()
 
     def end_backward(self) -> None:
-        """Complete all units. Call this method after each backward."""
+        """Complete all units. Call this method after each backward pass."""
         self._calls.end_backward()
         if not self.keep_gathered:
             self._gathers.end(called=self._calls.called())
@@ -157,7 +157,7 @@ class Sharded:
         self._graph_task = -1
 
     def end_round(self) -> None:
-        """Clear the partial gradients. Call this method after each backward except the last backward of a step."""
+        """Clear the partial gradients. Call this method after each backward pass of a step except the last."""
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -256,25 +256,25 @@ class Sharded:
         return outputs
 
     def _on_output_gradient(self, call: int, gradient: Tensor) -> None:
-        """Complete the units whose first call came after this call. Called when this call's output has its gradient."""
+        """Complete the units that were first called after this call, because the gradient of its output is ready."""
         self._check_graph_task(gradient)
         for unit in self._calls.completed_by(call):
             self._finish(unit)
 
     def _before_backward(self, unit: int, pre_backward: Callable[[bool], None], prefetch: bool, *_: Any) -> None:
-        """Gather a unit for its backward. No-op if the unit is already complete, e.g. if it returns an older input."""
+        """Gather a unit for its backward pass. No-op if the unit is complete, e.g. if it returns an older input."""
         if not self._calls.is_complete(unit):
             pre_backward(prefetch)
 
     def _finish(self, unit: int) -> None:
-        """Collect the gradients of a unit whose backward is complete, and free its gathered parameters."""
+        """Collect the gradients of a unit whose backward pass is complete, and free its gathered parameters."""
         self._calls.complete(unit)
         if (group := _group(self._units[unit])) is not None and group._training_state == TrainingState.PRE_BACKWARD:
             group.post_backward()
         self._gradients.advance(unit)
 
     def _check_graph_task(self, _gradient: Tensor) -> None:
-        """Raise UsageError in a nested backward, after which fully_shard would collect the gradients of all units."""
+        """Raise UsageError in a nested backward pass, because fully_shard would collect the gradients of all units."""
         if not self._backward:
             raise _foreign_backward()
         task = torch._C._current_graph_task_id()
@@ -288,7 +288,7 @@ class Sharded:
             )
 
     def _count_parameters(self) -> None:
-        """Complete each unit when all of its parameters have gradients. Used if backward runs in several threads."""
+        """Complete each unit when all of its parameters have gradients. Used if forward passes had several threads."""
         if self._counts_parameters:
             return
         self._counts_parameters = True
@@ -436,9 +436,9 @@ def _parameters(unit: FSDPModule) -> list[Any]:
 
 
 def _add_zeros(unit: FSDPModule) -> None:
-    """Make the reduction of a unit use zeros for parameters that this member didn't use, but others may have.
+    """Make the reduction of a unit use zeros for parameters that only other members may have used.
 
-    This is like set_reduce_scatter_unused_params, which torch 2.11 doesn't have.
+    This is like set_reduce_scatter_unused_params, which is missing in torch 2.11.
     """
     if (group := _group(unit)) is None:
         return

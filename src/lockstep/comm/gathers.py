@@ -2,8 +2,8 @@
 
 Collectives in a process group must be issued in the same order on all ranks. However, the order in which a model calls
 its units can depend on the input or on random numbers, as in a hand-written mixture of experts, and each rank has
-different inputs. Therefore all ranks follow the same schedule, which they record during the first forward and the first
-backward:
+different inputs. Therefore all ranks follow the same schedule, which the ranks record during the first forward pass and
+the first backward pass:
 1. Before a rank gathers a unit, all ranks tell each other which unit they need next. A rank that has finished reports
    that it needs no unit.
 2. All ranks gather the first of the requested units. The ranks that requested this unit continue, and the other ranks
@@ -12,7 +12,7 @@ backward:
 Units that no rank requested are added to the schedule in their usual place. Once the schedule is complete, ranks no
 longer need to communicate about the order. Before a rank gathers a unit, it joins all gathers that come earlier in the
 schedule. At the end, it joins the gathers that are left. If a rank joined the gather of a unit before calling it, the
-unit stays gathered until the rank calls it, or until the end.
+unit stays gathered until the rank calls it, or until the end of the phase.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 
 _NO_UNIT: Final = -1
-# The error for a unit that is called outside of the forward of the placed model.
+# The error for a unit that is called outside of the forward pass of the placed model.
 CALLED_ALONE: Final = (
     "is called on its own, but its weights are sharded by rows, and only the placed model gathers them"
 )
@@ -35,11 +35,11 @@ class Gathers:
     """The gathers of a rank. All ranks must make the same calls to `begin` and `end`.
 
     - `ask` sends integers to all ranks and returns the integers of each rank.
-    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for it.
+    - `gather` gathers a unit if it isn't gathered, and calls `join_before` for this unit.
     - `scatter` frees a unit.
     - `joined` is called after this rank has joined a gather for other ranks.
-    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. It raises an error
-      if the unit can't be gathered.
+    - `check` is called with a unit and the rest of the schedule before this rank gathers the unit. `check` raises an
+      error if the unit can't be gathered.
     """
 
     ask: Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -107,7 +107,7 @@ class Gathers:
         return self._schedule
 
     def _next_unit(self, requested: int) -> int:
-        """Return the unit that all ranks gather next, or -1 if there is none."""
+        """Return the unit that all ranks gather next, or -1 if no unit remains."""
         if self._phase in self._schedules:
             if self._position == len(self._schedule):
                 return _NO_UNIT

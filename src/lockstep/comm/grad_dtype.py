@@ -1,9 +1,9 @@
-"""Keeps the gradients of gathered weights in the dtype in which autograd computes them.
+"""Keeps the gradients of gathered weights in the dtype that autograd computes in.
 
 If a weight is used twice, autograd adds two gradients before any hook sees them. In a single process, this addition is
 in the dtype of the weight copy that the model computes with (parallel/weights.py). From torch 2.15, fully_shard sets
-`grad_dtype` to the reduction dtype outside of the backward of a unit. A gradient that arrives before this backward
-(such as the gradient of a weight penalty) would be converted first, and the sum would be rounded differently.
+`grad_dtype` to the reduction dtype outside of the backward pass of a unit. A gradient that arrives before this backward
+pass (such as the gradient of a weight penalty) would be converted first, and the sum would be rounded differently.
 """
 
 from functools import partial

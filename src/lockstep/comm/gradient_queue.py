@@ -13,7 +13,7 @@ from lockstep.errors import UsageError
 @final
 @dataclass(eq=False)
 class GradientQueue:
-    """Holds the gradients of units whose backward is complete until it is their turn in the order of the units.
+    """Holds the gradients of units whose backward pass is complete, and hands them over in the order of the units.
 
     - `is_under_way` returns whether the gradients of a unit are still being computed.
     - `make_zeros` adds zeros to the queue for a unit that wasn't called.
@@ -21,8 +21,8 @@ class GradientQueue:
       whether the call may wait for other ranks, as returned by `may_wait`.
 
     If `pass_on` waits, it only waits for other ranks to hand over units up to the current unit in the order. By then,
-    this rank has joined all gathers that the other ranks need to get there, because gathers and units have the same
-    order on all ranks. Therefore no deadlock is possible.
+    this rank has joined all gathers that the other ranks need to reach this unit, because gathers and units have the
+    same order on all ranks. Therefore no deadlock is possible.
     """
 
     names: Sequence[str]
@@ -30,15 +30,15 @@ class GradientQueue:
     make_zeros: Callable[[int], None]
     pass_on: Callable[[int, Tensor, Tensor, bool], None]
     may_wait: Callable[[], bool]
-    order: Sequence[int] = ()  # of the units; empty until it is known
+    order: Sequence[int] = ()  # the order of the units; empty until it is known
     _remaining_units: deque[int] = field(default_factory=deque, init=False)
     _waiting: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
-    _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward
+    _added_units: set[int] = field(default_factory=set, init=False)  # units added in this backward pass
     _kept: list[Tensor] = field(default_factory=list, init=False)  # gradients that were handed over late
     _advancing: bool = field(default=False, init=False)
 
     def begin(self) -> None:
-        """Begin a backward, and hand over zeros for units that weren't called."""
+        """Begin a backward pass, and hand over zeros for units that weren't called."""
         self._remaining_units.extend(self.order)
         self.advance()
 
@@ -73,12 +73,12 @@ class GradientQueue:
             self._advancing = False
 
     def end(self) -> None:
-        """Hand over all remaining gradients after a backward."""
+        """Hand over all remaining gradients after a backward pass."""
         self.advance()
-        for unit in sorted(self._waiting):  # the order isn't known in the first backward
+        for unit in sorted(self._waiting):  # the order isn't known in the first backward pass
             self.pass_on(unit, *self._waiting.pop(unit), True)
 
     def clear(self) -> None:
-        """Clear the state of a backward."""
+        """Clear the state of a backward pass."""
         self._kept.clear()
         self._added_units.clear()

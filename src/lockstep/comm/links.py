@@ -55,7 +55,7 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 
 
 def tournament(count: int) -> list[list[Pair]]:
-    """Return the rounds of a round-robin tournament, in which each of `count` players meets every other player once."""
+    """Return the rounds of a round-robin tournament in which each of `count` players meets each other player once."""
     players = [*range(count), *([-1] if count % 2 else [])]  # the player who is paired with -1 pauses
     schedule = []
     for _ in range(len(players) - 1):
@@ -89,7 +89,7 @@ def _measure_link(world: World, target: int, buffer: Tensor) -> Link:
     header = torch.zeros(1, dtype=torch.int64, device=buffer.device)
 
     def round_trip(count: int) -> float:
-        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed them."""
+        """Send `count` and then `count` bytes. Return the seconds until the target has confirmed the messages."""
         start = time.perf_counter()
         dist.send(header.fill_(count), target)
         if count > 0:

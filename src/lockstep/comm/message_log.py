@@ -1,8 +1,8 @@
 """Digests of the messages that a rank sends and receives in a step, to find the first rank that sent a wrong message.
 
 Between two messages, the computation of a rank depends only on its role, its data and the messages that it received. If
-two ranks in the same role received the same messages but sent different messages, one of them is at fault, regardless
-of what followed.
+two ranks in the same role received the same messages but sent different messages, one of the two ranks is at fault,
+regardless of later messages.
 """
 
 from collections import Counter

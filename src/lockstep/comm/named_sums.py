@@ -68,6 +68,6 @@ def _int_tensor(value: Tensor | None, shape: list[int]) -> Tensor:
 
 
 def over_ranks(world: World, numbers: Sequence[int]) -> list[int]:
-    """Return the sum of each integer over all ranks. All ranks must call it with the same number of integers."""
+    """Return the sum of each integer over all ranks. All ranks must pass the same number of integers."""
     sums: list[int] = world.add_(torch.tensor(numbers, dtype=torch.int64)).tolist()
     return sums

@@ -48,6 +48,6 @@ def _with_policy(init_dtype_attrs: Any, policy: MixedPrecisionPolicy, unit_polic
 def _unify_dtypes(group: Any, post_backward: Any, *_: Any) -> None:
     """Convert the gradients of a unit to the same dtype before fully_shard collects them."""
     for parameter in group.fsdp_params:
-        if "_unsharded_param" in vars(parameter):  # missing before the first forward of the unit
+        if "_unsharded_param" in vars(parameter):  # missing before the first forward pass of the unit
             parameter.to_accumulated_grad_if_needed()
     post_backward()

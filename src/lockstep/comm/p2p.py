@@ -8,7 +8,7 @@ generator states. The carriers of the world transfer the tensors on the device.
 Parcels between two ranks arrive in the order in which they were sent, because NCCL has no tags. Each parcel belongs to
 a numbered line. If a parcel arrives on a line that isn't being received yet, the receiving rank stores it.
 
-This module also wraps torch's functions for split backwards.
+This module also wraps torch's functions for split backward passes.
 """
 
 import math
@@ -107,7 +107,7 @@ class PointToPoint:
     def receive(self, peer: int, line: int) -> Values:
         """Wait for the next parcel from rank `peer` on this line, and return its values.
 
-        A tensor that requires a gradient on the sending rank is returned as a leaf that requires a gradient.
+        A tensor that requires a gradient on the sending rank is returned as an autograd leaf that requires a gradient.
         """
         with translate_peer_errors():
             while not self._stored_parcels.get((peer, line)):
@@ -169,11 +169,11 @@ class PointToPoint:
 def backward_input(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Parameter]
 ) -> list[dict[str, Any]]:
-    """Run the part of a backward that computes the gradients of `inputs`. Returns the data for `backward_weight`.
+    """Run the part of a backward pass that computes the gradients of `inputs`. Returns the data for `backward_weight`.
 
-    The gradients of `inputs` aren't returned, because hooks receive them during the backward. Gradients of vectors,
-    such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel that
-    computes such a gradient without the gradient of the layer's input adds in a different order.
+    The gradients of `inputs` aren't returned, because hooks receive them during the backward pass. Gradients of
+    vectors, such as BatchNorm weights, are computed immediately. Deferring them would save nothing, and a CUDA kernel
+    that computes such a gradient without the gradient of the layer's input adds in a different order.
     """
     from torch.distributed.pipelining import _backward as torch_backward  # lazy import: takes half a second
 
@@ -200,7 +200,7 @@ def backward_input(
 
 
 def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) -> None:
-    """Run the rest of a backward, and store the gradients of `weights` in `grad`.
+    """Run the rest of a backward pass, and store the gradients of `weights` in `grad`.
 
     Like torch's stage_backward_weight. Before torch 2.13, torch's function counts a gradient that flows between two
     intermediate nodes twice.
@@ -223,8 +223,8 @@ def backward_weight(groups: list[dict[str, Any]], weights: Sequence[Parameter]) 
         if not arrived_edges:
             continue
         ends = list(group["params"])  # a list, so that the order is fixed
-        # The gradient that arrived at a node already includes the gradients from other nodes of its group. They must
-        # not be added again.
+        # The gradient that arrived at a node already includes the gradients from other nodes of its group. These
+        # gradients must not be added again.
         with ExitStack() as hooks:
             for node, grads in node_gradients:
                 hooks.enter_context(node.register_prehook(partial(_replace_gradients, grads)))

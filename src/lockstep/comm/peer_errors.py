@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lockstep.device.ulimits import too_many_files
 from lockstep.errors import TransientError
 
-# fully_shard runs collectives in hooks, during forward and backward, and not only Lockstep calls collectives. Errors of
-# gloo have no specific type, but contain the names of its source files.
+# Lockstep can't wrap all collectives, because fully_shard runs collectives in hooks during forward and backward passes.
+# Errors of gloo have no specific type, but contain the names of gloo's source files.
 _ERROR_MARKERS: Final = ("/gloo/", "ProcessGroupGloo", "ProcessGroupNCCL", "tensorpipe/", "RPCErr:")
 # Texts of gloo and NCCL errors for collectives that timed out.
 _TIMEOUT_MESSAGES: Final = ("Timed out waiting", "collective operation timeout")
@@ -18,7 +18,7 @@ _SLOW_HINT: Final = "another rank is slow or hangs; a collective times out after
 
 
 class PeerLostError(TransientError):
-    """Another rank was lost during a collective. The cause of the failure is on the other rank."""
+    """A peer rank was lost during a collective. The cause of the failure is on the peer."""
 
 
 @contextmanager

@@ -49,9 +49,9 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     If `late` is set, each send takes `late` times as long on average, with random variation, and collectives don't
     block. Transfers then complete at different times in each step, as on a busy network.
 
-    To count torch's collectives, use it as a context manager. They are counted as ring algorithms: the number of rounds
-    is the group size minus one, and in each round a rank sends a part to its neighbor. The calling thread blocks, as
-    with gloo.
+    To count torch's collectives, use this object as a context manager. Collectives are counted as ring algorithms: the
+    number of rounds is the group size minus one, and in each round a rank sends a part to its neighbor. The calling
+    thread blocks, as with gloo.
     """
 
     def __init__(self, link: float) -> None:
@@ -74,7 +74,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Delivery(self._free_time)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the operation if it is a collective, and run it."""
+        """Count an operation if it is a collective, and run the operation."""
         name = str(func)
         if name.startswith("c10d."):
             total_bytes = max(

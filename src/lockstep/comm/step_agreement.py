@@ -1,4 +1,4 @@
-"""Compares a few numbers across ranks after each step. It takes a single all-reduce, which runs in the background."""
+"""Compares a few numbers across ranks after each step, in a single all-reduce that runs in the background."""
 
 import zlib
 from typing import Any, Final, final

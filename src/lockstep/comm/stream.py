@@ -1,8 +1,8 @@
 """A second stream for communication, which runs concurrently with the compute stream.
 
-On the CPU, a stream is a thread in which gloo waits without holding the GIL while backward runs. On CUDA, it is a CUDA
-stream: NCCL calls return immediately, and the stream orders them relative to the kernels. Functions run in the order of
-submission.
+On the CPU, a stream is a thread in which gloo waits without holding the GIL while the backward pass runs. On CUDA, it
+is a CUDA stream: NCCL calls return immediately, and the stream orders them relative to the kernels. Functions run in
+the order of submission.
 """
 
 from collections import deque
@@ -85,9 +85,10 @@ class CudaStream:
     or the compute stream waits for it. Tensors that this stream allocates are safe: before it allocates new memory, it
     waits for the compute stream.
 
-    The NCCL operations of this stream and of the compute stream are in two groups, which could deadlock if they waited
-    for each other. Therefore all ranks submit in the same order, and after a step, the compute stream only communicates
-    after `wait`. In zero3, both communicate at the same time, each with kernels on a few of the GPU's multiprocessors.
+    The NCCL operations of this stream and of the compute stream are in two groups, and could deadlock if the two groups
+    waited for each other. Therefore all ranks submit in the same order, and after a step, the compute stream only
+    communicates after `wait`. In zero3, both communicate at the same time, each with kernels on a few of the GPU's
+    multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,13 +1,13 @@
-"""Tracks the calls of a sharded model's units, and when the backward of each unit is complete.
+"""Tracks the calls of a sharded model's units, and when the backward pass of each unit is complete.
 
 fully_shard detects this with an autograd node before the inputs of a unit. This node adds the unit's own gradients of
 an input before the gradients from other users of the input. Therefore the gradient of an activation that two units use
 would differ from a single process. Lockstep adds no such node, so the graph is the same as in plain PyTorch.
 
-Autograd runs the nodes of a thread's graph from newest to oldest. Once the output of a unit has its gradient, all units
-whose first call came later are therefore complete. Their gradients are handed over, regardless of which parameters a
-micro-batch used. The first unit is complete at the end of the backward. If a backward covers forwards from several
-threads, a unit is complete once all of its parameters have a gradient, or at the end.
+Autograd runs the nodes of a thread's graph from newest to oldest. Once the gradient of the output of a unit is ready,
+all units whose first call came later are therefore complete. Their gradients are handed over, regardless of which
+parameters a micro-batch used. The first unit is complete at the end of the backward pass. If a backward pass covers
+forward passes from several threads, a unit is complete once all of its parameters have a gradient, or at the end.
 """
 
 import threading
@@ -16,22 +16,22 @@ from typing import final
 
 @final
 class UnitCalls:
-    """The calls of units since the last backward, and the units whose backward is complete.
+    """The calls of units since the last backward pass, and the units whose backward pass is complete.
 
     Units are numbered. The last unit consists of the rest of the model, and its call begins first.
     """
 
     def __init__(self, units: int) -> None:
         self._units = units
-        self.passes = 0  # number of forwards of the full model
+        self.passes = 0  # number of forward passes of the full model
         self._calls = 0
         self._first: dict[int, int] = {}  # index of the first call, by unit
-        self._threads: set[int] = set()  # threads of the forwards
+        self._threads: set[int] = set()  # threads of the forward passes
         self._complete: set[int] = set()
         self._accumulated = [0] * units  # number of parameters with a gradient, by unit
 
     def begin_forward(self) -> None:
-        """Record the start of a forward of the full model."""
+        """Record the start of a forward pass of the full model."""
         self.passes += 1
         self._threads.add(threading.get_ident())
         self._first[self._units - 1] = -1
@@ -47,7 +47,7 @@ class UnitCalls:
 
     @property
     def several_threads(self) -> bool:
-        """Whether the forwards ran in several threads."""
+        """Whether the forward passes ran in several threads."""
         return len(self._threads) > 1
 
     def called(self) -> list[int]:
@@ -55,39 +55,39 @@ class UnitCalls:
         return [int(unit in self._first) for unit in range(self._units)]
 
     def completed_by(self, call: int) -> list[int]:
-        """Return the units that become complete once the output of a call has its gradient."""
+        """Return the units that become complete once the gradient of the output of a call is ready."""
         if self.several_threads:
             return []
         units = [unit for unit, first in self._first.items() if first > call and unit not in self._complete]
         return sorted(units, key=lambda unit: -self._first[unit])
 
     def accumulate(self, unit: int) -> int:
-        """Record that a parameter of a unit has its gradient. Returns how many parameters of the unit have one."""
+        """Record that the gradient of a parameter is ready. Returns the number of ready gradients of the unit."""
         self._accumulated[unit] += 1
         return self._accumulated[unit]
 
     def complete(self, unit: int) -> None:
-        """Record that the backward of a unit is complete."""
+        """Record that the backward pass of a unit is complete."""
         self._complete.add(unit)
 
     def is_complete(self, unit: int) -> bool:
-        """Return whether the backward of a unit is complete."""
+        """Return whether the backward pass of a unit is complete."""
         return unit in self._complete
 
     def is_under_way(self, unit: int) -> bool:
-        """Return whether a unit was called and its backward isn't complete."""
+        """Return whether a unit was called and its backward pass isn't complete."""
         return unit in self._first and unit not in self._complete
 
     def end_backward(self) -> None:
-        """Record that the backward has ended, which completes all units."""
+        """Record that the backward pass has ended, which completes all units."""
         self._complete.update(range(self._units))
 
     def forget_calls(self) -> None:
-        """Forget all calls so far, because they aren't part of the next backward."""
+        """Forget all calls so far, because they aren't part of the next backward pass."""
         self._first.clear()
 
     def clear(self) -> None:
-        """Reset all state after a backward."""
+        """Reset all state after a backward pass."""
         self.passes = self._calls = 0
         self._first.clear()
         self._threads.clear()

@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 def separate_outputs(outputs: Any, inputs: Any, freed: set[int]) -> Any:
     """Return outputs that share no memory with freed tensors and aren't autograd views.
 
-    `freed` contains the addresses of memory that is freed after the forward of the unit. If a unit returns parameters
-    or views of parameters, they would otherwise be read after they are freed. In addition, fully_shard gathers the
-    parameters of a unit for its backward in a hook on its outputs. If an output is a view, an in-place operation on the
-    output would remove the hook.
+    `freed` contains the addresses of memory that is freed after the forward pass of the unit. If a unit returns
+    parameters or views of parameters, they would otherwise be read after they are freed. In addition, fully_shard
+    gathers the parameters of a unit for its backward pass in a hook on its outputs. If an output is a view, an in-place
+    operation on the output would remove the hook.
     """
     views = torch.is_grad_enabled()
     if not (views or freed):

@@ -1,8 +1,8 @@
 """The processes of a run and the small collectives between them. Only this module starts torch.distributed.
 
-Gradients are summed by the canonical tree (comm/canonical.py) in a separate process group, so that a side stream can
-communicate while this thread communicates in the main group (comm/process_groups.py). A carrier transfers tensors on
-the device (comm/carrier.py). All other communication here is small, on the CPU and exact in any order.
+Gradients are summed in the order of the reduction tree (comm/canonical.py) in a separate process group, so that a side
+stream can communicate while this thread communicates in the main group (comm/process_groups.py). A carrier transfers
+tensors on the device (comm/carrier.py). All other communication here is small, on the CPU and exact in any order.
 docs/how-a-step-runs.md lists all communication.
 """
 
@@ -75,8 +75,8 @@ class World:
     def canonical(self, mesh: Mesh, *axes: Axis, side_stream: bool = True, chunks: int = 1) -> CanonicalSum:
         """Return the canonical sum over the ranks of `mesh` that differ from this rank only along these axes.
 
-        If `side_stream` is set, use the sum on a side stream. Otherwise, use it only on this thread. `chunks` is the
-        number of chunks that sequences are split into. All ranks must call this method with the same arguments.
+        If `side_stream` is set, use the sum on a side stream. Otherwise, use the sum only on this thread. `chunks` is
+        the number of chunks that sequences are split into. All ranks must call this method with the same arguments.
         """
         data_ranks, order = mesh.data_ranks_along(*axes)
         ranks = self._own_part(mesh.groups(*axes))
@@ -124,7 +124,7 @@ class World:
         return self.device.type == "cuda"
 
     def edges(self, neighbors: Collection[int]) -> dict[int, Edge]:
-        """Return the edges to the ranks `neighbors`. All ranks must call it, and neighbors must list each other."""
+        """Return the edges to the ranks `neighbors`. All ranks must call this, and neighbors must list each other."""
         return self._edges.connect(neighbors) if self._edges is not None else {}
 
     def number(self, rank: int) -> int:
@@ -163,7 +163,7 @@ class World:
         return [torch.default_generator]
 
     def use(self, device: torch.device) -> None:
-        """Compute on `device` from here on. A process with several devices switches for each micro-batch."""
+        """Compute on `device` from now on. A process with several devices switches for each micro-batch."""
         self.device = device
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -203,7 +203,7 @@ class World:
             move(self._groups.carrier(self._groups.main, range(self.size), "rows"), [*sent], [*received])
 
     def agree_to_stop(self, level: int) -> int:
-        """Return the highest stop level that any rank passed in the previous call (0: none), the same on all ranks.
+        """Return the highest stop level that any rank passed in the previous call (0: none), on all ranks.
 
         The levels of this call are exchanged in the background during the next step.
         """
@@ -228,7 +228,11 @@ class World:
 
     @property
     def metrics_differ(self) -> bool:
-        """Whether ranks reported different metrics before the second-to-last comparison. The same on all ranks."""
+        """Whether ranks reported different metrics in the last completed comparison.
+
+        The comparison of a step completes one step later. Therefore the value covers the metrics that ranks reported
+        before the second-to-last comparison. The value is identical on all ranks.
+        """
         return self._agreement is not None and self._agreement.metrics_differ
 
     def meet(self, place: int) -> tuple[int, int] | None:
@@ -409,7 +413,7 @@ def _backends(device: torch.device, backend: str) -> str:
 
 
 def open_lone_group(world: World) -> None:
-    """Create a process group with a single rank, for code that requires a group. It exists until the process ends."""
+    """Create a process group with a single rank, for code that requires a group. It is never destroyed."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(_backends(world.device, world.backend), store=store, rank=0, world_size=1)

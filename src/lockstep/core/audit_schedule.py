@@ -1,4 +1,4 @@
-"""The schedule of a recomputation audit: which micro-batches are computed twice, and which ranks recompute them.
+"""The schedule of a recomputation audit: which micro-batches are recomputed, and by which ranks.
 
 The schedule depends only on the step number.
 """

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 Batch = Any
-Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments of a model's forward
+Inputs = tuple[Any, ...] | Mapping[str, Any]  # positional or keyword arguments of a model's forward method
 
 
 def tensors_of(batch: Batch) -> list[Tensor]:
-    """Return the tensors of a batch in traversal order. Skips leaves that aren't tensors."""
+    """Return the tensors of a batch in traversal order. Skips all other values."""
     if isinstance(batch, Tensor):
         return [batch]
     if type(batch) in (list, tuple) and all(isinstance(each, Tensor) for each in batch):
@@ -36,7 +36,7 @@ def tensors_of(batch: Batch) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """Return the batch with `change` applied to each tensor. Leaves that aren't tensors are unchanged."""
+    """Return the batch with `change` applied to each tensor. All other values are unchanged."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -48,13 +48,13 @@ def map_tensors(change: Callable[[Tensor], Any], batch: Batch) -> Batch:
 
 
 def like(batch: Batch, leaves: Iterable[Any]) -> Batch:
-    """Return a batch with the structure of `batch` and the tensors `leaves`, in traversal order."""
+    """Return a batch with the structure of `batch`, with its tensors replaced by `leaves` in traversal order."""
     remaining = iter(leaves)
     return map_tensors(lambda _: next(remaining), batch)
 
 
 def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
-    """Return the path and the value of each leaf. Paths look like `['input']` or `[0]`, or "" for the batch itself."""
+    """Return path and value of each pytree leaf. Paths are like `['input']` or `[0]`, or "" for the batch itself."""
     leaves: list[tuple[str, Any]] = []
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)
@@ -65,7 +65,7 @@ def leaves_with_paths(batch: Batch) -> list[tuple[str, Any]]:
 
 
 def map_with_paths(change: Callable[[str, Any], Any], batch: Batch) -> Batch:
-    """Return the batch with `change(path, leaf)` applied to each leaf, with paths as in `leaves_with_paths`."""
+    """Return the batch with `change(path, leaf)` applied to each pytree leaf, with paths as in `leaves_with_paths`."""
 
     def changed(path: Any, leaf: Any) -> Any:
         attributes = {} if isinstance(leaf, Tensor) else _attributes(leaf)

@@ -129,7 +129,7 @@ def differing_bit(first_text: str, second_text: str) -> str:
     """Return a description of the flipped bit between two digest texts of a tensor, or "" if it isn't a single bit.
 
     A flipped bit adds or subtracts the key of its word times a power of two. Keys are odd, so this power is the largest
-    power of two that divides the difference, and the quotient is the key of very few words, usually of a single one. A
+    power of two that divides the difference, and the quotient is the key of very few words, usually of a single word. A
     different change looks like a single flipped bit with the same probability with which two digests collide.
     """
     (first, *tensor), (second, *second_tensor) = first_text.split(" "), second_text.split(" ")

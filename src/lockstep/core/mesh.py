@@ -19,7 +19,7 @@ class Mesh(NamedTuple):
 
     - `replicate`: replicas of the model. Each replica has a contiguous part of the micro-batches of a step.
     - `pipe`: pipeline stages. Each rank sends the activations of its micro-batches to the next stage.
-    - `shard`: the members of a replica. They gather the parameters from each other. Therefore they process the
+    - `shard`: the members of a replica. The members gather the parameters from each other. Therefore they process the
       micro-batches of the replica together, in rounds of one micro-batch per member.
     - `expert`: ranks with different experts of a mixture, which exchange the rows that are routed to their experts.
       Like a replica, each rank has a contiguous part of the micro-batches. The ranks process their parts in lockstep,
@@ -64,9 +64,9 @@ class Mesh(NamedTuple):
         return list(groups.values())
 
     def data_ranks_along(self, *axes: Axis) -> tuple[list[DataRank], list[int]]:
-        """Return the data ranks of a group along these axes, sorted by leaves, and their indices within the group."""
+        """Return the data ranks of a group along these axes, sorted by tree leaves, and their indices in the group."""
         lengths = {axis: getattr(self, axis) for axis in axes}
-        shard = lengths.pop("shard", 1)  # its ranks alternate between leaves; other axes have contiguous parts
+        shard = lengths.pop("shard", 1)  # its ranks have alternating leaves; other axes have contiguous parts
         context = lengths.pop("context", 1)
         group_mesh = Mesh(replicate=prod(lengths.values()), shard=shard, context=context)
         data_ranks = [group_mesh.data_rank(index) for index in range(group_mesh.size)]
@@ -94,15 +94,15 @@ class Mesh(NamedTuple):
 class DataRank(NamedTuple):
     """The position of a rank in the distribution of the data: member `member` of replica `replica`.
 
-    Each replica has a contiguous part of the micro-batches of a step, so that it can add up its own part first. The
-    members of a replica process this part in rounds. In round k, they have micro-batches k * members, k * members + 1,
-    ..., and they add the gradients across members before the next round.
+    Each replica has a contiguous part of the micro-batches of a step, so that a replica can add up its own part first.
+    The members of a replica process this part in rounds. In round k, they have micro-batches k * members,
+    k * members + 1, ..., and they add the gradients across members before the next round.
 
     - `first`: whether this rank reports the results, if several ranks have the same results.
-    - `in_step`: the number of replicas that run in lockstep. All of them run as many rounds as the replica with the
-      most micro-batches.
-    - `seat`, `seats`: `seats` ranks have the same data. Each of them computes a part of the sequence chunks, in the
-      order of their `seat`, and evaluates separate batches.
+    - `in_step`: the number of replicas that run in lockstep. All of these replicas run as many rounds as the replica
+      with the most micro-batches.
+    - `seat`, `seats`: `seats` ranks have the same data. Each of these ranks computes a part of the sequence chunks, in
+      the order of their `seat`, and evaluates separate batches.
     - `spans`: the number of replicas whose sums this rank holds, starting with its own replica.
     """
 
@@ -117,7 +117,7 @@ class DataRank(NamedTuple):
     spans: int = 1
 
     def indices(self, leaves: int) -> list[tuple[int, bool]]:
-        """Return this rank's micro-batch in each round of a step with `leaves` micro-batches, and whether it's a dummy.
+        """Return this rank's micro-batch in each round of a step of `leaves` micro-batches, and whether it is a dummy.
 
         All members take part in every round. A member without a micro-batch in a round computes the last micro-batch
         of the step as a dummy.
@@ -138,10 +138,10 @@ class DataRank(NamedTuple):
         return [(first, min(self.members, ours.stop - first)) for first in firsts]
 
     def own_blocks(self, leaves: int, chunks: int = 1) -> list[LeafBlock]:
-        """Return the blocks of the reduction tree (core/tree.py) that this rank holds after adding its own leaves.
+        """Return the blocks of the reduction tree (core/tree.py) that this rank holds after adding its leaves.
 
-        If sequences are split into `chunks`, the leaves are chunk 0 of all micro-batches, then chunk 1 of all
-        micro-batches, and so on. Therefore a rank that computes one chunk can accumulate its gradients, and doesn't
+        If sequences are split into `chunks`, the leaves of the tree are chunk 0 of all micro-batches, then chunk 1 of
+        all micro-batches, and so on. Therefore a rank that computes one chunk can accumulate its gradients, and doesn't
         need to keep the gradients of each micro-batch.
         """
         microbatches = leaves // chunks

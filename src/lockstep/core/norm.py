@@ -77,9 +77,9 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _groups(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yield groups of indices of tensors with the same row width and sum dtype, up to _MAX_FOLDED_ELEMENTS elements.
+    """Yield groups of indices of tensors with the same row width and accumulation dtype.
 
-    A tensor with more elements forms a group by itself.
+    A group has at most _MAX_FOLDED_ELEMENTS elements. A larger tensor forms a group by itself.
     """
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     elements: Counter[tuple[int, torch.dtype]] = Counter()

@@ -1,7 +1,7 @@
 """The samples of each step, and how they are split into micro-batches.
 
-Everything here depends only on the step number and on the settings of the run. There is no random generator state, so
-a run can resume at any step, on any number of processes, without a sampler state.
+All results of this module depend only on the step number and on the settings of the run. There is no random generator
+state, so a run can resume at any step, on any number of processes, without a sampler state.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ def part(length: int, parts: int, index: int) -> range:
 
 
 class Step(NamedTuple):
-    """One optimizer update: its position in the sample order of the epoch, and the number of samples before it."""
+    """One optimizer update: its position in the sample order of the epoch, and the number of earlier samples."""
 
     number: int  # step number in the run, from 0
     epoch: int  # from 0
     first: int  # position in the sample order of the epoch
     samples: int
-    samples_seen: int  # before this step, in the whole run
+    samples_seen: int  # before this step, in the run
     last_of_epoch: bool
     counted: int | None = None  # total sample weight, if it differs from the number of samples
     weights: Mapping[str, int] | None = None  # total weight by name, in sorted order, if there are several losses
@@ -46,7 +46,7 @@ class Step(NamedTuple):
         """Split the step into at most `count` micro-batches, as positions in the sample order of the epoch.
 
         No micro-batch is empty: a step with fewer samples than `count` has one micro-batch per sample. Empty
-        micro-batches would add nothing, so the sum has the same bits without these leaves.
+        micro-batches would add nothing, so the sum has the same bits without these micro-batches.
         """
         parts = cut(self.samples, min(count, self.samples))
         return [range(self.first + positions.start, self.first + positions.stop) for positions in parts]

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on their purpose, never on the process that draws them.
+"""Random numbers that depend only on their purpose, never on the process that draws the numbers.
 
 Each number is a hash of (key, index, draw number), so a sample gets the same numbers in any process, in any loader
 worker and after any resume. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable

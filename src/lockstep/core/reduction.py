@@ -1,11 +1,11 @@
-"""The communication schedule for adding tensors over ranks in the order of the canonical tree.
+"""The communication schedule for adding tensors over ranks in the order of the reduction tree.
 
 If a single rank holds all leaves of a block (core/tree.py), this rank holds the sum of the block as a full vector. If
 several ranks hold its leaves, the sum is sharded: each of these ranks has an equal *share*. To add two blocks, both are
 resharded over the union of their ranks, in an order in which each rank keeps most of its share. Therefore the shares
 get smaller at each level of the tree. Each rank sends about the same amount of data as in a reduce-scatter, and the
-number of ranks that it sends to only grows with the number of levels. If the number of ranks is a power of two and all
-ranks hold one block of the same size, the schedule is recursive halving.
+number of its receivers only grows with the number of levels. If the number of ranks is a power of two and all ranks
+hold one block of the same size, the schedule is recursive halving.
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", describe recursive
 halving for reductions with arbitrary operators. If the number of ranks is not a power of two, some ranks in their
@@ -21,12 +21,12 @@ from typing import Final, NamedTuple, final
 
 from lockstep.core.tree import LeafBlock
 
-# A block on a single rank is not sent to more ranks than this at once. It moves in several hops instead.
+# A block on a single rank is sent to at most this number of ranks at once. More ranks receive it in several hops.
 FAN_OUT: Final = 16
 
 
 class Part(NamedTuple):
-    """A part of a vector, and the rank that holds it or receives it."""
+    """A part of a vector, and the rank that holds or receives the part."""
 
     rank: int
     part: range
@@ -155,14 +155,15 @@ class Reduction(NamedTuple):
         return self._replace(rounds=rounds)
 
 
-def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Reduction:
-    """Return the schedule for adding all `leaves` leaves over the ranks, given the blocks that each rank holds.
+def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], num_leaves: int) -> Reduction:
+    """Return the schedule for summing all leaves across the ranks, given the blocks that each rank holds.
 
-    A block moves as soon as its sum is complete, even if the sum of its sibling isn't. Therefore all initial blocks
-    move in round 0. Raises KeyError if a leaf is missing.
+    `num_leaves` is the number of leaves of the reduction tree. A block is sent as soon as its sum is complete, even if
+    the sum of its sibling isn't. Therefore all initial blocks are sent in round 0. Raises KeyError if a leaf is
+    missing.
     """
     shares = {block.first: Shares((rank,)) for rank, rank_blocks in enumerate(blocks_by_rank) for block in rank_blocks}
-    ready = dict.fromkeys(shares, 0)  # first round in which a block can move or be added
+    ready = dict.fromkeys(shares, 0)  # first round in which a block can be sent or added
     rounds: list[Round] = []
 
     def round_for(block: int) -> Round:
@@ -177,7 +178,7 @@ def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Red
             ready[block] += 1
 
     half = 1
-    while half < leaves:
+    while half < num_leaves:
         for left in [first for first in shares if first % (2 * half) == 0 and first + half in shares]:
             right = left + half
             target = shares[left].union(shares[right])
@@ -187,8 +188,8 @@ def reduction(blocks_by_rank: Sequence[Sequence[LeafBlock]], leaves: int) -> Red
             round_for(left).sums.append(Sum(left, right, target))
             del shares[right]
         half *= 2
-    if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != leaves:
-        raise KeyError(f"the blocks of all ranks are not {leaves} leaves")
+    if [*shares] != [0] or sum(block.size for rank_blocks in blocks_by_rank for block in rank_blocks) != num_leaves:
+        raise KeyError(f"the blocks of all ranks are not {num_leaves} leaves")
     idle = tuple(rank for rank, rank_blocks in enumerate(blocks_by_rank) if not rank_blocks)
     reshard(0, shares[0].union(Shares(idle)))
     return Reduction(rounds, shares[0])

@@ -44,7 +44,7 @@ class SampleOrder:
 
     @property
     def is_function(self) -> bool:
-        """Whether the order comes from a user function, so that ranks must compare it."""
+        """Whether the order comes from a user function, so that ranks must compare their orders."""
         return not isinstance(self.order, str)
 
     @cached_property

@@ -9,17 +9,17 @@ from torch import Tensor
 from lockstep.errors import UsageError
 
 Loss = Tensor | Mapping[str, Tensor]  # a sum over a batch, 0-dim, or several sums by name
-Weight = int | Mapping[str, int]  # the divisor of the loss, or one for each of several losses
+Weight = int | Mapping[str, int]  # the divisor of the loss, or the divisor of each loss by name
 
 LOSS: Final = "loss"
-_LOSS: Final = "loss/"  # before the name of a loss in the sums of a task, and in its figures
+_LOSS: Final = "loss/"  # prefix of the name of a loss in the sums and metrics of a task
 _WEIGHT: Final = "weight/"
 
 
 def check_weights(who: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the weights of several losses in the order of their names. Doesn't check the weights themselves.
+    """Return the weights of several losses in the order of their names. Doesn't check the values of the weights.
 
-    Raises UsageError, which begins with `who`, if the names can't name losses.
+    Raises UsageError with a message that begins with `who` if a name isn't valid.
     """
     if not weights:
         raise UsageError(f"{who} returned an empty mapping; return an integer for the name of each loss")
@@ -32,22 +32,22 @@ def check_weights(who: str, weights: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def names_of(value: Loss | Weight) -> tuple[str, ...] | None:
-    """Return the sorted names of several losses or weights, or None if there is a single one."""
+    """Return the sorted names of several losses or weights, or None for a single loss or weight without a name."""
     return tuple(sorted(value)) if isinstance(value, Mapping) else None
 
 
 def describe_names(names: tuple[str, ...] | None, single: str) -> str:
-    """Describe the names of losses for an error. `single` describes a single loss."""
+    """Return a description of the names of losses for an error. `single` describes a single loss."""
     return single if names is None else f"the names {', '.join(names)}" if len(names) > 1 else f"the name {names[0]}"
 
 
 def sum_of_losses(loss: Loss) -> Tensor:
-    """Return the sum of the losses. It is only used to examine a task, because it ignores the weights."""
+    """Return the sum of the losses. Only use this function to examine a task, because it ignores the weights."""
     return torch.stack(list(loss.values())).sum() if isinstance(loss, Mapping) else loss
 
 
 def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
-    """Return the losses and the weights of a batch, by their names in the sums of a task."""
+    """Return the losses and the weights of a batch, with the names that they have in the sums of a task."""
     if isinstance(loss, Mapping) and isinstance(weight, Mapping):
         losses = {f"{_LOSS}{name}": value for name, value in loss.items()}
         return losses | {f"{_WEIGHT}{name}": torch.tensor(value) for name, value in weight.items()}
@@ -57,7 +57,7 @@ def loss_sums(loss: Loss, weight: Weight) -> dict[str, Tensor]:
 
 
 def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
-    """Raise UsageError if a task returns losses with other names than weights."""
+    """Raise UsageError if the losses and the weights of a task have different names."""
     losses, weights = names_of(loss), names_of(weight)
     if losses != weights:
         raise UsageError(
@@ -67,7 +67,7 @@ def check_alike(loss: Loss, weight: Weight, task: str = "task") -> None:
 
 
 def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the sums over all batches, and if there are several losses, also their total under the name `loss`."""
+    """Return the sums over all batches. If there are several losses, add their total under the name `loss`."""
     means = loss_means(sums)
     if not means:
         return sums
@@ -76,9 +76,9 @@ def with_total(sums: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the mean of each of several losses over all batches, by its name in figures: `loss/NAME`.
+    """Return the mean of each of several losses over all batches, by its name in the metrics: `loss/NAME`.
 
-    The mean of a loss of weight 0 is 0. Returns nothing for a single loss.
+    If the weight of a loss is 0, its mean is 0. Returns {} for a single loss.
     """
     names = sorted(key.removeprefix(_WEIGHT) for key in sums if key.startswith(_WEIGHT))
     return {
@@ -88,5 +88,5 @@ def loss_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a name of a sum or figure is that of a loss or of its weight."""
+    """Return whether a name of a sum or a metric is reserved for a loss or its weight."""
     return name.startswith((_LOSS, _WEIGHT))

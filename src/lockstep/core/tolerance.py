@@ -58,7 +58,7 @@ def tolerance(roundoff: float, length: int, depth: int, steps: int) -> float:
     """Return the tolerance between two runs, relative to the largest magnitude of the compared values.
 
     - `length`: the number of terms of the longest sum.
-    - `depth`: the number of consecutive sums of this length in a forward or backward pass.
+    - `depth`: the number of consecutive sums of this length in a forward pass or backward pass.
     - `steps`: the number of updates.
 
     To first order in u, the errors of consecutive sums add up (Higham 2002, section 3.5), and both runs have errors.

@@ -1,7 +1,7 @@
 """The canonical sum: a binary tree over micro-batch numbers, independent of which process holds which micro-batch.
 
-Floating-point addition isn't associative, so the sum of M gradients depends on the order of the additions. Here this
-order depends only on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block
+Floating-point addition isn't associative, so the sum of M gradients depends on the order of the additions. In Lockstep,
+this order depends only on the micro-batch numbers. Leaf m is micro-batch m, and a node is an aligned block
 [k * 2^j, (k + 1) * 2^j) of leaves, truncated at M. If the right half of a block is beyond M, the block equals its left
 half.
 
@@ -47,10 +47,10 @@ def blocks(leaves: range) -> list[LeafBlock]:
 
 
 class Counter(Generic[T]):
-    """Adds leaves as they arrive, and keeps only the partial sums that can't be merged yet.
+    """Adds the leaves of the tree one by one, and keeps only the partial sums that can't be merged yet.
 
-    This is a binary counter. If n leaves arrive from left to right, it holds at most log2(n) + 1 partial sums.
-    `add(left, right)` may modify `left` in place.
+    This is a binary counter. If n leaves are added from left to right, the counter holds at most log2(n) + 1 partial
+    sums. `add(left, right)` may modify `left` in place.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -77,7 +77,7 @@ class Counter(Generic[T]):
 
 
 def total(pieces: Mapping[LeafBlock, T], leaves: int, add: Callable[[T, T], T]) -> T:
-    """Add the pieces of all `leaves` leaves in the order of the tree.
+    """Add the pieces that cover all leaves in the order of the tree. `leaves` is the number of leaves.
 
     The pieces must cover each leaf exactly once, like the `blocks` of any partition of the leaves. Raises KeyError if a
     leaf is missing. `add(left, right)` may modify `left` in place.

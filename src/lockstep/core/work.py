@@ -1,4 +1,4 @@
-"""The number of micro-batches of a step, and checks that the number of processes fits it.
+"""The number of micro-batches of a step, and checks of the number of processes.
 
 This module has no heavy imports, because recipes are checked before torch is imported.
 """
@@ -7,9 +7,9 @@ from typing import Final
 
 from lockstep.errors import UsageError
 
-# The default micro-batch size. A batch of 32 is one micro-batch and trains as in a plain loop. A batch of 256 has eight
-# micro-batches, which up to eight processes can share. The default is the same on every machine, so that the results
-# don't depend on the machine.
+# The default micro-batch size. A batch of 32 is one micro-batch and trains as in an ordinary PyTorch loop. A batch of
+# 256 has eight micro-batches, which up to eight processes can share. The default is the same on every machine, so that
+# the results don't depend on the machine.
 MICROBATCH: Final = 32
 _EARLIER_MICROBATCHES: Final = 8  # default number of micro-batches before MICROBATCH was introduced
 

@@ -114,43 +114,43 @@ def _cells(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _drop_new(before: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
+def _drop_new(previous: Tensors, variables: Mapping[int, dict[str, Any]]) -> None:
     visited: set[int] = set()
     for owner, namespace in _namespaces():
         old_variables = variables.get(id(owner), {})
         for name, value in [*namespace.items()]:
-            if isinstance(value, Tensor) and id(value) not in before and name in old_variables:
+            if isinstance(value, Tensor) and id(value) not in previous and name in old_variables:
                 setattr(owner, name, old_variables[name])
-            elif isinstance(value, Tensor) and id(value) not in before:
+            elif isinstance(value, Tensor) and id(value) not in previous:
                 delattr(owner, name)
             else:
-                _drop_nested(value, before, _MAX_DEPTH, visited)
+                _drop_nested(value, previous, _MAX_DEPTH, visited)
 
 
-def _drop_nested(value: Any, before: Tensors, depth: int, visited: set[int]) -> None:
+def _drop_nested(value: Any, previous: Tensors, depth: int, visited: set[int]) -> None:
     if not depth or type(value) not in _CONTAINER_TYPES or id(value) in visited:
         return
     visited.add(id(value))
     if isinstance(value, _lru_cache_wrapper):
-        if _holds_new(value, before):
+        if _holds_new(value, previous):
             value.cache_clear()
     elif type(value) in _MAPPINGS:
-        for key in [key for key, item in value.items() if _is_new(item, before)]:
+        for key in [key for key, item in value.items() if _is_new(item, previous)]:
             del value[key]
     elif type(value) is list:
-        value[:] = [item for item in value if not _is_new(item, before)]
+        value[:] = [item for item in value if not _is_new(item, previous)]
     elif type(value) is set:
-        value -= {item for item in value if _is_new(item, before)}
+        value -= {item for item in value if _is_new(item, previous)}
     for item in _contents(value):
-        _drop_nested(item, before, depth - 1, visited)
+        _drop_nested(item, previous, depth - 1, visited)
 
 
-def _is_new(value: Any, before: Tensors) -> bool:
+def _is_new(value: Any, previous: Tensors) -> bool:
     """Whether an entry is a new tensor or an immutable container with a new tensor."""
     if type(value) in (tuple, frozenset):
-        return _holds_new(value, before)
-    return isinstance(value, Tensor) and id(value) not in before
+        return _holds_new(value, previous)
+    return isinstance(value, Tensor) and id(value) not in previous
 
 
-def _holds_new(value: Any, before: Tensors) -> bool:
-    return any(id(tensor) not in before for tensor in _tensors_in([value]))
+def _holds_new(value: Any, previous: Tensors) -> bool:
+    return any(id(tensor) not in previous for tensor in _tensors_in([value]))

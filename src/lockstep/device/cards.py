@@ -128,18 +128,18 @@ def query_driver() -> Driver:
 
 
 def _card(nvml: Any, handle: Any) -> Card:
-    def get(question: str, *arguments: int) -> Any:
+    def get(query: str, *arguments: int) -> Any:
         """Return the result of an NVML query, or None if the GPU or its driver doesn't support the query."""
         try:
-            return getattr(nvml, f"nvmlDeviceGet{question}")(handle, *arguments)
+            return getattr(nvml, f"nvmlDeviceGet{query}")(handle, *arguments)
         except nvml.NVMLError:
             return None
 
     def ecc_errors(counter: int) -> int:
         return get("TotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, counter) or 0
 
-    def watts(question: str) -> float | None:
-        milliwatts = get(question)
+    def watts(query: str) -> float | None:
+        milliwatts = get(query)
         return None if milliwatts is None else milliwatts / 1000
 
     address, memory, ecc, persistence = get("PciInfo"), get("MemoryInfo"), get("EccMode"), get("PersistenceMode")
@@ -202,7 +202,7 @@ def _libraries() -> dict[str, str | None]:
 
 
 def _device_files(folder: Path) -> dict[str, bool]:
-    """Return the device files of the driver, and whether the current user can open them."""
+    """Return whether the current user can open each device file of the driver."""
     files = [folder / "nvidiactl", folder / "nvidia-uvm", *folder.glob("nvidia[0-9]*")]
     return {f"/dev/{file.name}": os.access(file, os.R_OK | os.W_OK) for file in sorted(files) if file.exists()}
 

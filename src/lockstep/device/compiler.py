@@ -80,7 +80,7 @@ def prepare(fingerprint: Mapping[str, Any]) -> None:
     config.recompile_limit = config.accumulated_recompile_limit = _RECOMPILE_LIMIT
     config.fail_on_recompile_limit_hit = True
     config.suppress_errors = False
-    autograd.force_non_lazy_backward_lowering = True  # compile errors appear in the forward, where the block is known
+    autograd.force_non_lazy_backward_lowering = True  # compile errors appear in forward, where the block is known
     base = Path(cache_dir())
     base = base.parent if base.name.startswith(_CACHE_PREFIX) else base
     os.environ[_CACHE_VARIABLE] = str(base / f"{_CACHE_PREFIX}{_digest(fingerprint)}")

@@ -1,4 +1,4 @@
-"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores divide them."""
+"""CPU binding: each rank runs on cores near its GPU. Ranks whose GPUs are near the same cores share these cores."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,9 +55,9 @@ def choose_cores(rank: int, seats: Sequence[Seat], siblings: Mapping[int, int], 
     The cores near a GPU are divided among the ranks whose GPUs are near these cores. `least` is the number of cores
     that a rank needs for its threads. If a rank would get fewer cores, the ranks share all of these cores instead.
 
-    `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are never
-    separated. A rank that was bound before it started keeps its cores. If several ranks of a host have the same limited
-    cores, the limit belongs to their container or job, and the ranks don't count as bound.
+    `siblings` maps each core of the host to the first logical core on the same physical core. Siblings are always
+    assigned to the same rank. A rank that was bound before it started keeps its cores. If several ranks of a host have
+    the same limited cores, the limit belongs to their container or job, and the ranks don't count as bound.
     """
     own_seat = seats[rank]
     host_ranks = [index for index, seat in enumerate(seats) if seat.host == own_seat.host]

@@ -1,4 +1,4 @@
-"""Environment variables that change the results of kernels. Lockstep records all of them and rejects some of them."""
+"""Environment variables that change the results of kernels. Lockstep records all variables and rejects some of them."""
 
 import os
 from typing import Final

@@ -62,7 +62,7 @@ def _is_product(call: Call) -> bool:
 
 
 def _is_single_scan(call: Call) -> bool:
-    """Whether a single scan covers the whole tensor. CUDA then splits it among thread blocks without a fixed order."""
+    """Whether a single scan covers the entire tensor. CUDA then splits it among thread blocks without a fixed order."""
     tensor: torch.Tensor = call["self"]
     scanned = tensor.shape[call["dim"]] if tensor.ndim else 1
     return tensor.is_floating_point() and tensor.numel() == scanned > 1
@@ -92,7 +92,7 @@ _SCAN_ORDER: Final = "its thread blocks combine their results in the order in wh
 def _backward(
     named: str, what: str, instead: str, applies: Callable[[Call], bool] = lambda _: True, avoided: bool = False
 ) -> Refused:
-    """Return an entry for a backward with atomic additions. The text of an `avoided` entry doesn't mention backward."""
+    """Return an entry for a backward operation with atomic additions. The text omits "backward" if `avoided` is set."""
     what = what if avoided else f"{what}, backward"
     return Refused(f"{named}_backward", what, _ATOMIC, instead, applies, avoided=avoided)
 

@@ -18,8 +18,8 @@ def check(host: str, port: int, near: bool) -> None:
 def listener(host: str, port: int, near: bool) -> socket.socket:
     """Return a socket that listens at the address of `host`. Set `near` if all ranks are on this host.
 
-    Raises UsageError with the reason if rank 0 can't listen there. If the port is in use, the error names the process
-    that owns it.
+    Raises UsageError with the reason if rank 0 can't listen at this address. If the port is in use, the error names the
+    process that owns it.
     """
     label = f"rendezvous {host}:{port}: rank 0 cannot listen there: "
     if not 1 <= port <= 65535:
@@ -65,7 +65,7 @@ def loopback() -> str:
 
 
 def _listen_on_all_interfaces(port: int) -> socket.socket:
-    """Return a socket that listens on all interfaces, for when the address that other hosts use is unknown here."""
+    """Return a socket that listens on all interfaces, because the address that other hosts use is unknown."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))

@@ -80,14 +80,14 @@ def fix_kernels(threads: int, precision: Precision = "fp32", device: torch.devic
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # Filling uninitialized memory is a debugging feature of torch. It costs one pass over every tensor.
+    # Filling uninitialized memory is a debugging feature of torch, and costs one pass over every tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _disable_reduced_precision()
     if precision == "tf32":
         _enable_tf32()
     _set_attention_backends()
-    # In evaluation, the fast path of torch's attention layers fuses their forward. Modules with hooks, such as those of
-    # fully_shard, don't use the fast path, so the same weights would be evaluated in two ways.
+    # In evaluation, the fast path of torch's attention layers fuses their forward pass. Modules with hooks, such as
+    # those of fully_shard, don't use the fast path, so the same weights would be evaluated in two ways.
     torch.backends.mha.set_fastpath_enabled(False)
 
 
@@ -116,11 +116,11 @@ def attention() -> str:
 
 
 def _set_attention_backends() -> None:
-    """Disable cuDNN attention, because its backward adds in any order.
+    """Disable cuDNN attention, because its backward pass adds in any order.
 
-    With use_deterministic_algorithms, the backward of flash attention and of memory-efficient attention adds in a fixed
-    order. The math backend consists of matrix products and a softmax. torch uses the first of these three backends that
-    supports the shape and dtype.
+    With use_deterministic_algorithms, the backward pass of flash attention and of memory-efficient attention adds in a
+    fixed order. The math backend consists of matrix products and a softmax. torch uses the first of these three
+    backends that supports the shape and dtype.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(True)
@@ -155,7 +155,7 @@ def _enable_tf32() -> None:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raise UsageError if `device` doesn't support `precision` and would silently use a different one."""
+    """Raise UsageError if `device` doesn't support `precision` and would silently use a different precision."""
     if precision != "tf32":
         return
     if device.type != "cuda":

@@ -1,1 +1,1 @@
-"""Engines and layouts: how a model is trained on several ranks. All strategies use them."""
+"""Engines and layouts: how all strategies train a model on several ranks."""

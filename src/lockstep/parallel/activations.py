@@ -1,8 +1,8 @@
-"""Activation offloading: tensors that autograd saves in a forward are stored in CPU memory until the backward.
+"""Activation offloading: tensors saved in the forward pass are stored in CPU memory until the backward pass.
 
-Each range of a storage is copied once per forward, even if several operations save it or views of it. Tensors are
-restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits of the
-backward don't change.
+Each range of a storage is copied once per forward pass, even if several operations save this range or views of it.
+Tensors are restored with the same strides and alignment, because both can change which kernel runs. Therefore the bits
+of the backward pass don't change.
 
 These tensors stay on the device: parameters and buffers of the model, their views, and small tensors. Autocast's copies
 of parameters are offloaded like activations.
@@ -28,7 +28,7 @@ _ALIGNED_BYTES: Final = 512  # the alignment of a storage in torch's GPU allocat
 def around_forward(
     inner: AbstractContextManager[None], model: nn.Module, device: torch.device, offload: bool
 ) -> AbstractContextManager[None]:
-    """Return the context for forwards in training: `inner`, with activation offloading around it if `offload` is set.
+    """Return the context for forward passes in training: `inner`, wrapped in activation offloading if `offload` is set.
 
     On the CPU, activations are already in CPU memory, so `inner` is returned unchanged.
     """
@@ -38,10 +38,10 @@ def around_forward(
 @final
 @dataclass(eq=False)
 class Offload:
-    """A reusable context for forwards that enters `inner` and moves the tensors saved on `device` to the CPU.
+    """A reusable context for forward passes that enters `inner` and moves the tensors saved on `device` to the CPU.
 
-    Tensors smaller than `least_bytes` stay on the device. You can run the backward inside the context or after it. The
-    backward must run on the same stream as the forward, which is autograd's default.
+    Tensors smaller than `least_bytes` stay on the device. You can run the backward pass inside or after the context.
+    The backward pass must run on the same stream as the forward pass, which is autograd's default.
     """
 
     model: nn.Module
@@ -81,10 +81,11 @@ class Moved(NamedTuple):
 
 @final
 class Packing:
-    """Packs the tensors that autograd saves in a single forward of `model`."""
+    """Packs the tensors that autograd saves in a single forward pass of `model`."""
 
     def __init__(self, model: nn.Module, device: torch.device, least_bytes: int) -> None:
-        # The storages before the forward. fully_shard replaces parameters during the forward, which `_moves` detects.
+        # The storages before the forward pass. fully_shard replaces parameters during the forward pass, which `_moves`
+        # detects.
         tensors = [
             tensor for tensor in chain(model.parameters(), model.buffers()) if type(tensor) in (Tensor, nn.Parameter)
         ]
@@ -170,8 +171,8 @@ def _check(tensor: Tensor, version: int, size: torch.Size) -> None:
 def _extent(tensor: Tensor, elements: int) -> tuple[int, int]:
     """Return the first element and the number of elements to move, for a storage of `elements` elements.
 
-    If the tensor spans at least half of the storage, this is the entire storage, because more views of it will probably
-    be saved, e.g. query, key and value.
+    If the tensor spans at least half of the storage, this is the entire storage, because more views of the storage will
+    probably be saved, e.g. query, key and value.
     """
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 2 * span >= elements:

@@ -1,12 +1,12 @@
-"""Asynchronous data parallelism: rank 0 applies the gradient of each rank as soon as it arrives.
+"""Asynchronous data parallelism: rank 0 applies the gradient of each rank as soon as the gradient arrives.
 
 Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS), section 4.1, call this Downpour SGD. A step of a rank
 has these phases:
 
 1. The rank computes the gradient of its own micro-batches, as if it were the only rank. The gradient is divided by the
    weight of the full step, so the gradients of all ranks add up to the usual gradient. Therefore a learning rate has
-   about the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, it has a
-   larger effect.
+   about the same effect as in other strategies. With optimizers that rescale each gradient, such as Adam, the learning
+   rate has a larger effect.
 2. The rank clips its gradient, scales the loss and skips steps independently of other ranks.
 3. The rank pushes its gradient to rank 0, which applies it to the shared weights.
 4. The rank pulls the new weights.
@@ -85,7 +85,8 @@ class AsynchronousEngine:
     def forward_backward(self, microbatches: MicroBatches, step: Step, observe: bool = False) -> Sums:
         """Compute this rank's gradient.
 
-        The loss is estimated from the micro-batches of this rank. If `observe` is set, it is the loss of all ranks.
+        The loss is estimated from the micro-batches of this rank. If `observe` is set, the loss covers the
+        micro-batches of all ranks.
         """
         self._has_microbatches = bool(microbatches)
         sums = Sums(torch.zeros((), dtype=torch.float64, device=self._world.device), 0, ())
@@ -103,9 +104,9 @@ class AsynchronousEngine:
         return sums._replace(total=sums.total * (step.weight / max(weight, 1)), weight=step.weight)
 
     def _estimate(self, sums: Sums, microbatches: MicroBatches, step: Step) -> Sums:
-        """Return sums with an estimate of several losses of the step. Each is the mean over this rank's micro-batches.
+        """Return sums with an estimate of each named loss of the step: its mean over this rank's micro-batches.
 
-        A loss without a weight in these micro-batches counts as 0.
+        A loss whose weight in these micro-batches is 0 counts as 0.
         """
         own_weights = Counter[str]()
         for microbatch in microbatches:
@@ -160,7 +161,7 @@ class AsynchronousEngine:
         return newest
 
     def _sum_over_ranks(self, sums: Sums, step: Step) -> Sums:
-        """Return the sums over all ranks. This blocks until all ranks call it."""
+        """Return the sums over all ranks. Blocks until all ranks call this method."""
         exact = {name: tensor for name, tensor in sums.of_task.items() if not tensor.is_floating_point()}
         losses = {_LOSS: sums.total, **{f"{_LOSS}/{name}": loss.total for name, loss in sums.named.items()}}
         parts = {name: tensor for name, tensor in sums.of_task.items() if name not in exact} | losses
@@ -221,7 +222,7 @@ class _Server:
             return self._copy_weights()
 
     def newest(self) -> list[Tensor]:
-        """Return the weights."""
+        """Return the current shared weights."""
         with self._lock:
             return self._copy_weights()
 

@@ -12,7 +12,7 @@ from lockstep.core.shard import NamedTensors, Shard, local_tensor
 
 
 class ComparedResult(NamedTuple):
-    """A result that several ranks compare. `rows` is the same for ranks that hold the same rows, or "" without rows."""
+    """A result that several ranks compare. `rows` identifies the rows that a rank holds, or is "" without sharding."""
 
     kind: str
     rows: str = ""

@@ -1,6 +1,7 @@
 """Audits find ranks that compute wrong results or hold corrupted state, before an error reaches the weights.
 
-A micro-batch gives the same bits on every rank. In an audited step, the ranks compare their results in these phases:
+The results of a micro-batch have the same bits on every rank. In an audited step, the ranks compare their results in
+these phases:
 
 1. Each rank checks that its weights and optimizer state haven't changed since the last update (KeptState).
 2. Each rank recomputes a micro-batch of a different rank, in addition to the step.
@@ -51,7 +52,7 @@ Opinions = dict[
 
 @dataclass(eq=False)
 class Part:
-    """The next computation of a rank: the micro-batches of a step, or with `beside` a micro-batch in addition to it.
+    """The next computation of a rank: the micro-batches of a step, and with `beside` an additional micro-batch.
 
     For the additional micro-batch, call `Auditable.repeat`. After you have computed the step, set `sums`.
     """
@@ -66,9 +67,9 @@ class Part:
 class AuditedEngine:
     """Wraps the engine that `start` returns, and audits the steps of `schedule`. Audits don't change any results.
 
-    In an audited step, the first micro-batch that the engine gets is the one to recompute. `fetch` returns any other
-    micro-batch. If the ranks disagree on the results of a step, CorruptionError is raised on all ranks. `audited` is
-    the number of steps that passed an audit.
+    In an audited step, the first micro-batch passed to the engine is the micro-batch to recompute. `fetch` returns any
+    other micro-batch. If the ranks disagree on the results of a step, CorruptionError is raised on all ranks. `audited`
+    is the number of steps that passed an audit.
     """
 
     start: Callable[[World], Auditable]
@@ -149,7 +150,7 @@ class Audit:
     def _compute(
         self, schedule: AuditSchedule, step: Step, repeated: MicroBatch, own_microbatches: MicroBatches
     ) -> Generator[Part, None, Findings]:
-        """Compute a step and return the digests of results that other ranks also have. Causes come before effects."""
+        """Compute a step and return the digests of results that other ranks also have. Earlier results come first."""
         findings = [(yield from self._repeat(repeated))]
         target, notes = schedule.target(self._world.rank, step), DigestNotes(self._digests)
         part = Part(
@@ -209,7 +210,7 @@ class Audit:
         }
         decided = [subject for subject, opinions in disputes.items() if find_minority(opinions)]
         # The subject with the fewest faulty ranks is closest to the fault. For example, if the rows of a weight are
-        # corrupted, this is the subject of these rows, and not of the results that the replica computes with them.
+        # corrupted, report these rows, and not the results that the replica computes with these rows.
         subject = min(decided or disputes, key=lambda candidate: len(accused[candidate]))
         report = {
             "host": self._world.host,

@@ -6,10 +6,11 @@ reduction tree as part of one vector.
 
 A step has these phases:
 
-1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward, the scratch
+1. All layers have momentum 1, and their buffers are views of one scratch vector. Before each forward pass, the scratch
    vector is reset to the running statistics. Therefore the statistics of a layer that isn't called don't change.
-2. In the forward, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
-3. After the forward, Lockstep multiplies the scratch vector by the number of samples and adds it to the tree.
+2. In the forward pass, torch's kernel overwrites the buffers with the batch statistics, because the momentum is 1.
+3. After the forward pass, Lockstep multiplies the scratch vector by the number of samples and adds it to the reduction
+   tree.
 4. After the update, the running statistics, which are stored outside of the scratch vector, move toward the mean of
    the step. Then they are copied back to the buffers. If the step was skipped because its loss or gradient isn't
    finite, the running statistics don't change, and neither do the weights.
@@ -21,8 +22,8 @@ observes
     o_1 = s_1    o_k = s_k + (1 - m) (o_(k-1) - r)          without a momentum: o_k = s_k + (o_(k-1) - r)
 
 A single move toward o_k, with momentum m or 1 / (number of calls so far), is equivalent to torch's k moves. Each
-further call writes to a separate buffer. The buffers are combined after the forward, so the forward itself has no extra
-computation. Calls during recomputation don't count.
+further call writes to a separate buffer. The buffers are combined after the forward pass, so the forward pass itself
+has no extra computation. Calls during recomputation don't count.
 
 Layers that are in evaluation mode while the model trains, such as frozen layers, aren't changed: they normalize with
 their running statistics, which stay constant. InstanceNorm layers that track statistics work in the same way.
@@ -41,7 +42,7 @@ class RunningStatistics:
     """The running statistics of all layers that track them in training, as one float32 vector of length `size`.
 
     The model must be in training mode. The vector ends with the number of calls of each layer, which is 0 for layers
-    that don't count their batches. Pass `counted=False` for compiled models, and if the forwards of several
+    that don't count their batches. Pass `counted=False` for compiled models, and if the forward passes of several
     micro-batches run interleaved. In this case, each layer is assumed to be called once per micro-batch, and its last
     call is observed.
     """
@@ -71,7 +72,7 @@ class RunningStatistics:
         self._move_buffers_to_scratch()
         self.size = len(self._scratch)
         self._counted = counted
-        self._observing = False  # whether a forward is in progress whose statistics will be read
+        self._observing = False  # whether a forward pass is in progress whose statistics will be read
         self._calls = [0] * len(self._layers)
         self._uncalled = [0] * len(self._layers)
         self._calls_in_scratch = self._uncalled
@@ -84,23 +85,23 @@ class RunningStatistics:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers of the layers. A forward in training may write to them."""
+        """The buffers of the layers. A forward pass in training may write to them."""
         return [buffer for layer in self._layers for buffer in (*_buffers(layer), _counter(layer))]
 
     @property
     def vectors(self) -> list[Tensor]:
-        """The vectors, besides the buffers, that a forward reads or writes."""
+        """The vectors, besides the buffers, that a forward pass reads or writes."""
         return [self._scratch, self._running] if self.size else []
 
     @property
     def observed(self) -> Tensor:
-        """The statistics of the last forward, without the numbers of calls, as a view."""
+        """The statistics of the last forward pass, without the numbers of calls, as a view."""
         return self._scratch[: self._calls_offset]
 
     def before_forward(self) -> None:
-        """Reset the scratch vector. Call this method before each forward in training.
+        """Reset the scratch vector. Call this method before each forward pass in training.
 
-        If the forward doesn't call a layer, the running statistics of this layer are observed and don't change.
+        If the forward pass doesn't call a layer, the running statistics of this layer are observed and don't change.
         """
         if self.size:
             self._scratch.copy_(self._running)
@@ -109,7 +110,7 @@ class RunningStatistics:
             self._forget_calls()
 
     def observations(self, samples: int) -> Tensor:
-        """Return the statistics observed in the last forward times its sample count: float64 of shape [size]."""
+        """Return the statistics observed in the last forward pass times its sample count: float64 of shape [size]."""
         self._observing = False
         if self._written:
             self._combine_calls()
@@ -117,14 +118,14 @@ class RunningStatistics:
         if calls != self._calls_in_scratch:
             self._calls_in_scratch = [*calls]
             counted = [count * counts for count, counts in zip(calls, self._counts_batches, strict=True)]
-            for vector in (self._running, self._scratch):  # reused if the next forward makes the same number of calls
+            for vector in (self._running, self._scratch):  # reused for the same number of calls
                 vector[self._calls_offset :] = torch.tensor(counted, dtype=vector.dtype)
         return self._scratch.double().mul_(samples)
 
     def with_loss(self, loss: Tensor, samples: int, *extra: Tensor) -> Tensor:
         """Return the loss of a micro-batch, the float64 vectors `extra` and the batch statistics as one vector.
 
-        The vector is a leaf of the reduction tree: float64, with 1 + total length of `extra` + size elements. For
+        The vector is a leaf of the reduction tree: float64, with 1 + (total length of `extra`) + size elements. For
         several losses, `loss` is a vector, and its length replaces the 1.
         """
         value = loss.detach().to(torch.float64, copy=True).reshape(-1)  # a copy, because the tree adds in place
@@ -152,7 +153,7 @@ class RunningStatistics:
         self.restore()
 
     def restore(self) -> None:
-        """Copy the running statistics back to the layers, and discard the statistics of the last forward."""
+        """Copy the running statistics back to the layers, and discard the statistics of the last forward pass."""
         self._observing = False
         self._scratch.copy_(self._running)
         self._batches.copy_(self._batches_so_far)
@@ -175,11 +176,11 @@ class RunningStatistics:
     def _call(
         self, number: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's original forward. Within a micro-batch, record the statistics of each call."""
+        """Call a layer's original forward method. Within a micro-batch, record the statistics of each call."""
         layer = self._layers[number]
         if not (self._observing and layer.training and layer.track_running_stats):
             return forward(*inputs, **named)
-        if torch._C._current_graph_task_id() != -1:  # this call is a recomputation, because a backward is running
+        if torch._C._current_graph_task_id() != -1:  # this call is a recomputation in a backward pass
             return self._call_with_extra_buffers(number, 0, forward, inputs, named)
         self._calls[number] = calls = self._calls[number] + 1
         if calls == 1 or layer.momentum != 1.0:  # user code sets momentum to 0 to pause the statistics
@@ -191,7 +192,7 @@ class RunningStatistics:
     def _call_with_extra_buffers(
         self, number: int, call: int, forward: Callable[..., Tensor], inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> Tensor:
-        """Call a layer's forward with separate buffers for the statistics of this call.
+        """Call a layer's forward method with separate buffers for the statistics of this call.
 
         All recomputations have call number 0 and share its buffers.
         """
@@ -224,7 +225,7 @@ class RunningStatistics:
 
 @final
 class _ObservedForward:
-    """Replaces the forward of a layer to observe its calls. Copies of the layer have the original forward."""
+    """Replaces the forward method of a layer to observe its calls. Copies of the layer have the original method."""
 
     def __init__(self, running: RunningStatistics, number: int, layer: nn.Module) -> None:
         self._running = running
@@ -259,9 +260,9 @@ def _counter(layer: nn.modules.batchnorm._NormBase) -> Tensor:
 def _views(statistics: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance of a layer as views of its region of a vector.
 
-    `data` gives each view a separate version counter, while plain views of one vector would share a counter. Autograd
-    checks the versions of tensors that it saves for backward, which include the statistics of a layer, and compiled
-    code increments the version of each tensor that it writes.
+    `data` gives each view a separate version counter, while ordinary views of one vector would share a counter.
+    Autograd checks the versions of tensors that it saves for the backward pass. These tensors include the statistics of
+    a layer, and compiled code increments the version of each tensor that it writes.
     """
     middle = _padded_width(width)
     return statistics[:width].data, statistics[middle : middle + width].data

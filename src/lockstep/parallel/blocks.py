@@ -1,8 +1,8 @@
 """Finds the blocks of a model, and recomputes activations by block.
 
-A recomputed block only saves its inputs, and repeats its forward when its backward needs the activations (Chen et al.
-2016, "Training deep nets with sublinear memory cost"). Before the second forward, the generators are restored to their
-state before the first forward, so the results have the same bits.
+A recomputed block only saves its inputs, and repeats its forward pass when its backward pass needs the activations
+(Chen et al. 2016, "Training deep nets with sublinear memory cost"). Before the second forward pass, the generators are
+restored to their state before the first forward pass, so the results have the same bits.
 """
 
 from collections.abc import Callable
@@ -49,13 +49,13 @@ def recompute(model: nn.Module, every: int) -> nn.Module:
     """
     units = find_units(model) or [model]
     for unit in units[::-1][::every]:
-        # Replace the forward on the instance, so that hooks still run outside of it.
+        # Replace the forward method on the instance, so that hooks still run outside of the checkpoint.
         unit.forward = partial(_recompute, unit.forward)
     return model
 
 
 def _recompute(forward: Callable[..., Any], /, *inputs: Any, **named: Any) -> Any:
-    """Call a block's forward through checkpoint.
+    """Call a block's forward method through checkpoint.
 
     The keyword arguments are bound first, because checkpoint has keywords that a block may use too, such as `debug` or
     `function`.

@@ -1,9 +1,9 @@
-"""Rejects forwards that write to weights, or to buffers that Lockstep doesn't keep the same on all ranks.
+"""Rejects forward passes that write to weights, or to buffers that Lockstep doesn't synchronize across ranks.
 
-BatchNorm's running statistics are handled separately (parallel/batchnorm.py). A training forward can also write to or
-replace other buffers, e.g. in spectral_norm, or for a counter or a running mean. Each rank would then update the buffer
-once for each of its own micro-batches, so the model would depend on the placement. The same applies to writes to
-weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
+BatchNorm's running statistics are handled separately (parallel/batchnorm.py). A forward pass in training mode can also
+write to or replace other buffers, e.g. in spectral_norm, or for a counter or a running mean. Each rank would then
+update the buffer once for each of its own micro-batches, so the model would depend on the placement. The same applies
+to writes to weights, e.g. clamp_() under no_grad. In addition, sharded strategies would lose such a write.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ _WEIGHT_ADVICE: Final = (
     "compute with a modified copy, such as weight.clamp(min=0), or let the optimizer update the weight; code outside "
     "of a forward must not write to weights either"
 )
-# Weights are checked in each of the first forwards, and then in every _EVERY-th forward.
+# Weights are checked in each of the first forward passes, and then in every _EVERY-th forward pass.
 _FIRST_FORWARDS: Final = 8
 _EVERY: Final = 16
 
@@ -57,13 +57,13 @@ class BufferGuard:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise UsageError if the training forward in the block writes to a weight or changes a buffer."""
+        """Raise UsageError if the forward pass in the block writes to a weight or changes a buffer."""
         with self.watch_weights(), self.watch_buffers():
             yield
 
     @contextmanager
     def watch_weights(self) -> Iterator[None]:
-        """Raise UsageError if the training forward in the block writes to a weight. Only checks some forwards."""
+        """Raise UsageError if the forward pass in the block writes to a weight. Only checks some forward passes."""
         self._forwards += 1
         versions: dict[Tensor, int] = {}
         if self._forwards <= _FIRST_FORWARDS or not self._forwards % _EVERY:
@@ -74,9 +74,9 @@ class BufferGuard:
                 parameter = tensor if tensor in self._parameters else self._gathered()[tensor]
                 raise UsageError(f"the forward writes to weight {self._parameters[parameter]}; {_WEIGHT_ADVICE}")
 
-    def watch_buffers(self) -> "_BufferWatch":
-        """Raise UsageError if the training forward in the block writes to, replaces, adds or removes a buffer."""
-        return _BufferWatch(self)
+    def watch_buffers(self) -> "_BufferChecker":
+        """Raise UsageError if the forward pass in the block writes to, replaces, adds or removes a buffer."""
+        return _BufferChecker(self)
 
     def _buffer_states(self) -> list[tuple[Tensor | None, int]]:
         return [_state(module._buffers.get(name)) for _, module, name in self._locations]
@@ -95,8 +95,11 @@ class BufferGuard:
 
 
 @final
-class _BufferWatch:
-    """Checks the buffers around a forward. This is a class, because a generator would add 3 us to every micro-batch."""
+class _BufferChecker:
+    """Compares the buffers before and after a forward pass, to detect changes.
+
+    This is a class, because a generator-based context manager would add 3 us to every micro-batch.
+    """
 
     def __init__(self, guard: BufferGuard) -> None:
         self._guard = guard

@@ -28,7 +28,7 @@ _MAX_MESSAGE_LENGTH: Final = 300  # maximum length of a torch message in an erro
 def compile_blocks(model: nn.Module, device: torch.device) -> None:
     """Compile the blocks of a model for `device` in place. If the model has no blocks, the full model is compiled.
 
-    Only the forward of a block is compiled. Hooks around it, such as the hooks of fully_shard, run eagerly.
+    Only the forward method of a block is compiled. Hooks of the block, such as the hooks of fully_shard, run eagerly.
     """
     prepare(numerics(device, compiled=True))
     names = {module: name for name, module in model.named_modules()}
@@ -62,7 +62,7 @@ def _name_block_in_errors(name: str, code: CodeType) -> Iterator[None]:
 def _raise_compile_error(name: str, code: CodeType, error: Exception) -> NoReturn:
     frames = [*getattr(error, "real_stack", ())]  # the stack in the model's code, if torch recorded it
     code_location = (frames[-1].filename, frames[-1].lineno) if frames else (code.co_filename, code.co_firstlineno)
-    message, _, output = str(error).strip().partition("\nOutput:\n")  # the output of a compiler
+    message, _, output = str(error).strip().partition("\nOutput:\n")  # keeps the output of a compiler separate
     lines = [text.strip().partition("\n")[0][:_MAX_MESSAGE_LENGTH] for text in (message, output) if text]
     raise UsageError(
         f"recipe.compile: torch cannot compile {name} ({location(*code_location)}): {': '.join(lines)}; change this "

@@ -1,28 +1,31 @@
-"""Cooperative functions: several functions that run interleaved and wait for each other at exchanges.
+"""Cooperative functions: functions that run interleaved in one process, and wait for each other at exchanges.
 
-For example, if a layer computes over several micro-batches, their forwards run in this way. Each function has a
-separate thread, but only one thread runs at a time. Which thread runs depends only on the order of the functions:
+An exchange is like a collective: all functions call it with their inputs, and each function gets a result.
+
+For example, if a layer computes over several micro-batches, the forward passes of these micro-batches run in this way.
+Each function has a separate thread, but only one thread runs at a time. Which thread runs depends only on the order of
+the functions:
 
     caller       Continue    Continue    Compute       Continue    Continue
                   |           |             |           |           |
     thread 0     runs       waits         waits        runs       waits         until the next exchange,
     thread 1     waits      runs        computes       waits      runs          or its end
                   |           |             |           |           |
-    caller       Arrived     Arrived     Computed      Arrived     Arrived
+    caller       Waiting     Waiting     Computed      Waiting     Waiting
 
 1. The functions run one after the other. Each function continues from its last exchange and runs to its next exchange.
    Before it continues, its generator states are restored, so each function draws the same random numbers as if it ran
    alone.
 2. When all functions have reached the same exchange, the thread of the last function computes the results of all
    functions from the inputs of all functions. Therefore autograd records one node with all inputs, and a single
-   backward goes through all graphs. Separate backwards wouldn't work: on CUDA, one thread runs the backward, and it
-   can't wait for a different backward in the middle.
+   backward pass goes through all graphs. Separate backward passes wouldn't work: on CUDA, a single thread runs a
+   backward pass, and this thread can't wait for a different backward pass in the middle.
 3. Each function continues with its result.
 
 Backward visits nodes by sequence number, newest first. If a tensor is used several times, its gradients are added in
 this order. Each thread numbers its nodes separately. Therefore each exchange sets the sequence numbers of all threads
-to the same value. In the joint backward, the nodes of a function then have the same order as if it ran alone, and its
-gradients have the same bits.
+to the same value. In the joint backward pass, the nodes of a function then have the same order as if it ran alone, and
+its gradients have the same bits.
 """
 
 import contextvars
@@ -42,8 +45,8 @@ T = TypeVar("T")
 Joint = Callable[[Sequence[Any]], Sequence[Any]]  # maps the inputs of all functions to one result per function
 
 
-class _Arrived(NamedTuple):
-    """The reply that a function has reached an exchange. `nodes` is the next sequence number of its thread."""
+class _Waiting(NamedTuple):
+    """The reply of a function that is waiting at an exchange. `nodes` is the next sequence number of its thread."""
 
     place: str
     joint: Joint
@@ -61,7 +64,7 @@ class _Ended(NamedTuple):
 
 
 class _Compute(NamedTuple):
-    """The order to compute the results of all functions, with sequence numbers that start at `nodes` or later."""
+    """The request to compute the results of all functions, with sequence numbers that start at `nodes` or later."""
 
     joint: Joint
     inputs: Sequence[Any]
@@ -69,7 +72,7 @@ class _Compute(NamedTuple):
 
 
 class _Continue(NamedTuple):
-    """The order to continue with the result of the exchange."""
+    """The request to continue with the result of the exchange."""
 
     result: Any
     nodes: int
@@ -104,46 +107,46 @@ class Cooperative:
         if len(functions) == 1:
             before_resume(0)
             return [functions[0]()]
-        parts = [_FunctionThread(function, self._generators) for function in functions]
+        threads = [_FunctionThread(function, self._generators) for function in functions]
         try:
             replies = [
-                self._resume(number, part, _Continue(None, 0), before_resume) for number, part in enumerate(parts)
+                self._resume(number, thread, _Continue(None, 0), before_resume) for number, thread in enumerate(threads)
             ]
-            while arrivals := _common_arrivals(replies):
-                last = max(arrival.nodes for arrival in arrivals)
-                computed = parts[-1].send_order(
-                    _Compute(arrivals[0].joint, [arrival.inputs for arrival in arrivals], last)
+            while messages := _waiting_messages(replies):
+                last = max(message.nodes for message in messages)
+                computed = threads[-1].send_request(
+                    _Compute(messages[0].joint, [message.inputs for message in messages], last)
                 )
                 assert isinstance(computed, _Computed)
                 replies = [
-                    self._resume(number, part, _Continue(result, computed.nodes), before_resume)
-                    for number, (part, result) in enumerate(zip(parts, computed.results, strict=True))
+                    self._resume(number, thread, _Continue(result, computed.nodes), before_resume)
+                    for number, (thread, result) in enumerate(zip(threads, computed.results, strict=True))
                 ]
         finally:
             self._running = None
-            for part in parts:
-                part.end()
+            for thread in threads:
+                thread.end()
         return [reply.result for reply in replies if isinstance(reply, _Ended)]
 
     def _resume(
-        self, number: int, part: "_FunctionThread", order: _Continue, before_resume: Callable[[int], None]
-    ) -> _Arrived | _Ended:
+        self, number: int, thread: "_FunctionThread", request: _Continue, before_resume: Callable[[int], None]
+    ) -> _Waiting | _Ended:
         before_resume(number)
-        self._running = part
-        reply = part.send_order(order)
-        assert isinstance(reply, _Arrived | _Ended)
+        self._running = thread
+        reply = thread.send_request(request)
+        assert isinstance(reply, _Waiting | _Ended)
         return reply
 
 
 @final
 class _FunctionThread:
-    """A function in its thread. The thread receives orders: to continue, to compute the results, or to end (None)."""
+    """A function in a thread. The thread receives requests: to continue, to compute the results, or to end (None)."""
 
     def __init__(self, function: Callable[[], Any], generators: Sequence[Generator]) -> None:
         self._function = function
         self._generators = generators
-        self._orders: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
-        self._replies: SimpleQueue[_Arrived | _Computed | _Ended | BaseException] = SimpleQueue()
+        self._requests: SimpleQueue[_Continue | _Compute | None] = SimpleQueue()
+        self._replies: SimpleQueue[_Waiting | _Computed | _Ended | BaseException] = SimpleQueue()
         # These settings are thread-local in torch, so the new thread doesn't inherit them from the caller.
         self._grad_enabled = torch.is_grad_enabled()
         cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -153,36 +156,36 @@ class _FunctionThread:
         )
         self._thread.start()
 
-    def send_order(self, order: _Continue | _Compute) -> _Arrived | _Computed | _Ended:
-        """Send an order to the thread and return its reply. Raises the exception of the function, if any."""
-        self._orders.put(order)
+    def send_request(self, request: _Continue | _Compute) -> _Waiting | _Computed | _Ended:
+        """Send a request to the thread and return its reply. Raises the exception of the function, if any."""
+        self._requests.put(request)
         reply = self._replies.get()
         if isinstance(reply, BaseException):
             raise reply
         return reply
 
     def wait_at(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """Reach an exchange and wait for its result. Called in the thread of the function."""
+        """Wait at an exchange for all functions, and return its result. Called in the thread of the function."""
         states = [generator.get_state() for generator in self._generators]
-        self._replies.put(_Arrived(place, joint, inputs, _next_sequence_number()))
-        while isinstance(order := self._orders.get(), _Compute):
-            _advance_sequence_number(order.nodes)
-            results = order.joint(order.inputs)
+        self._replies.put(_Waiting(place, joint, inputs, _next_sequence_number()))
+        while isinstance(request := self._requests.get(), _Compute):
+            _advance_sequence_number(request.nodes)
+            results = request.joint(request.inputs)
             self._replies.put(_Computed(results, _next_sequence_number()))
-        if order is None:
+        if request is None:
             raise _Canceled
-        _advance_sequence_number(order.nodes)
+        _advance_sequence_number(request.nodes)
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
-        return order.result
+        return request.result
 
     def end(self) -> None:
         """End the function at its current or its next exchange, and join the thread."""
-        self._orders.put(None)
+        self._requests.put(None)
         self._thread.join()
 
     def _run_thread(self) -> None:
-        if self._orders.get() is None:
+        if self._requests.get() is None:
             return
         try:
             with torch.set_grad_enabled(self._grad_enabled), self._stream:
@@ -195,13 +198,13 @@ class _Canceled(BaseException):
     """Ends a function whose result isn't needed. A BaseException, because the function may catch any Exception."""
 
 
-def _common_arrivals(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
-    """Return the arrivals of all functions at the same exchange, or [] if all functions have ended.
+def _waiting_messages(replies: Sequence[_Waiting | _Ended]) -> list[_Waiting]:
+    """Return the messages of all functions if all are waiting at the same exchange, or [] if all have ended.
 
-    Raises UsageError if the functions are at different exchanges.
+    Raises UsageError if the functions are waiting at different exchanges, or if only some have ended.
     """
-    arrivals = [reply for reply in replies if isinstance(reply, _Arrived)]
-    places = [reply.place if isinstance(reply, _Arrived) else "its end" for reply in replies]
+    messages = [reply for reply in replies if isinstance(reply, _Waiting)]
+    places = [reply.place if isinstance(reply, _Waiting) else "its end" for reply in replies]
     if len(set(places)) > 1:
         index = next(number for number, place in enumerate(places) if place != places[0])
         raise UsageError(
@@ -209,7 +212,7 @@ def _common_arrivals(replies: Sequence[_Arrived | _Ended]) -> list[_Arrived]:
             f"make every micro-batch go through the same layers in the same order, independent of the samples and of "
             f"random numbers, because one of these layers computes over all micro-batches of a step"
         )
-    return arrivals
+    return messages
 
 
 def _next_sequence_number() -> int:

@@ -5,24 +5,25 @@ replicated on each rank, or sharded by rows.
 
 A step has these phases for each micro-batch of the rank:
 
-1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank computes it.
-2. Run the forward and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full step
-   (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
+1. Seed the generators with (seed, step, micro-batch), so that dropout doesn't depend on which rank computes the
+   micro-batch.
+2. Run the forward pass and compute the loss. The loss is a sum over the micro-batch, divided by the weight of the full
+   step (docs/what-is-exact.md). In a custom loop, the loss can also be a mean, which is multiplied by the weight of the
    micro-batch and divided by the weight of the step. There can be several losses, each with its own weight
    (parallel/losses.py).
 3. Add the loss and the BatchNorm statistics to the reduction tree, as one float64 vector (parallel/step_totals.py).
-   After the last forward, this vector is summed across ranks while the last backward runs.
-4. Run the backward, and add the gradient to the reduction tree (parallel/gradients.py). During the last backward,
-   gradients are reduced across ranks bucket by bucket.
+   After the last forward pass, this vector is summed across ranks while the last backward pass runs.
+4. Run the backward pass, and add the gradient to the reduction tree (parallel/gradients.py). During the last backward
+   pass, gradients are reduced across ranks bucket by bucket.
 
 `forward_backward` runs all phases for a task. Custom loops call the phases separately (see Phased). There are two
 exceptions to this order:
 
-- With synchronized BatchNorm, the forwards of all micro-batches of this rank run interleaved, and a single backward
-  goes through all of them. The gradients are still added to the tree one micro-batch after the other
-  (parallel/cooperative.py, parallel/isolated_grads.py).
-- If sequences are split into chunks, each chunk has a separate forward. The forwards of the chunks of a micro-batch run
-  interleaved in the same way (parallel/context/sequence_chunks.py).
+- With synchronized BatchNorm, the forward passes of all micro-batches of this rank run interleaved, and a single
+  backward pass goes through all of their graphs. The gradients are still added to the reduction tree one micro-batch
+  after the other (parallel/cooperative.py, parallel/isolated_grads.py).
+- If sequences are split into chunks, each chunk has a separate forward pass. The forward passes of the chunks of a
+  micro-batch run interleaved in the same way (parallel/context/sequence_chunks.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -95,7 +96,8 @@ class DataParallelEngine:
         self._model = problem.build_model().to(world.device, memory_format=layout)  # type: ignore[call-overload]
         numerics.prepare(self._model, world.device)
         self._model.train()  # not chained, because a custom train() may return None
-        # Wrap the forwards before `recompute` does, so that the statistics can tell calls from recomputations.
+        # Wrap the forward methods before `recompute` does, so that the statistics can tell calls from
+        # recomputations.
         self._running = RunningStatistics(self._model, counted=not (numerics.recipe.compile or numerics.sync_batchnorm))
         if numerics.recompute:
             recompute(self._model, numerics.recompute)
@@ -143,7 +145,7 @@ class DataParallelEngine:
         self.begin([microbatch for group in rounds for microbatch in group], step, leaves)
         for group in rounds:
             if len(group) > 1:
-                self._at_once(group, step, observed)
+                self._run_interleaved(group, step, observed)
                 continue
             for microbatch in group:
                 with self.forward(microbatch, step), self._weights_guarded():
@@ -166,8 +168,8 @@ class DataParallelEngine:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
-        within = _Within(self._guarded(), self._training if alone else self._around_forward())
-        return within if self._replicas is None else _Within(self._replicas, within)
+        within = _NestedContexts(self._guarded(), self._training if alone else self._around_forward())
+        return within if self._replicas is None else _NestedContexts(self._replicas, within)
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None
@@ -176,9 +178,9 @@ class DataParallelEngine:
         weight = microbatch.weight if mean else 1
         if self._replicas is None:
             self._totals.add(microbatch, loss, weight, counts)
-            self._differentiate(microbatch, loss, self._step, weight)
+            self._run_backward_pass(microbatch, loss, self._step, weight)
             return
-        self._differentiate(microbatch, loss, self._step, weight)
+        self._run_backward_pass(microbatch, loss, self._step, weight)
         counts_at_home = None if counts is None else self._replicas.at_home(counts)
         self._totals.add(
             microbatch,
@@ -220,7 +222,7 @@ class DataParallelEngine:
         """See Phased."""
         if self._replicas is None:
             self._totals.show(microbatch, loss)
-        self._differentiate(microbatch, loss, step, microbatch.weight if mean else 1)
+        self._run_backward_pass(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
             self._totals.show(
                 microbatch, self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach())
@@ -351,13 +353,13 @@ class DataParallelEngine:
         return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
 
     def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
-        """Return the rounds of the step. The forwards within a round run interleaved. The rounds run in sequence."""
+        """Return the rounds of the step. Forward passes within a round run interleaved, and rounds run in sequence."""
         if self._step_sums is not None:
             return [microbatches]
         return [self._leaves.units_for(microbatch, leaves) for microbatch in microbatches]
 
-    def _at_once(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
-        """Run the forwards of these micro-batches interleaved, and then a single backward through all of them."""
+    def _run_interleaved(self, microbatches: MicroBatches, step: Step, observed: NamedSums) -> None:
+        """Run the forward passes of micro-batches interleaved, and then a single backward pass through all graphs."""
         isolated = IsolatedGradients(self._model, len(microbatches))
         with isolated.restore_after():
             losses = self._cooperative.run(
@@ -376,12 +378,13 @@ class DataParallelEngine:
     def _forward_together(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses | None:
         with self.forward(microbatch, step):
             loss = self._leaves.loss(microbatch, partial(self._loss_of, microbatch, step, observed))
-            # Don't leave autocast before all forwards have ended, because leaving clears the cache that they share.
+            # Don't leave autocast before all forward passes have ended, because leaving clears the cache that the
+            # forward passes share.
             self._cooperative.exchange("its end", list, None)
         return loss
 
-    def _differentiate(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
-        """Run the backward of a micro-batch, and push its gradient into the tree."""
+    def _run_backward_pass(self, microbatch: MicroBatch, loss: Tensor | Losses, step: Step, weight: int) -> None:
+        """Run the backward pass of a micro-batch, and push its gradient into the reduction tree."""
         self._gradients.before_backward(microbatch)
         self._backward([loss], step, weight)
         if self._replicas is not None:
@@ -402,7 +405,7 @@ class DataParallelEngine:
             _engine_run_backward(tuple(roots), seeds, False, False, (), **flags)
 
     def _roots(self, losses: Sequence[Tensor | Losses]) -> tuple[list[Any], tuple[Tensor, ...]]:
-        """Return the roots of a backward through several losses per micro-batch, and their seeds."""
+        """Return the roots of a backward pass through several losses per micro-batch, and their seeds."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
         for named in losses:
@@ -423,7 +426,7 @@ class DataParallelEngine:
 
 
 @final
-class _Within(AbstractContextManager[None]):
+class _NestedContexts(AbstractContextManager[None]):
     """Two nested context managers. A generator would add 3 us to every micro-batch."""
 
     __slots__ = ("_inner", "_outer")

@@ -3,18 +3,18 @@
 This engine overrides all behavior of DeepSpeed that depends on the number of processes:
 
 - DeepSpeed divides gradients by the number of ranks. The loss scale that this engine sets reverts the division before
-  the update. Therefore a backward starts from the same value as in a single process.
+  the update. Therefore a backward pass starts from the same value as in a single process.
 - DeepSpeed counts micro-batches to detect the end of a step. This engine tells DeepSpeed explicitly when a step ends.
-- In stages 2 and 3, each backward communicates. Therefore ranks compute a step in rounds. A rank without a micro-batch
-  in a round computes a dummy, whose loss is multiplied by 0.
+- In stages 2 and 3, each backward pass communicates. Therefore ranks compute a step in rounds. A rank without a
+  micro-batch in a round computes a dummy, whose loss is multiplied by 0.
 
 This engine sets the precision, the loss scale and the learning rate. DeepSpeed clips gradients, updates weights, and
 skips steps with gradients that aren't finite.
 
-In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, pads it, and shards it evenly over
-the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer updates these
-flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between parameters and flat
-tensors.
+In stages 1 and 2, DeepSpeed concatenates the parameters of a group to a flat tensor, and pads and shards this tensor
+evenly over the ranks. In stage 3, it shards each parameter in this way and concatenates the shards. The optimizer
+updates these flat fp32 tensors, so its state is also flat. FlatPiece and the functions below it convert between
+parameters and flat tensors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
                 f"strategy deepspeed: parameter {flat[0]} has no dims, so it cannot be sharded; use shape (1,)"
             )
         model.train()  # not chained, because a custom train() may return None
-        self._running = RunningStatistics(model)  # before `recompute`, so that it can tell calls from recomputations
+        self._running = RunningStatistics(model)  # before `recompute`, to tell calls from recomputations
         if numerics.recompute:
             recompute(model, numerics.recompute)
         self._autocast = autocast(numerics.recipe.precision, world.device)
@@ -249,7 +249,7 @@ class DeepSpeedEngine:
         return loss * share
 
     def _update_scale(self, applied: bool) -> None:
-        """Update the loss scale like torch's GradScaler: increase it after n steps, decrease it after a skipped one."""
+        """Update the loss scale like torch's GradScaler: increase after n steps, and decrease after a skipped step."""
         witness = nn.Parameter(torch.zeros(1, device=self._world.device))
         witness.grad = torch.full_like(witness, 0.0 if applied else torch.inf)
         self._scaler.unscale_(torch.optim.SGD([witness]))
@@ -320,7 +320,7 @@ class DeepSpeedEngine:
 
 
 def _fill(slots: dict[str, Any], slot: str, value: Any, flat_piece: "FlatPiece") -> None:
-    """Write a parameter's value of a slot into the slot of its flat tensor."""
+    """Write a parameter's value of an optimizer slot into the same slot of its flat tensor."""
     tensor = local_tensor(value) if isinstance(value, Tensor) else value
     if not isinstance(tensor, Tensor) or tensor.shape != flat_piece.shape:
         # The parameters of the group share this value.

@@ -70,7 +70,7 @@ class WeightAverage:
 
 
 def make_average(live: NamedTensors, decay: float | None, device: torch.device | None = None) -> WeightAverage | None:
-    """Return the moving average of `live` with this decay, or None if `decay` is None."""
+    """Return the moving average of `live` with the given decay, or None if `decay` is None."""
     return None if decay is None else WeightAverage(live, decay, device)
 
 

@@ -25,7 +25,8 @@ class Sums(NamedTuple):
     - `own_losses`: one loss for each micro-batch of this rank, summed over the micro-batch.
     - `of_task`: the metric sums of the task over all micro-batches, on the CPU. Empty unless `observe` is set.
     - `counts`: the float64 vector that a custom loop sums together with its loss.
-    - `named`: each of several losses by name. In this case, `total` is the sum of their means, and `weight` is 1.
+    - `named`: the losses by name, if there are several. In this case, `total` is the sum of their means, and `weight`
+      is 1.
     """
 
     total: Tensor
@@ -93,7 +94,7 @@ class Engine(Stepping, Protocol):
         """Switch to evaluation mode and yield `predict(inputs)`. Uses the averaged weights if the recipe sets `ema`."""
 
     def state(self) -> State:
-        """Return the state. Its tensors are the tensors in use or shards of them, not copies."""
+        """Return the state. Its tensors are the tensors in use or shards of these tensors, not copies."""
 
     def load(self, state: State) -> None:
         """Load a state with full tensors. Raises UsageError if names are missing or unexpected."""
@@ -117,7 +118,7 @@ class Auditable(Engine, Protocol):
     """An engine in which every rank computes the full model, so that any rank can compute any micro-batch."""
 
     def repeat(self, microbatch: MicroBatch, step: Step) -> None:
-        """Compute a dummy micro-batch that isn't part of the step. The results are only passed to its `note`.
+        """Compute a dummy micro-batch that isn't part of the step. Its results are only passed to its `note`.
 
         Call this method before `forward_backward`, or after a `forward_backward` that you will repeat, because it
         clears the gradients in `grad`.
@@ -127,7 +128,7 @@ class Auditable(Engine, Protocol):
         """From now on, keep the gradients that `witnessed` returns until the update of each step."""
 
     def witnessed(self) -> Sequence[NamedTensors]:
-        """Return rows of the full gradient, from the time before each rank kept only some of its rows.
+        """Return rows of the full gradient, as they were before each rank discarded the rows that it doesn't keep.
 
         The first item contains the rows that this rank keeps, and the second item the rows that the next rank keeps.
         The sequence is empty if no rank ever has the full gradient, or if every rank keeps the full gradient.
@@ -168,7 +169,7 @@ class Phased(Auditable, Protocol):
         """
 
     def forward(self, microbatch: MicroBatch, step: Step) -> AbstractContextManager[None]:
-        """Return the context for a micro-batch's forward and loss. It sets the seed, the precision and BatchNorm."""
+        """Return the context for a micro-batch's forward pass and loss. Sets the seed, the precision and BatchNorm."""
 
     def backward(
         self, microbatch: MicroBatch, loss: Tensor | Losses, *, mean: bool = False, counts: Tensor | None = None

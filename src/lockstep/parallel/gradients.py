@@ -1,20 +1,20 @@
-"""The canonical sum of gradients, reduced in buckets that overlap with the last backward.
+"""The canonical sum of gradients, reduced in buckets that overlap with the last backward pass.
 
 A step has these phases:
 
-1. After the backward of each micro-batch except the last, the gradients are moved from `param.grad` to the binary
+1. After the backward pass of each micro-batch except the last, the gradients are moved from `param.grad` to the binary
    counters of their buckets (core/tree.py).
-2. During the backward of this rank's last micro-batch, a hook on each parameter counts the gradients that are ready.
-   Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens the
-   pieces and sums them over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the order of
-   backward, from the last parameter to the first.
+2. During the backward pass of this rank's last micro-batch, a hook on each parameter counts the gradients that are
+   ready. Once a bucket and all buckets before it are complete, its pieces are submitted to the stream, which flattens
+   the pieces and sums them over the ranks (comm/canonical.py). All ranks submit the buckets in the same order: the
+   order of the backward pass, from the last parameter to the first.
 3. `finish` submits the remaining buckets, waits for the sums, and stores them in `param.grad`.
 
 If a micro-batch doesn't use a parameter, its gradient is zero, on any number of ranks.
 
-A nested backward, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, once a
-micro-batch has had a nested backward, buckets are only submitted at the end of the outer backward. The first backward
-of a run is handled in the same way, because it isn't known yet whether it is nested.
+A nested backward pass, such as in a reentrant checkpoint, can add to a gradient that looked complete. Therefore, once a
+micro-batch has had a nested backward pass, buckets are only submitted at the end of the outer backward pass. The first
+backward pass of a run is handled in the same way, because it isn't known yet whether it is nested.
 
 Shapes: a bucket is a flat vector b_N with the elements of its parameters p_..., one parameter after the other. The
 elements of a parameter are in memory order and padded with zeros, so that each parameter is aligned as in separate
@@ -78,9 +78,9 @@ class Gradients:
         self._leaves = 0
         self._last_leaf: int | None = None
         self._armed = False
-        self._graph_task = -1  # id of the first backward that reached a parameter in this micro-batch
-        self._nested = False  # whether a micro-batch has had a second backward, inside or around the first backward
-        self._watched = False  # whether a backward has finished, so that `_nested` is known
+        self._graph_task = -1  # ID of the first backward pass that reached a parameter in this micro-batch
+        self._nested = False  # whether a micro-batch has had a nested backward pass
+        self._nesting_known = False  # whether a backward pass has finished, so that `_nested` is known
         self._note: Note | None = None
         for bucket in () if alone else self._buckets:
             for parameter in bucket.parameters:
@@ -89,8 +89,8 @@ class Gradients:
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """See GradientSum."""
         self._leaves = leaves
-        # If the last micro-batch is a dummy, the sums are submitted after it, so that the order of all collectives is
-        # the same on all ranks.
+        # If the last micro-batch is a dummy, the sums are submitted after the dummy, so that the order of all
+        # collectives is the same on all ranks.
         self._last_leaf = microbatches[-1].index if microbatches and not microbatches[-1].dummy else None
 
     def before_backward(self, microbatch: MicroBatch) -> None:
@@ -108,7 +108,7 @@ class Gradients:
 
     def after_backward(self, microbatch: MicroBatch) -> None:
         """See GradientSum."""
-        self._watched = True
+        self._nesting_known = True
         if self._armed:
             self._armed = False
             return
@@ -142,7 +142,7 @@ class Gradients:
 
     @property
     def _is_already_summed(self) -> bool:
-        """Whether backward already computes the sum, because there is only one micro-batch and one rank."""
+        """Whether the backward pass already computes the sum, because there is only one micro-batch and one rank."""
         return self._alone and self._leaves == 1
 
     def _ready(self, bucket: _Bucket, parameter: Tensor) -> None:
@@ -159,7 +159,7 @@ class Gradients:
                 "pass use_reentrant=False to torch.utils.checkpoint.checkpoint",
             )
         bucket.missing -= 1
-        if bucket.missing == 0 and self._watched and not self._nested:
+        if bucket.missing == 0 and self._nesting_known and not self._nested:
             self._send_ready(everything=False)
 
     def _send_ready(self, everything: bool) -> None:
@@ -208,7 +208,7 @@ def _take_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def wide_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return `grad` in the dtype of the sum, or zeros if backward didn't compute a gradient."""
+    """Return `grad` in the dtype of the sum, or zeros if the backward pass computed no gradient."""
     dtype, gradient = sum_dtype(parameter), parameter.grad
     if gradient is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

@@ -27,7 +27,7 @@ class GroupSettings:
 def settings(
     names: Sequence[str], groups: Sequence[GroupSettings], scales: Mapping[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """Return the options of each name that has any.
+    """Return the options of each parameter that matches a group or has a scale, by name.
 
     If several groups match a name, the first group applies. `scales` maps names to factors of the learning rate, such
     as the factors of layer decay, which are multiplied by the factor of the group. Raises UsageError if a pattern

@@ -1,9 +1,9 @@
-"""Isolated gradients for several interleaved forwards of one model in one process.
+"""Isolated gradients for several interleaved forward passes of one model in one process.
 
-Each forward has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of its
-parameter. While a forward runs, the modules contain its aliases instead of the parameters. Each module also has a
-separate `__dict__` for each forward, so that attributes set by one forward aren't visible in other forwards. All
-forwards share the buffers and submodules.
+Each forward pass has separate aliases of the trained parameters. An alias is an autograd leaf that shares the memory of
+its parameter. While a forward pass runs, the modules contain its aliases instead of the parameters. Each module also
+has a separate `__dict__` for each forward pass, so that attributes set by one forward pass aren't visible in other
+forward passes. All forward passes share the buffers and submodules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from lockstep.errors import UsageError
 
 @final
 class IsolatedGradients:
-    """Aliases of the trained parameters of `model`: one set for each of `count` forwards."""
+    """Aliases of the trained parameters of `model`: one set for each of `count` forward passes."""
 
     def __init__(self, model: nn.Module, count: int) -> None:
         self._model = model
@@ -36,11 +36,11 @@ class IsolatedGradients:
             _set_attributes(self._modules, attributes)
 
     def use(self, number: int) -> None:
-        """Switch the modules to the aliases and attributes of forward `number`."""
+        """Switch the modules to the aliases and attributes of forward pass `number`."""
         _set_attributes(self._modules, self._states[number])
 
     def check(self) -> None:
-        """Raise UsageError if a backward reached a parameter instead of its alias."""
+        """Raise UsageError if a backward pass reached a parameter instead of its alias."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.grad is not None:
                 raise UsageError(
@@ -50,7 +50,7 @@ class IsolatedGradients:
                 )
 
     def hand(self, number: int) -> None:
-        """Move the gradients of forward `number` to the `grad` of the parameters."""
+        """Move the gradients of forward pass `number` to the `grad` of the parameters."""
         for parameter, alias in self._aliases[number].items():
             parameter.grad, alias.grad = alias.grad, None
 

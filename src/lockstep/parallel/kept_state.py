@@ -1,8 +1,8 @@
 """Detects state that changed on a rank between two steps.
 
-If only one rank holds the rows of a tensor, no other rank can verify them. However, weights and optimizer state must
-not change between the end of an update and the next step. If their digests differ, the memory of the rank is faulty.
-This check works without other ranks that hold the same rows.
+If only one rank holds the rows of a tensor, no other rank can verify these rows. However, weights and optimizer state
+must not change between the end of an update and the next step. If their digests differ, the memory of the rank is
+faulty. This check works without other ranks that hold the same rows.
 """
 
 from contextlib import AbstractContextManager

@@ -28,8 +28,8 @@ class Lars(Optimizer):
     """You, Gitman and Ginsburg 2017, "Large batch training of convolutional networks", algorithm 1.
 
     The local learning rate is trust_coeff * |w| / (|g| + weight_decay * |w| + eps). By default, parameters without
-    weight decay use the plain learning rate. To adapt them too, set `always_adapt`. If `trust_clip` is set, no local
-    learning rate exceeds the plain learning rate.
+    weight decay use the unscaled learning rate. To adapt them too, set `always_adapt`. If `trust_clip` is set, no local
+    learning rate exceeds the unscaled learning rate.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Lamb(Optimizer):
     """You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes", algorithm 2.
 
     The update is Adam's direction plus weight decay, scaled by the ratio of |w| to the norm of the update. By default,
-    parameters without weight decay use the plain learning rate. To adapt them too, set `always_adapt`. If `trust_clip`
-    is set, the ratio is at most 1. To clip gradients, use the recipe.
+    parameters without weight decay use the unscaled learning rate. To adapt them too, set `always_adapt`. If
+    `trust_clip` is set, the ratio is at most 1. To clip gradients, use the recipe.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those arguments of a constructor that are options of a parameter group, in order.
+    """Return the arguments of a constructor that are options of a parameter group, in order.
 
     Raises ValueError if a number is negative.
     """

@@ -1,8 +1,8 @@
-"""Linear operations with an explicit backward, for moving, splitting, concatenating, copying or adding tensors.
+"""Linear operations with an explicit backward function: moving, splitting, joining, copying or adding tensors.
 
-With autograd's own backward of such an operation, the order in which gradients are added can depend on which rank holds
-a part. It can also return views, while a process that holds only one part has a separate tensor. Here you pass the
-forward and the backward.
+With autograd's own backward function of such an operation, the order in which gradients are added can depend on which
+rank holds a part. Autograd can also return views, while a process that holds only one part has a separate tensor. Here
+you pass the forward function and the backward function.
 """
 
 from collections.abc import Callable, Sequence

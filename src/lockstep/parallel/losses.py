@@ -1,24 +1,26 @@
-"""Several losses in one step: the start of their backwards, and their totals.
+"""Several losses in one step: the seeds of their backward pass, and their totals.
 
-A loss has a name and its own weight, such as the number of targets that count. The gradient of a step is that of
-the sum over the names, each divided by the total weight of the name in the step. These weights are integers that are
-known before the first forward of the step. Therefore nothing is left to divide in the update: in each micro-batch, all
-losses are roots of a single backward, and the backward of each starts from 1 / weight, rounded once to the dtype of the
-loss. A single loss without a name starts in the same way.
+Each loss has a name and a weight, such as the number of targets that count. The total loss of a step is the sum of all
+losses, each divided by its weight in the full step. These weights are integers that are known before the first forward
+pass of the step. Therefore the update doesn't have to divide gradients: in each micro-batch, all losses are roots of a
+single backward pass, and the seed of each root is 1 / weight, rounded once to the dtype of the loss. A single loss
+without a name has the same seed.
 
-The alternative is to scale each sum to the weight of one of the losses, so that the update divides once. It would round
+The alternative is to scale all losses to the weight of one loss, and to divide once in the update. This would round
 twice, and the scaled sums could overflow.
 
-- **Any placement.** The start of a backward only depends on the step, and the graph only on the micro-batch. A
-  micro-batch has the same gradient on every rank, and the tree adds up gradients in the same way as for a single loss.
-- **One name.** There is one root, which starts from the same number. A run with one name has the bits of a run without.
-- **Loss scale.** It multiplies the start of each backward, and the update divides the gradient by it once.
-- **Clipping and skipped steps** see a single gradient and the total loss.
+- **Placement.** The seeds only depend on the step, and the graph only depends on the micro-batch. Therefore a
+  micro-batch has the same gradient on every rank. The reduction tree adds gradients in the same way as for a single
+  loss.
+- **One name.** There is one root with the same seed. A run with one named loss has the same bits as a run with an
+  unnamed loss.
+- **Loss scale.** The loss scale multiplies each seed, and the update divides the gradient by the loss scale once.
+- **Clipping and skipped steps** use a single gradient and the total loss.
 
-A name that has the weight 0 in the full step contributes nothing: its backward starts from 0, and its mean counts as
-0. If all names have the weight 0, the update is skipped, as it is for a single loss of weight 0.
+If a loss has weight 0 in the full step, its seed is 0, and its mean counts as 0. If all losses have weight 0, the
+update is skipped, like for a single loss of weight 0.
 
-The totals of the losses are float64 and are added up by the tree, as elements of the vector that has the loss
+The totals of the losses are float64. The reduction tree sums them as elements of the vector of step totals
 (parallel/step_totals.py).
 """
 
@@ -42,15 +44,15 @@ class NamedLoss(NamedTuple):
 
     @property
     def mean(self) -> Tensor:
-        """The mean loss by weight. It is 0 if the weight is 0."""
+        """The weighted mean of the loss, or 0 if the weight is 0."""
         return self.total / self.weight if self.weight else torch.zeros_like(self.total)
 
 
 class Root(NamedTuple):
     """A loss of a micro-batch, times `part`, divided by `weight`.
 
-    If the loss is a sum, `part` is 1. If it is a mean, `part` is its weight in the micro-batch. If that is 0, the mean
-    is over nothing, and is left out.
+    If the loss is a sum, `part` is 1. If the loss is a mean, `part` is its weight in the micro-batch. A mean with
+    weight 0 is undefined and is left out.
     """
 
     loss: Tensor
@@ -63,8 +65,8 @@ class Root(NamedTuple):
 class Losses:
     """The losses of a micro-batch, in the order of their names.
 
-    If a mean over nothing is left out, the backward must still reach all parts of the model that it reaches on other
-    ranks. In this case, `outputs` are the outputs of the model, and zeros flow back from them.
+    If a mean with weight 0 is left out, the backward pass must still reach the same parameters as on other ranks. In
+    this case, `outputs` are the outputs of the model, whose gradients are zeros.
     """
 
     roots: Sequence[Root]
@@ -77,7 +79,7 @@ class Losses:
 
 
 def losses_of_task(loss: Loss, step: Step) -> Tensor | Losses:
-    """Return the losses of a task for a micro-batch. Raises UsageError if its names aren't those of the weights."""
+    """Return the losses of a task for a micro-batch. Raises UsageError if losses and weights differ in names."""
     if isinstance(loss, Tensor) and step.weights is None:
         return loss
     check_alike(loss, step.weight if step.weights is None else step.weights)
@@ -87,7 +89,7 @@ def losses_of_task(loss: Loss, step: Step) -> Tensor | Losses:
 
 
 def named_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
-    """Return the losses of a step by name, from the vector of their sums."""
+    """Return the losses of a step by name, given the vector of their sums."""
     assert step.weights is not None
     return {name: NamedLoss(sums[index], weight) for index, (name, weight) in enumerate(step.weights.items())}
 

@@ -24,12 +24,12 @@ MakeOptimizer = Callable[[Sequence[Named], Norms], Optimizer]
 
 @dataclass(frozen=True)
 class Numerics:
-    """The recipe of an engine, and those placement settings that change how its forward runs but not the bits."""
+    """The recipe of an engine, and the placement settings that change how a forward pass runs, but not its bits."""
 
     recipe: EngineRecipe
     offload_activations: bool = False
     recompute: int = 0  # recompute every n-th block; only for strategies without their own recomputation
-    guarded: bool = True  # whether a forward that writes to weights or buffers raises an error
+    guarded: bool = True  # whether a forward pass that writes to weights or buffers raises an error
     averages: bool = True  # whether to average weights if the recipe sets `ema`
     whole_updates: bool = False  # whether the optimizer needs full tensors although the strategy shards them by rows
     peers: int = 1  # the number of engines that split the micro-batches of a step and use different seeds
@@ -82,7 +82,7 @@ class Numerics:
 
     @property
     def copied(self) -> torch.dtype | None:
-        """The dtype of the weight copies that the model computes with, or None if there are no copies."""
+        """The dtype of the copies of the weights that the model computes with, or None if there are no copies."""
         return self.dtype if self.stored is None else None
 
     def prepare(self, model: nn.Module, device: torch.device) -> None:

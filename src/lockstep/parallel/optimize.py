@@ -91,7 +91,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 
 def _find_custom(path: str) -> Callable[..., Any]:
-    """Return the custom class or function. Raises UsageError if it is neither, or if it has no `lr` argument."""
+    """Return the custom class or function at `path`. Raises UsageError for other objects, or if `lr` is missing."""
     factory = import_callable(path, "optimizer", "a class or a function")
     argument_names = _argument_names(factory)
     if argument_names is not None and "lr" not in argument_names:

@@ -13,15 +13,16 @@ Named = tuple[str, Parameter]
 GROUP: Final = "group "  # can't collide with a parameter name, because parameter names contain no spaces
 
 
-def optimizer_state(trained: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def optimizer_state(parameters: Sequence[Named], optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the state of an optimizer: the tensors by name, and all other values in JSON-serializable form.
 
-    `trained` contains the names of the tensors that the optimizer updates. The tensors of a parameter are named
-    `<parameter>/<slot>`. Some optimizers keep counters in their parameter groups. A tensor in a group is named
-    `group <number>/<slot>`. In the second item, `slots` contains state that is a number or None, and `groups` contains
-    the numbers in the groups. The learning rate is excluded, because it depends only on the number of samples seen.
+    `parameters` contains the tensors that the optimizer updates. A slot is an entry of the state of a parameter,
+    such as `momentum_buffer`. The tensor in a slot is named `<parameter>/<slot>`. Some optimizers keep counters in
+    their parameter groups. A tensor in a group is named `group <number>/<slot>`. In the second item, `slots` contains
+    state that is a number or None, and `groups` contains the numbers in the groups. The learning rate is excluded,
+    because it depends only on the number of samples seen.
     """
-    names = _names(trained, optimizer)
+    names = _names_by_index(parameters, optimizer)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     slots: dict[str, Any] = {}
@@ -43,22 +44,22 @@ def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def load_optimizer_state(
-    trained: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+    parameters: Sequence[Named], optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
 ) -> None:
     """Load the tensors and scalars that `optimizer_state` returned."""
     whole = optimizer.state_dict()
     groups = [{**group, **saved} for group, saved in zip(whole["param_groups"], scalars["groups"], strict=True)]
-    numbers = {name: number for number, name in _names(trained, optimizer).items()}
-    parameters = dict(trained)
+    numbers = {name: number for number, name in _names_by_index(parameters, optimizer).items()}
+    by_name = dict(parameters)
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **scalars["slots"]}.items():
         owner, _, slot = name.rpartition("/")
         if owner.startswith(GROUP):
             groups[int(owner.removeprefix(GROUP))][slot] = value
         else:
-            state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, parameters[owner])
+            state.setdefault(numbers[owner], {})[slot] = _in_memory_format(value, by_name[owner])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    for name, parameter in trained:
+    for name, parameter in parameters:
         if (number := numbers.get(name)) in state:
             _restore_dtypes(optimizer.state[parameter], state[number])
 
@@ -81,7 +82,7 @@ def _in_memory_format(value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def _names(trained: Sequence[Named], optimizer: Optimizer) -> dict[int, str]:
-    by_parameter = {parameter: name for name, parameter in trained}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {number: by_parameter[parameter] for number, parameter in enumerate(parameters)}
+def _names_by_index(parameters: Sequence[Named], optimizer: Optimizer) -> dict[int, str]:
+    by_parameter = {parameter: name for name, parameter in parameters}
+    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {number: by_parameter[parameter] for number, parameter in enumerate(optimized)}

@@ -24,7 +24,7 @@ from lockstep.parallel.optimize import bare_step
 class Updates:
     """Updates the trained tensors. Owns the optimizer and the loss scale, clips gradients and skips steps.
 
-    The optimizer skips the trained tensors in `unowned`, because other ranks update them.
+    The optimizer skips the trained tensors in `unowned`, because other ranks update these tensors.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Updates:
         self._scales = self._scaler.is_enabled()
 
     def scale(self, seed: Tensor) -> Tensor:
-        """Return the seed of a backward, multiplied by the loss scale if there is one."""
+        """Return the seed of a backward pass, multiplied by the loss scale if there is one."""
         return self._scaler.scale(seed) if self._scales else seed
 
     def update(
@@ -75,8 +75,8 @@ class Updates:
         if self._scales:
             unscale_(self._scaler, self.optimizer)
             self._layout.norms.agree_(self._infinities())
-            # Reading the scale synchronizes with the device. Read it before the update, so that an fp16 step waits only
-            # for its gradient, and not for its update.
+            # Reading the scale synchronizes with the device. Read the scale before the update, so that an fp16 step
+            # waits only for its gradient, and not for its update.
             scale = self._scaler.get_scale()
         norm = None
         if max_norm is not None or self._skip_nonfinite:
@@ -144,16 +144,17 @@ def keep_ratios(optimizer: Optimizer) -> None:
 
 
 def share(weight: int, dtype: torch.dtype, device: torch.device, part: int = 1) -> Tensor:
-    """Return the seed of a backward in a step with this `weight`, rounded once to `dtype`. It is 0 if `weight` is 0.
+    """Return the seed of a backward pass in a step with this `weight`, rounded once to `dtype`.
 
-    If the loss is a sum, the seed is 1 / weight. If the loss is a mean, pass the weight of its micro-batch as `part`.
-    The seed is then `part` / weight, which is exactly 1 if the step has a single micro-batch.
+    If `weight` is 0, the seed is 0. If the loss is a sum, the seed is 1 / weight. If the loss is a mean, pass the
+    weight of its micro-batch as `part`. The seed is then `part` / weight, which is exactly 1 if the step has a single
+    micro-batch.
     """
     return torch.full((), part / weight if weight else 0.0, dtype=dtype, device=device)
 
 
 def gradient(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter after a backward."""
+    """Return the gradient of a parameter after a backward pass."""
     assert parameter.grad is not None
     return parameter.grad
 

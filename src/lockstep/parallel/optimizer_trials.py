@@ -24,7 +24,7 @@ from lockstep.parallel.optimizer_state import Named, load_optimizer_state, numbe
 
 Make = Callable[[Iterable[Named]], Optimizer]
 
-# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill whole CPU vectors. Some are
+# Tensor shapes for the sharding trials. Most of these tensors and their parts don't fill entire CPU vectors. Some are
 # large enough for optimizers that factor their state.
 _SHAPES: Final = ((13, 37), (33, 5), (130,), (1025,), (64, 64), (64, 3, 3, 3))
 _STEPS: Final = 5
@@ -45,7 +45,7 @@ _STEPS_IN_16_BITS: Final = 3
 
 
 def check_optimizer(make: Make, dims: Iterable[int] = (1, 2)) -> None:
-    """Raise UsageError if `make` does, or if the optimizer that it returns can't perform a plain step.
+    """Raise UsageError if `make` raises it, or if the optimizer that it returns can't perform a step without a closure.
 
     The optimizer performs a step on a small parameter for each number of dims in `dims`. This detects optimizers that
     require a closure, second derivatives, sparse gradients or only matrices. It also detects optimizers with state that
@@ -75,7 +75,7 @@ def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
     The trial splits tensors of several shapes into uneven parts. If weights are trained in `dtype`, the trial uses this
     dtype. The optimizers in parallel/layerwise.py can update rows, because they receive the norms of full tensors. For
     fused optimizers, this returns True without a trial: they compute different bits at the ends of tensors, but only
-    for some values, so a trial might not detect it.
+    for some values, so a trial might miss the difference.
     """
     optimizer = _small_optimizer(make)
     if type(optimizer) in OWN_OPTIMIZERS.values():
@@ -86,9 +86,9 @@ def needs_full_tensors(make: Make, dtype: torch.dtype | None = None) -> bool:
 def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *, lends_wholes: bool) -> bool:
     """Return whether an optimizer needs full tensors, for a strategy that shards tensors by rows.
 
-    Raises UsageError if it does and the strategy doesn't provide full tensors (parallel/layouts/owned.py). Also raises
-    UsageError if the update of a tensor depends on other tensors, which can be on other ranks. For example, the
-    optimizer clips the norm of all gradients or estimates a common step size.
+    Raises UsageError if the optimizer needs full tensors and the strategy doesn't provide them
+    (parallel/layouts/owned.py). Also raises UsageError if the update of a tensor depends on other tensors, which can be
+    on other ranks. For example, the optimizer clips the norm of all gradients or estimates a common step size.
     """
     if not needs_full_tensors(make, dtype):
         return False
@@ -100,7 +100,7 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
             f"optimizer such as sgd, adamw, lars or lamb without fused=true"
         )
     try:
-        matches = _matches_apart(make, dtype)
+        matches = _matches_separately(make, dtype)
     except Exception as error:  # custom code can raise anything
         raise UsageError(
             f"strategy {strategy}: optimizer {name} needs whole tensors, and its step fails if a tensor has no "
@@ -115,12 +115,12 @@ def check_updates(make: Make, strategy: str, dtype: torch.dtype | None = None, *
 
 
 def check_flat(make: Make, strategy: str) -> None:
-    """Raise UsageError if check_optimizer does, or if an optimizer updates flattened pieces of a tensor differently.
+    """Raise UsageError if check_optimizer raises it, or if the optimizer updates flattened pieces differently.
 
     When pieces are flattened, an optimizer sees neither the shape nor the norm of a parameter.
     """
     optimizer = _small_optimizer(make)
-    if _is_fused(optimizer) or not all(_matches_when_flat(make, shape) for shape in _SHAPES):
+    if _is_fused(optimizer) or not all(_matches_flattened(make, shape) for shape in _SHAPES):
         raise UsageError(
             f"strategy {strategy}: optimizer {type(optimizer).__name__} updates flattened pieces of a tensor "
             f"differently than the whole tensor, so it is not supported; use an optimizer such as sgd, adam or adamw "
@@ -160,18 +160,18 @@ def check_own(path: str, make: Make) -> None:
     checkpoints. The trial sets the learning rate like a schedule. One of its runs resumes from a checkpoint.
     """
     with UserCode(f"optimizer {path}"):
-        weights = _after_steps(make, rate=1.0)
-        if not torch.equal(weights, _after_steps(make, rate=1.0)):
+        weights = _tensor_after_steps(make, rate=1.0)
+        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0)):
             raise UsageError(
                 f"optimizer {path}: two instances with the same inputs produced different weights; do not draw random "
                 f"numbers, and do not share state between instances ({CONTRACT})"
             )
-        if torch.equal(weights, _after_steps(make, rate=0.5)):
+        if torch.equal(weights, _tensor_after_steps(make, rate=0.5)):
             raise UsageError(
                 f"optimizer {path}: its step does not depend on the learning rate; multiply by group['lr'], which the "
                 f"schedule sets ({CONTRACT})"
             )
-        if not torch.equal(weights, _after_steps(make, rate=1.0, resumed=True)):
+        if not torch.equal(weights, _tensor_after_steps(make, rate=1.0, resumed=True)):
             raise UsageError(
                 f"optimizer {path}: produces different weights when resumed from a checkpoint; keep all state in "
                 f"self.state[parameter] and in numbers of its param_groups ({CONTRACT})"
@@ -205,19 +205,19 @@ def _matches_in_rows(make: Make, shape: tuple[int, ...], dtype: torch.dtype | No
     height = shape[0]
     cuts = [1, 2, height - 3], [height - 2, 2], [height // 2, height - height // 2]
     with PositionIndependentMode() if dtype is not None else nullcontext():  # type: ignore[no-untyped-call]
-        whole = _after_steps(make, shape, dtype=dtype)
-        return all(torch.equal(_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
+        whole = _tensor_after_steps(make, shape, dtype=dtype)
+        return all(torch.equal(_tensor_after_steps(make, shape, heights, dtype), whole) for heights in cuts)
 
 
-def _matches_when_flat(make: Make, shape: tuple[int, ...]) -> bool:
+def _matches_flattened(make: Make, shape: tuple[int, ...]) -> bool:
     """Return whether flattened pieces of a tensor get the same values as the full tensor, except for rounding."""
-    whole = _after_steps(make, shape).flatten()
+    whole = _tensor_after_steps(make, shape).flatten()
     third = whole.numel() // 3
-    flat = _after_steps(make, shape, [third, whole.numel() - third], flat=True)
+    flat = _tensor_after_steps(make, shape, [third, whole.numel() - third], flat=True)
     return torch.allclose(whole, flat.flatten(), rtol=1e-5, atol=1e-7)
 
 
-def _after_steps(
+def _tensor_after_steps(
     make: Make,
     shape: tuple[int, ...] = (5, 3),
     heights: Sequence[int] | None = None,
@@ -256,7 +256,7 @@ def _after_steps(
     return torch.cat([part.detach() for part in parts])
 
 
-def _matches_apart(make: Make, dtype: torch.dtype | None) -> bool:
+def _matches_separately(make: Make, dtype: torch.dtype | None) -> bool:
     """Return whether updating two matrices together gives the same values and group numbers as updating each alone."""
     together = _pair_after_steps(make, (True, True), dtype)
     first, second, idle = (

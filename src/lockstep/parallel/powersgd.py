@@ -83,7 +83,7 @@ def orthonormal(matrix: Tensor) -> Tensor:
 class PowerSgd:
     """Sums the gradients of `trained` over the ranks of `across`, as matrices with `columns` columns.
 
-    `rank` is the place of this rank among these ranks. `seed` is the seed of the initial factors.
+    `rank` is the index of this rank among these ranks. `seed` is the seed of the initial factors.
     """
 
     def __init__(self, trained: Sequence[Named], across: CanonicalSum, rank: DataRank, columns: int, seed: int) -> None:
@@ -93,7 +93,7 @@ class PowerSgd:
         self._rank = rank
         self._columns = columns
         self._key = random.key(random.LOW_RANK, seed)
-        self._errors: dict[int, Tensor] = {}  # by parameter index, like the next two
+        self._errors: dict[int, Tensor] = {}  # by parameter index, like the next two dictionaries
         self._factors: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}  # the new errors and factors, before the update
 
@@ -130,7 +130,7 @@ class PowerSgd:
         return flat.to(like.dtype)
 
     def settle(self, applied: bool, growth: float) -> None:
-        """If the step was applied, keep its errors and factors. Otherwise, discard them. Call this after each update.
+        """Keep the errors and factors of a step that was `applied`, or discard both. Call this after each update.
 
         `growth` is the factor by which the loss scale changes after this step.
         """

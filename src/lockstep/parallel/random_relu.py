@@ -1,7 +1,7 @@
 """Rejects nn.RReLU in cases in which torch computes its gradient from uninitialized memory.
 
-torch's rrelu_with_noise writes the noise for its backward into an argument. If saved_tensors_hooks are active, the
-argument is packed before it is written, so the backward reads uninitialized memory. torch.utils.checkpoint with
+torch's rrelu_with_noise writes the noise for its backward pass into an argument. If saved_tensors_hooks are active, the
+argument is packed before it is written, so the backward pass reads uninitialized memory. torch.utils.checkpoint with
 use_reentrant=False uses such hooks, and so do placement.recompute and placement.offload_activations. This happens in
 plain PyTorch too (seen with torch 2.11, 2.14 and 2.15). Remove this module once torch packs the noise after writing it.
 """
@@ -16,7 +16,7 @@ from lockstep.common.own_code import refusal
 
 
 def watch_random_relu(model: nn.Module) -> None:
-    """Make each nn.RReLU of a model raise UsageError in a training forward with active saved_tensors_hooks."""
+    """Make each nn.RReLU raise UsageError in a forward pass in training mode with active saved_tensors_hooks."""
     for path, layer in model.named_modules():
         if isinstance(layer, nn.RReLU):
             layer.register_forward_pre_hook(partial(_check, path))

@@ -1,28 +1,31 @@
-"""Replicas of a model on several devices of one process, of which the model is one at a time.
+"""Replicas of a model on several devices of one process. The model switches from device to device.
 
 torch.nn.DataParallel (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
-section 2.2) makes a new model per device in every forward, and calls each in a thread. Here, there is one model. Each
-of its tensors has a copy per device, and before a micro-batch, the `data` of all tensors is set to the copies on the
-device of that micro-batch. The parameters remain the same objects, so whatever refers to them, such as an RNN's list of
-weights or a penalty in a loop of your own, computes on the right device.
+section 2.2) copies the model to each device in every forward pass, and calls each copy in a separate thread. Here,
+there is a single model. Each of its tensors has a copy on each device. Before a micro-batch, the `data` of all tensors
+is set to the copies on the device of this micro-batch. The parameters remain the same objects. Therefore code that
+refers to parameters, such as an RNN's list of weights or a weight penalty in a custom loop, computes on the right
+device.
 
-There are no threads, because none are needed, and because they couldn't be exact:
+Threads aren't necessary, and would change the results:
 
-- Work on a CUDA device is asynchronous. One thread that enqueues micro-batch 0 on the first device, micro-batch 1 on
-  the second and so on keeps all of them busy. autograd already has a thread for each CUDA device.
+- Work on a CUDA device is asynchronous. One thread keeps all devices busy: it enqueues micro-batch 0 on the first
+  device, micro-batch 1 on the second device, and so on. autograd already has a thread for each CUDA device.
 - A custom loop is a single thread. It calls the model and computes the loss for one micro-batch after the other.
-- The generators of Python, NumPy and of torch on the CPU belong to the process. Two threads would take numbers from
-  each other. Replicas on a CPU, which stand for devices, therefore take turns.
+- All threads of a process share the random number generators of Python, NumPy and torch's CPU generator, so the numbers
+  in a thread would depend on the timing of other threads. Therefore replicas on a CPU, which simulate devices, also run
+  one after the other.
 
-A step, phase by phase. Device H is home: it has the optimizer, and adds up the gradients.
+A step has these phases. Device H is the home device, which has the optimizer and sums the gradients:
 
-1. `use` switches the tensors and the world to the device of a micro-batch. Its forward and its backward run there.
+1. `use` switches the tensors and the world to the device of a micro-batch. Its forward pass and its backward pass run
+   there.
 2. `come_home` flattens the gradients on their device, switches back to H, and copies the gradients and BatchNorm's
-   statistics there. The engine then adds them to the tree like those of every micro-batch. Nothing is copied between
-   devices before the backward is enqueued, because such a copy makes both devices wait for each other.
+   statistics to H. The engine then adds them to the reduction tree, as for a single device. Nothing is copied between
+   devices before the backward pass is enqueued, because such a copy makes both devices wait for each other.
 3. After the update, `publish` copies the weights and the running statistics of H to all other devices.
 
-If several tensors share a storage, so do their copies. `publish` copies whole storages.
+If several tensors share a storage, their copies share a storage too. `publish` copies entire storages.
 """
 
 from collections.abc import Sequence
@@ -37,16 +40,16 @@ from lockstep.comm.world import World
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.gradients import flatten, partition, set_gradients, unflatten, wide_gradient
 
-# Of the base class, because a custom loop rejects writes to `Tensor.data` (loop/guard.py).
+# Use the attribute of the base class, because a custom loop rejects writes to `Tensor.data` (loop/guard.py).
 _DATA: Final[Any] = TensorBase.data
 
 
 @final
 class Replicas:
-    """The tensors of `model` and of `running` on each of `devices`. Micro-batch k is for device k modulo their number.
+    """The tensors of `model` and of `running` on each of `devices`. Micro-batch k uses device k mod n of n devices.
 
-    The tensors are on `devices[home]`, which is the device of `world`. As a context manager, it switches back there if
-    the block raises an exception.
+    The tensors are on `devices[home]`, which is the device of `world`. As a context manager, it switches back to the
+    home device if the block raises an exception.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Replicas:
         self._switch(index % len(self._devices))
 
     def come_home(self) -> None:
-        """Switch back to the device at home, with the gradients and BatchNorm's statistics of the micro-batch."""
+        """Switch back to the home device, and move the micro-batch's gradients and BatchNorm statistics there."""
         if self._current == self._home:
             return
         flat = [flatten([wide_gradient(parameter) for parameter in bucket], bucket) for bucket in self._buckets]
@@ -86,11 +89,11 @@ class Replicas:
         self._running.observed.copy_(observed)
 
     def at_home(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the device at home."""
+        """Return a tensor on the home device."""
         return tensor.to(self._devices[self._home], non_blocking=True)
 
     def publish(self) -> None:
-        """Copy the weights, buffers and running statistics at home to all other devices."""
+        """Copy the weights, buffers and running statistics from the home device to all other devices."""
         at_home = self._storages[self._home]
         for copies in self._storages:
             if copies is not at_home:

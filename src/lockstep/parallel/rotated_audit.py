@@ -1,9 +1,9 @@
 """Audits for engines in which a rank can't recompute the micro-batch of a different rank.
 
-This is the case if ranks hold parts of the model, or if they wait for each other during a forward. The audit repeats
-the full step with the ranks in different places of the mesh. The bits of the step must be the same. If they differ, the
-audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a different
-message than other ranks in the same place.
+This is the case if ranks hold parts of the model, or if they wait for each other during a forward pass. The audit
+repeats the full step with the ranks at different places in the mesh. The bits of the step must be the same. If the bits
+differ, the audit compares the messages of all ranks (comm/message_log.py), and identifies the first rank that sent a
+different message than other ranks in the same place.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,7 +67,8 @@ class RotatedAudit:
             self._kept_state.load,
         )
         self._place_count = len(self.schedule.mesh.groups("shard"))
-        # The engines by how far ranks are moved. Start the first one now, to find out early if it fits in memory.
+        # The engines by the distance that ranks are moved. Start the first engine now, to detect early if it exceeds
+        # the memory.
         self._rotated = {0: (own_world, engine)}
         self._rotated_engine(1)
 
@@ -79,7 +80,7 @@ class RotatedAudit:
         self._kept_state.check(step)
         rotated = self._repeat_step(1, step)
         unrotated, sums = self._record_step(*self._rotated[0], microbatches, step, observe)
-        if self._differ(rotated, unrotated):
+        if self._digests_differ(rotated, unrotated):
             repeats = [self._repeat_step(distance, step) for distance in range(min(_MAX_REPEATS, self._place_count))]
             raise self._verdict(step, [rotated, unrotated, *repeats])
         self.audited += 1
@@ -99,7 +100,7 @@ class RotatedAudit:
         return self._rotated[distance]
 
     def _repeat_step(self, distance: int, step: Step) -> RecordedStep:
-        """Repeat a step with each rank moved by `distance` places."""
+        """Repeat a step in a mesh in which each rank is shifted by `distance` places."""
         world, engine = self._rotated_engine(distance)
         if engine is not self._engine:
             state = self._engine.state()
@@ -119,17 +120,17 @@ class RotatedAudit:
         self._log.note("the loss", sums.total)
         return RecordedStep(world.rank, self.world.rank, self._log.close()), sums
 
-    def _differ(self, *played: RecordedStep) -> bool:
+    def _digests_differ(self, *records: RecordedStep) -> bool:
         """Return whether digests of different ranks in the same place differ. All ranks must call this method."""
         digests_by_place: dict[int, set[str]] = {}
-        for played_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in played]):
-            for place, messages in played_by_rank:
+        for records_by_rank in self.world.all_gather_json([(run.place, short_hash(run.messages)) for run in records]):
+            for place, messages in records_by_rank:
                 digests_by_place.setdefault(place, set()).add(messages)
         return any(len(digests) > 1 for digests in digests_by_place.values())
 
-    def _verdict(self, step: Step, played: Sequence[RecordedStep]) -> CorruptionError:
+    def _verdict(self, step: Step, records: Sequence[RecordedStep]) -> CorruptionError:
         """Return the error that names the faulty rank. All ranks must call this method and get the same error."""
-        reports = self.world.all_gather_json({"host": self.world.host, "played": played})
+        reports = self.world.all_gather_json({"host": self.world.host, "played": records})
         runs = [
             [RecordedStep(*fields) for fields in report["played"]] for report in reports
         ]  # by rank, then by repetition
@@ -164,14 +165,14 @@ class RotatedAudit:
         )
 
 
-def _conflicts(played: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
+def _conflicts(records: Iterable[RecordedStep]) -> Iterator[tuple[int, int, str, str]]:
     """Compare all pairs of logs of the same place, and yield the pairs that point to a faulty rank.
 
     In such a pair, the first difference is in the same item of both logs, and this item isn't a received message.
     Yields the two ranks, the name of the item and the flipped bit. Both logs can be from the same rank at different
     times.
     """
-    for first, second in combinations(played, 2):
+    for first, second in combinations(records, 2):
         if first.place == second.place:
             differing = {name for name in first.messages if first.messages[name] != second.messages.get(name)}
             first_name, second_name = (

@@ -1,12 +1,12 @@
-"""The totals of a step: its loss, the counts of a custom loop and BatchNorm statistics, summed by the tree as a vector.
+"""The totals of a step: its loss, the counts of a custom loop and BatchNorm statistics, summed as one vector.
 
 A step has these phases:
 
 1. `begin` sets the length of the vector.
-2. After each forward, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of several
-   losses, and with the counts and the statistics of the micro-batch.
-3. After the last forward of this rank, `add` submits the sum over the ranks to the engine's stream, which computes it
-   while the last backward runs.
+2. After each forward pass, `add` adds a leaf to the reduction tree: a float64 vector with the loss, or with each of
+   several losses, and with the counts and the statistics of the micro-batch.
+3. After the last forward pass of this rank, `add` submits the sum over the ranks to the engine's stream, which computes
+   it while the last backward pass runs.
 4. `end` waits for the sum.
 """
 
@@ -29,7 +29,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches
 
 
 @dataclass(eq=False)
-class _Turn:
+class _StepState:
     """The step in progress."""
 
     step: Step
@@ -40,7 +40,7 @@ class _Turn:
     counts: int  # length of the vector that a custom loop sums together with the loss
     statistics: Counter[Tensor] = field(default_factory=lambda: Counter(add_))
     own_losses: list[Tensor] = field(default_factory=list)
-    total: Callable[[], Tensor] | None = None  # waits for the sum of all leaves; set once the sum is submitted
+    total: Callable[[], Tensor] | None = None  # waits for the sum over all micro-batches; set once the sum is submitted
 
 
 @final
@@ -63,7 +63,7 @@ class StepTotals:
         # The number of losses of a step, and the length of the vector that a custom loop sums together with them.
         self._room = 1, 0
         self.loss, self.observed = self._no_statistics[0], self._no_statistics[1:]
-        self._turn: _Turn
+        self._turn: _StepState
 
     def begin(self, microbatches: MicroBatches, step: Step, leaves: int, counts: int) -> None:
         """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`.
@@ -76,7 +76,7 @@ class StepTotals:
         losses = 1
         if step.weights is not None:
             losses, alone = len(step.weights), False
-        self._turn = _Turn(step, leaves, len(microbatches), alone, losses, counts)
+        self._turn = _StepState(step, leaves, len(microbatches), alone, losses, counts)
         if (losses, counts) != self._room:
             self._room = losses, counts
             self._no_counts = self._no_counts.new_zeros(counts)
@@ -85,12 +85,12 @@ class StepTotals:
     def add(
         self, microbatch: MicroBatch, loss: Tensor | Losses | None, weight: int = 1, counts: Tensor | None = None
     ) -> None:
-        """Add the results of a forward to the totals. After the last micro-batch of this rank, submit the sum.
+        """Add the results of a forward pass to the totals. After the last micro-batch of this rank, submit the sum.
 
         `loss` is the sum over the micro-batch divided by `weight`.
         """
-        turn = self._turn
-        turn.remaining -= 1
+        state = self._turn
+        state.remaining -= 1
         if isinstance(loss, Losses):
             loss = loss.sums
         if loss is not None:
@@ -102,38 +102,38 @@ class StepTotals:
                 loss = loss.detach().double() * weight
             else:
                 loss = loss.detach().new_zeros(())  # the mean of a micro-batch with weight 0 is NaN, but counts as 0
-            turn.own_losses.append(loss)
-            turn.alone = turn.alone and counts is None
-            if not turn.alone:
-                counts_part = [self._no_counts if counts is None else counts] if turn.counts else []
-                turn.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples, *counts_part))
-        if not turn.remaining and not turn.alone:
-            turn.total = self._send()
+            state.own_losses.append(loss)
+            state.alone = state.alone and counts is None
+            if not state.alone:
+                counts_part = [self._no_counts if counts is None else counts] if state.counts else []
+                state.statistics.push(microbatch.index, self._running.with_loss(loss, microbatch.samples, *counts_part))
+        if not state.remaining and not state.alone:
+            state.total = self._send()
 
     def show(self, microbatch: MicroBatch, loss: Tensor | Losses) -> None:
-        """Pass the loss and statistics of a forward to the micro-batch's `note`, if an audit compares them."""
+        """Pass the loss and statistics of a forward pass to the micro-batch's `note`, if an audit compares them."""
         if microbatch.note is not None:
             microbatch.note("loss", loss.sums if isinstance(loss, Losses) else loss)
             microbatch.note("BatchNorm statistics", self._running.observations(microbatch.samples))
 
     def end(self) -> Sums:
         """Wait for the totals of the step and return them."""
-        turn = self._turn
+        state = self._turn
         counts = None
-        if turn.alone:
-            self.loss = turn.own_losses[0]
+        if state.alone:
+            self.loss = state.own_losses[0]
         else:
-            total = (turn.total or self._send())()  # a rank without micro-batches hasn't submitted its sum yet
-            losses, counts_end = turn.losses, turn.losses + turn.counts
-            counts = total[losses:counts_end] if turn.counts else None
-            self.observed = total[counts_end:] / turn.step.samples
+            total = (state.total or self._send())()  # a rank without micro-batches hasn't submitted its sum yet
+            losses, counts_end = state.losses, state.losses + state.counts
+            counts = total[losses:counts_end] if state.counts else None
+            self.observed = total[counts_end:] / state.step.samples
             # The loss is kept until the next report. Copy it, because a view would keep the entire vector in memory.
-            if turn.step.weights is not None:
-                named = named_totals(total[:losses].clone() if self._running.size else total[:losses], turn.step)
+            if state.step.weights is not None:
+                named = named_totals(total[:losses].clone() if self._running.size else total[:losses], state.step)
                 self.loss = total_loss(named)
-                return Sums(self.loss, 1, turn.own_losses, counts=counts, named=named)
+                return Sums(self.loss, 1, state.own_losses, counts=counts, named=named)
             self.loss = total[0].clone() if self._running.size else total[0]
-        return Sums(self.loss, turn.step.weight, turn.own_losses, counts=counts)
+        return Sums(self.loss, state.step.weight, state.own_losses, counts=counts)
 
     def _send(self) -> Callable[[], Tensor]:
         pieces = self._turn.statistics.pieces()

@@ -5,14 +5,14 @@ a mini-batch.
 
 Each layer has these phases:
 
-1. All forwards of a rank reach the layer before any of them continues (parallel/cooperative.py). The same applies to
-   the forwards of all ranks.
+1. All forward passes of a rank reach the layer before any forward pass continues (parallel/cooperative.py). The same
+   applies to the forward passes of all ranks.
 2. For each micro-batch, torch's kernels compute the mean and the variance per channel.
 3. The reduction tree (core/tree.py) sums these values in float64 over all micro-batches. Therefore the bits are the
    same on any number of ranks.
 4. Each micro-batch is normalized with the mean and the variance of the step.
 
-In the backward, the tree sums two terms of the gradient in the same way:
+In the backward pass, the reduction tree sums two terms of the gradient in the same way:
 
     forward    n, n * mean, n * (variance + mean ** 2)           per micro-batch, added over all micro-batches
     backward   sum of dy, sum of dy * x_hat                      per micro-batch, added over all micro-batches
@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 
 @final
 class StepSums:
-    """Sums small vectors over all micro-batches of a step, in the middle of forwards and backwards."""
+    """Sums small vectors over all micro-batches of a step, in the middle of forward and backward passes."""
 
     def __init__(self, canonical: CanonicalSum) -> None:
         self._all = canonical
@@ -106,13 +106,13 @@ def synchronize(model: nn.Module, cooperative: Cooperative, sums: StepSums) -> N
 def _forward(
     layer: nn.Module, forward: Callable[[Tensor], Tensor], normalize: Callable[..., Tensor], inputs: Tensor
 ) -> Tensor:
-    """Call the original forward of a layer, with `normalize` in place of F.batch_norm."""
+    """Call the original forward method of a layer, with `normalize` in place of F.batch_norm."""
     if not layer.training:
         return forward(inputs)
     # In training mode, torch's SyncBatchNorm would communicate by itself and reject the CPU. In evaluation mode, it
     # does neither.
     layer.training = not isinstance(layer, nn.SyncBatchNorm)
-    replacement = _Replacement(normalize)
+    replacement = _BatchNormMode(normalize)
     try:
         with replacement:
             outputs = forward(inputs)
@@ -127,7 +127,7 @@ def _forward(
 
 
 @final
-class _Replacement(TorchFunctionMode):
+class _BatchNormMode(TorchFunctionMode):
     """Replaces calls of F.batch_norm with calls of `normalize`."""
 
     def __init__(self, normalize: Callable[..., Tensor]) -> None:

@@ -86,7 +86,7 @@ def convert_compute_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Mod
 
 
 def fp32_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Parameter]:
-    """Return the parameters that keep fp32 in a model that computes in `dtype`: with fp16, those of BatchNorm.
+    """Return the parameters that keep fp32 in a model that computes in `dtype`: with fp16, the parameters of BatchNorm.
 
     apex O2 does the same. bf16 has the range of fp32, so BatchNorm parameters are rounded like all other parameters.
     """
@@ -106,7 +106,8 @@ def widen_batchnorm(model: nn.Module) -> None:
     """Make BatchNorm layers accept 16-bit parameters. Their statistics stay in fp32.
 
     torch's kernels require the same dtype for parameters and statistics, regardless of the dtype of the inputs. Call
-    this function before you wrap the layers in any other way, because recomputation only calls the forward of a layer.
+    this function before you wrap the layers in any other way, because recomputation only calls the forward method of a
+    layer.
     """
     for layer in model.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):

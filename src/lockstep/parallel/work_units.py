@@ -1,4 +1,4 @@
-"""The work units of a rank in a micro-batch: the leaves of the tree (core/tree.py) that it runs interleaved."""
+"""The work units of a rank in a micro-batch: leaves of the reduction tree (core/tree.py) that run interleaved."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,40 +16,40 @@ T = TypeVar("T")
 
 
 class WorkUnits(Protocol):
-    """Splits micro-batches into leaves, and provides the inputs and the context for the forward of each leaf.
+    """Splits micro-batches into leaves of the reduction tree, and provides the inputs and the context of each leaf.
 
-    `count` is the number of leaves of a micro-batch, over all ranks.
+    `count` is the number of leaves of the reduction tree per micro-batch, over all ranks.
     """
 
     count: int
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """Return this rank's leaves of a micro-batch. They are micro-batches whose `index` is the index of the leaf.
+        """Return this rank's leaves of the reduction tree for a micro-batch. Their `index` is the index of the leaf.
 
         `microbatches` is the number of micro-batches in the step.
         """
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """Return the model inputs for a leaf."""
+        """Return the model inputs for a leaf of the tree."""
 
     def around(self) -> AbstractContextManager[object]:
-        """Return the context for the forward of a leaf, or of a part of it."""
+        """Return the context for the forward pass of a leaf, or for a part of this forward pass."""
 
     def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
-        """Return the result of `compute` for a leaf. If the leaf belongs to another rank, take part and return None."""
+        """Return the result of `compute` for a leaf. If it belongs to another rank, take part and return None."""
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
         """Return the model inputs for an evaluation, which uses full samples, given the `inputs` of the task."""
 
 
 # Arguments: the problem, the model, the number of chunks of a sequence, the world, the mesh, and the Cooperative that
-# runs the forwards interleaved.
+# runs the forward passes interleaved.
 MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 
 @final
 class WholeMicroBatches:
-    """The default work units: each micro-batch is one leaf."""
+    """The default work units: each micro-batch is one leaf of the reduction tree."""
 
     def __init__(self, problem: Problem) -> None:
         self.count = 1

@@ -1,4 +1,4 @@
-"""The interface of a strategy. The files in this folder and your own strategies implement it."""
+"""The interface of a strategy. The strategies in this folder and your own strategies implement this interface."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class Traits:
       `lends_wholes`.
     - `lends_wholes`: if the optimizer needs full tensors, each tensor is updated by one owner rank
       (parallel/layouts/owned.py).
-    - `compiles`: if False, `recipe.compile` is rejected, because the engine never runs the forward or the backward of a
-      full block in one call.
+    - `compiles`: if False, `recipe.compile` is rejected, because the engine never runs the forward pass or the backward
+      pass of a full block in one call.
     - `audits`: if False, `placement.audit_every` is rejected, because no two ranks have the same weights.
     - `syncs_batchnorm`: if False, `recipe.batchnorm: sync` is rejected, because the engine doesn't support it.
     - `cuts_sequences`: if False, `recipe.model.sequence_chunks` is rejected, because the engine doesn't support it.
@@ -51,8 +51,8 @@ class Traits:
     - `sent`: the precision to which gradients are rounded before they are sent, or None if they aren't rounded.
     - `by_peers`: the work of a rank depends on data from other ranks, so `lockstep plan` can't measure a single rank in
       isolation.
-    - `unpickles`: a rank unpickles data that it receives, so its peers can run arbitrary code on it. Lockstep only uses
-      such a strategy if you request it by name.
+    - `unpickles`: a rank unpickles data that it receives, so its peers can run arbitrary code on this rank. Lockstep
+      only uses such a strategy if you request it by name.
     """
 
     cuts: str
@@ -116,7 +116,7 @@ class HasReplicas(Protocol):
     """The additional interface of a strategy in which one process computes on several devices."""
 
     def replica_devices(self, cards: int) -> Sequence[torch.device]:
-        """Return the device of each replica. Raise UsageError if it doesn't exist. Called before any process starts.
+        """Return the device of each replica. Raises UsageError if a device doesn't exist. Called before the launch.
 
         `cards` is the number of CUDA devices, or 0 on a CPU.
         """

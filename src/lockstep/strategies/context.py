@@ -17,7 +17,7 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Mib, Nu
 @dataclass(frozen=True)
 class Strategy:
     """`replicate`: the number of replicas. Each replica computes a part of the micro-batches. `bucket_mib`: the
-    approximate bucket size of the gradient communication, which overlaps with the last backward.
+    approximate bucket size of the gradient communication, which overlaps with the last backward pass.
     """
 
     replicate: Count = 1

@@ -1,9 +1,9 @@
-"""Data parallelism in one process: its devices share the micro-batches of a step, each with a replica of the model.
+"""Data parallelism in one process: each device has a replica of the model, and computes some of the micro-batches.
 
-This is for what torch.nn.DataParallel is for: several GPUs, and one program that needs no launcher, such as a notebook.
-One thread enqueues micro-batch k on replica k modulo their number (parallel/replicas.py says why there is only one).
-Unlike in torch's, a replica gets whole micro-batches, so BatchNorm and random numbers are those of one device, the
-gradients of micro-batches are added by the tree, and the loss is computed on the device of the micro-batch.
+Use this strategy like torch.nn.DataParallel, for several GPUs in a program without a launcher, such as a notebook. A
+single thread enqueues micro-batch k on replica k mod n of n replicas (parallel/replicas.py explains why). Unlike in
+torch.nn.DataParallel, micro-batches aren't split, so BatchNorm and random numbers are the same as on one device. The
+reduction tree sums the gradients of micro-batches. The loss is computed on the device of the micro-batch.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 
 Device = Annotated[int, Field(ge=0)]
 
-_ON_CPU: Final = 2  # replicas by default, so that a CPU shows what several devices do
+_ON_CPU: Final = 2  # default number of replicas on a CPU, to simulate several devices
 
 
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`device_ids`: the numbers of the CUDA devices, each of which gets a replica. By default, all devices that the
-    process sees. On a CPU, each number stands for a device, and the replicas take turns. The default is 2 replicas.
-    `output_device`: the device, one of these, that adds up the gradients and updates the weights. By default, the
-    first.
+    """`device_ids`: the numbers of the CUDA devices, each of which has a replica. Defaults to all visible devices. On a
+    CPU, each number simulates a device, the replicas run one after the other, and the default is 2 replicas.
+    `output_device`: the device in `device_ids` that sums the gradients and updates the weights. Defaults to the first
+    device.
     """
 
     device_ids: tuple[Device, ...] | None = None
@@ -48,7 +48,7 @@ class Strategy:
     )
 
     def check(self, processes: int, microbatches: int) -> None:
-        """Raise UsageError for more than one process, and for devices that contradict each other."""
+        """Raise UsageError for more than one process, or if the options contradict each other."""
         if processes != 1:
             raise UsageError(
                 f"strategy data_parallel: requires 1 process, which uses all devices, got {processes}; use "
@@ -110,7 +110,7 @@ class Strategy:
 
 
 def _on_one_device(problem: Problem) -> nn.Module:
-    """Return the model. Raise UsageError if its tensors are on several devices."""
+    """Return the model. Raises UsageError if its tensors are on several devices."""
     model = problem.build_model()
     devices = sorted({str(tensor.device) for tensor in chain(model.parameters(), model.buffers())})
     if len(devices) > 1:

@@ -28,7 +28,7 @@ _RANK: Final = 2  # as in Vogels et al. 2019 for ResNets
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward.
+    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
     `compress`: the precision to which gradients are rounded before they are sent and added. The result is then only
     close to the result of one process. With `powersgd`, ranks send each gradient matrix as two matrices with
     `powersgd_rank` columns (2 by default), and the result is a low-rank approximation.

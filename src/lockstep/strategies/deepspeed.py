@@ -128,7 +128,7 @@ class Strategy:
         }
 
     def mesh(self, processes: int) -> Mesh:
-        """See Strategy. Ranks compute in rounds, because each backward can run collectives."""
+        """See Strategy. Ranks compute in rounds, because each backward pass can run collectives."""
         return Mesh(shard=processes)
 
     def start(self, problem: Problem, make_optimizer: MakeOptimizer, world: World, numerics: Numerics) -> Engine:

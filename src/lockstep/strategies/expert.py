@@ -19,8 +19,8 @@ from lockstep.tasks.base import Build
 @dataclass(frozen=True)
 class Strategy:
     """`replicate`: the number of replicas of the experts. Each replica is sharded over the same number of processes.
-    `bucket_mib`: the approximate bucket size of the gradient communication except for experts, which overlaps with
-    backward.
+    `bucket_mib`: the approximate bucket size of the gradient communication except for experts, which overlaps with the
+    backward pass.
     """
 
     replicate: Count = 1

@@ -1,7 +1,7 @@
 """Data parallelism in which Horovod adds the gradients, in its own order.
 
 Sergeev and Del Balso 2018, "Horovod: fast and easy distributed deep learning in TensorFlow" (arXiv:1802.05799).
-Horovod's DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all of them before the
+Horovod's DistributedOptimizer starts an all-reduce of each gradient in a hook, and waits for all reductions before the
 step. The engine of `ddp` (parallel/gradients.py) does the same with buckets. In this strategy, the engine uses
 Horovod's sum, whose order depends on the number of processes. BatchNorm statistics, losses and metrics are added as in
 all other strategies.
@@ -30,7 +30,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`compress`: the precision in which gradients are sent and added. `none` keeps the dtype of the gradients.
-    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during backward.
+    `bucket_mib`: the approximate size of the buckets that are passed to Horovod during the backward pass.
     """
 
     compress: Compression = "none"

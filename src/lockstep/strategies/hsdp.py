@@ -17,8 +17,8 @@ from lockstep.strategies.base import Count, Engine, MakeOptimizer, Mesh, Numeric
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`replicate`: the number of replicas. `offload`: keep shards in CPU memory, except while a block or its update
-    uses them.
+    """`replicate`: the number of replicas. `offload`: keep shards in CPU memory, except while a block's computation or
+    its optimizer update needs them.
     """
 
     replicate: Count = 2

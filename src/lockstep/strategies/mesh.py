@@ -43,11 +43,11 @@ class Strategy:
 
     `sequence_parallel`: processes that share layers also split the sequences outside of these layers. It can only be
     combined with `tensor`, `replicate` and `context`. `bucket_mib`: the approximate bucket size of the gradient
-    communication, which overlaps with backward. Not used with `shard` or `pipe`.
+    communication, which overlaps with the backward pass. Not used with `shard` or `pipe`.
 
     Options of pipelines:
 
-    - `schedule`: the order of forwards and backwards.
+    - `schedule`: the order of forward and backward passes.
     - `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1 otherwise.
     - `cut`: the first module of each stage except the first stage. By default, stages are balanced by cost.
     """

@@ -1,4 +1,4 @@
-"""A parameter server: one process runs the optimizer. The other processes push gradients to it and pull weights.
+"""A parameter server: one process runs the optimizer. The other processes push gradients and pull weights.
 
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI). With `asynchronous`, this is
 the Downpour SGD of Dean et al. 2012, "Large Scale Distributed Deep Networks" (NIPS). Rank 0 is the server and also
@@ -24,7 +24,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @dataclass(frozen=True)
 class Strategy:
     """`asynchronous`: apply each gradient when it arrives, so that no rank waits for another rank. `bucket_mib`: the
-    approximate size of the buckets in which gradients are pushed during backward. Not used with `asynchronous`.
+    approximate size of the buckets in which gradients are pushed during the backward pass. Not used with
+    `asynchronous`.
     """
 
     asynchronous: bool = False

@@ -21,11 +21,12 @@ from lockstep.tasks.base import Build
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`schedule`: the order of forwards and backwards. `replicate`: the number of replicas, each with a part of the
-    micro-batches. `shard`: the number of pipelines in a replica, which share its micro-batches and shard the optimizer
-    state by rows. `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and to 1
-    otherwise. `cut`: the first module of each stage except the first stage. By default, stages are balanced by cost.
-    `recompute`: keep the inputs of a stage instead of its activations, and recompute the forward in the backward.
+    """`schedule`: the order of forward and backward passes. `replicate`: the number of replicas, each with a part of
+    the micro-batches. `shard`: the number of pipelines in a replica, which share its micro-batches and shard the
+    optimizer state by rows. `stages_per_rank`: the number of stages of each process. Defaults to 2 for interleaved, and
+    to 1 otherwise. `cut`: the first module of each stage except the first stage. By default, stages are balanced by
+    cost. `recompute`: keep the inputs of a stage instead of its activations, and recompute the forward pass in the
+    backward pass.
     """
 
     schedule: Schedule = "1f1b"
@@ -45,8 +46,8 @@ class Strategy:
             communication="activations between stages and their gradients, for each micro-batch; with replicate or "
             "shard, the sum of the gradients once per step; with shard, also the new parameters",
             cuts_rows=self.shard > 1,
-            compiles=self.schedule != "zero_bubble",  # zero_bubble splits the backward of a block in two
-            cuts_sequences=self.schedule != "zero_bubble",  # and the backward of chunks whose forward ran together
+            compiles=self.schedule != "zero_bubble",  # zero_bubble splits the backward pass of a block in two
+            cuts_sequences=self.schedule != "zero_bubble",  # and the joint backward pass of interleaved chunks
             by_peers=True,
         )
 

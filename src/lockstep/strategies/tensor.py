@@ -22,7 +22,7 @@ from lockstep.tasks.base import Build
 class Strategy:
     """`replicate`: the number of replicas, each with a part of the micro-batches. `sequence_parallel`: the processes of
     a replica split the sequences outside of the split layers. `bucket_mib`: the approximate bucket size of the gradient
-    communication between replicas, which overlaps with backward.
+    communication between replicas, which overlaps with the backward pass.
     """
 
     replicate: Count = 1

@@ -15,8 +15,8 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Mib, Numerics,
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with backward. `offload`:
-    keep the optimizer state in CPU memory, except during its update.
+    """`bucket_mib`: the approximate bucket size of the gradient communication, which overlaps with the backward pass.
+    `offload`: keep the optimizer state in CPU memory, except during its update.
     """
 
     bucket_mib: Mib = 8.0

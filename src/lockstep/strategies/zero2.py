@@ -1,8 +1,8 @@
 """ZeRO stage 2: processes shard the optimizer state and the gradients. Between steps, they also shard the parameters.
 
 Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models", section 5.2. Uses
-torch's fully_shard like FSDP's SHARD_GRAD_OP: parameters are gathered once per step, and stay gathered between forward
-and backward.
+torch's fully_shard like FSDP's SHARD_GRAD_OP: parameters are gathered once per step, and stay gathered between the
+forward pass and the backward pass.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: keep shards in CPU memory, except while a block or its update uses them."""
+    """`offload`: keep shards in CPU memory, except while a block's computation or update needs them."""
 
     offload: bool = False
 

@@ -15,7 +15,7 @@ from lockstep.strategies.base import Engine, MakeOptimizer, Mesh, Numerics, Prob
 @final
 @dataclass(frozen=True)
 class Strategy:
-    """`offload`: keep shards in CPU memory, except while a block or its update uses them."""
+    """`offload`: keep shards in CPU memory, except while a block's computation or update needs them."""
 
     offload: bool = False
 

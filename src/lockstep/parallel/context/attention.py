@@ -1,9 +1,9 @@
-"""Attention over whole sequences when each forward only has one chunk of a sequence.
+"""Attention over full sequences when each forward pass only has one chunk of a sequence.
 
-If a model calls torch's scaled_dot_product_attention, the forwards of all chunks first exchange queries, keys and
-values (parallel/context/exchange.py). After this exchange, each forward has some of the heads, for all positions. It
-computes attention for these heads as usual. A second exchange then returns the outputs for all heads and the positions
-of the chunk.
+If a model calls torch's scaled_dot_product_attention, the forward passes of all chunks first exchange queries, keys and
+values (parallel/context/exchange.py). After this exchange, each forward pass has some of the heads, for all positions.
+It computes attention for these heads as usual. A second exchange then returns the outputs for all heads and the
+positions of the chunk.
 """
 
 from functools import partial
@@ -25,10 +25,10 @@ _HEADS, _POSITIONS = 1, 2  # dims of [n, heads, positions, channels]
 
 @final
 class SequenceAttention(TorchFunctionMode):
-    """Context manager for the forward of one chunk. Within it, torch's attention covers the whole sequence.
+    """Context manager for the forward pass of one chunk. Within the context, attention covers the full sequence.
 
     - `exchange`: Exchanges tensors between the chunks.
-    - `cooperative`: Runs the forwards of all chunks interleaved.
+    - `cooperative`: Runs the forward passes of all chunks interleaved.
     - `calls`: The number of attention calls so far.
     """
 
@@ -49,7 +49,7 @@ class SequenceAttention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
     def check(self) -> None:
-        """Raise UsageError if the forward has not called scaled_dot_product_attention."""
+        """Raise UsageError if the forward pass has not called scaled_dot_product_attention."""
         if not self.calls:
             raise UsageError(
                 f"{KEY}: the model does not call torch.nn.functional.scaled_dot_product_attention, so a chunk would "
@@ -69,7 +69,7 @@ class SequenceAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Replace scaled_dot_product_attention. The arguments are the same."""
-        if isinstance(query, FakeTensor):  # a pipeline runs an earlier stage for its shapes only
+        if isinstance(query, FakeTensor):  # a pipeline runs earlier stages without values, to get shapes
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

@@ -1,12 +1,12 @@
-"""All-to-all between chunks, which changes the dim along which tensors are split.
+"""All-to-all between sequence chunks, which changes the dim along which tensors are split.
 
 Each chunk splits its tensor along the dim `cut` and sends one part to every chunk. It then concatenates the received
 parts along the dim `join`. For example, with c chunks a tensor of shape [n, h, l / c, d] becomes a tensor of shape
-[n, h / c, l, d]: it had all heads and some positions, and now has some heads and all positions. The reverse exchange
-swaps the dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
+[n, h / c, l, d]. The first tensor has all heads and some positions, and the second tensor has some heads and all
+positions. The reverse exchange swaps the dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
 
-An exchange only moves elements, and its backward moves the gradients back. Nothing is added, so the result has the same
-bits regardless of how the chunks are distributed over processes.
+An exchange only moves elements, and its backward pass moves the gradients back. Nothing is added, so the result has the
+same bits regardless of how the chunks are distributed over processes.
 """
 
 from collections.abc import Sequence

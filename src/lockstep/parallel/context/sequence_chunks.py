@@ -1,11 +1,11 @@
-"""Splits the sequences of a micro-batch into chunks, with one forward for each chunk.
+"""Splits the sequences of a micro-batch into chunks, with one forward pass for each chunk.
 
 A layer always sees the positions of a single chunk, regardless of the rank that computes the chunk. Each chunk is a
-separate leaf of the tree (core/tree.py), with its own random numbers and gradients. The forwards of the chunks of a
-micro-batch run interleaved (parallel/cooperative.py). They only exchange data in attention
+separate leaf of the reduction tree (core/tree.py), with its own random numbers and gradients. The forward passes of the
+chunks of a micro-batch run interleaved (parallel/cooperative.py), and only exchange data in attention
 (parallel/context/attention.py).
 
-In a step with M micro-batches, leaf c * M + m is chunk c of micro-batch m.
+In a step with M micro-batches, leaf c * M + m of the reduction tree is chunk c of micro-batch m.
 """
 
 import inspect
@@ -37,10 +37,10 @@ class SequenceChunks:
     """Work units that are chunks of sequences. Implements WorkUnits.
 
     - `task`: Extracts a chunk from a batch.
-    - `arguments`: The argument names of the model's forward, in order.
+    - `arguments`: The argument names of the model's forward method, in order.
     - `local_chunks`: The indices of the chunks on this rank.
     - `exchange`: Exchanges tensors between the chunks in attention.
-    - `cooperative`: Runs the forwards of the chunks interleaved.
+    - `cooperative`: Runs the forward passes of the chunks interleaved.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SequenceChunks:
         self._microbatches = 1
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """See WorkUnits. Each chunk has the weight of the whole micro-batch."""
+        """See WorkUnits. Each chunk has the weight of the full micro-batch."""
         self._microbatches = microbatches
         first, batch = microbatch.index, microbatch.batch
         return [
@@ -69,7 +69,7 @@ class SequenceChunks:
         ]
 
     def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See WorkUnits. The position ids of a chunk are its positions in the whole sequence."""
+        """See WorkUnits. The position ids of a chunk are its positions in the full sequence."""
         return with_positions(self._task.inputs(leaf.batch), self._arguments, leaf.index // self._microbatches)
 
     def around(self) -> SequenceAttention:
@@ -85,7 +85,7 @@ class SequenceChunks:
         return with_positions(inputs, self._arguments)
 
     def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
-        """Return the outputs of a whole model for a chunk.
+        """Run the full model on one chunk and return its outputs.
 
         Raises UsageError if the model does not call scaled_dot_product_attention.
         """
@@ -96,7 +96,7 @@ class SequenceChunks:
 
 
 def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
-    """Return the inputs of the forward by argument name, with the position ids of the chunk added."""
+    """Return the inputs of the forward method by argument name, with the position ids of the chunk added."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
@@ -105,7 +105,7 @@ def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> 
 
 
 def argument_names(model: nn.Module) -> Sequence[str]:
-    """Return the argument names of the model's forward, in order."""
+    """Return the argument names of the model's forward method, in order."""
     return [*inspect.signature(model.forward).parameters]
 
 

@@ -1,8 +1,8 @@
 """The layout protocol: how a model is distributed over the ranks, either replicated or sharded by rows.
 
 The engine (parallel/data_parallel.py) computes gradients and updates, and its layout determines how they are stored.
-The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of them. An element-wise
-optimizer computes the same update for a row on any rank. The layout provides the norms of full tensors.
+The optimizer updates *trained* tensors: the parameters of the model, or this rank's rows of the parameters. An
+element-wise optimizer computes the same update for a row on any rank. The layout provides the norms of full tensors.
 
 Shapes: a full parameter has R rows along dim 0 (a 0-dim parameter has 1 row), this rank has r rows, and ... are all
 other dims.
@@ -29,7 +29,7 @@ _GATHERED_BYTES: Final = 32 << 20  # total size of the sharded tensors that are 
 
 
 class GradientSum(Protocol):
-    """Sums the gradients of a step over micro-batches and ranks in the order of the tree (core/tree.py)."""
+    """Sums the gradients of a step over micro-batches and ranks in the order of the reduction tree (core/tree.py)."""
 
     def begin(self, leaves: int, microbatches: MicroBatches) -> None:
         """Start a step with `leaves` micro-batches over all ranks. This rank computes `microbatches`."""
@@ -65,7 +65,7 @@ class CutsGradients(Protocol):
 
 
 class Span(NamedTuple):
-    """The rows of a tensor that a rank holds. If several ranks hold the same rows, one of them is `primary`."""
+    """The rows of a tensor that a rank holds. If several ranks hold the same rows, one of these ranks is `primary`."""
 
     rank: int
     first: int
@@ -139,7 +139,8 @@ class Layout(Protocol):
 MakeLayout = Callable[[nn.Module, CommStream, torch.dtype | None], tuple[Layout, GradientSum]]
 
 
-# The norms if each rank has all trained tensors. In this case, all ranks have the same gradients and the same flags.
+# The norms for layouts in which each rank has all trained tensors. In this case, all ranks have the same gradients and
+# the same flags.
 WHOLE: Final = Norms(lambda tensors: torch.cat(row_norms(tensors)), whole_norms, lambda flags: None)
 
 
@@ -189,7 +190,7 @@ class Slots:
     """The layout of the optimizer state. A slot with the same shape as its parameter is sharded like the parameter."""
 
     def __init__(self, trained: Sequence[Named], held: Callable[[str, Tensor], MaybeSharded]) -> None:
-        """`trained` and `held` are Layout.trained and Layout.as_shard."""
+        """Create the layout of the optimizer state, given Layout.trained and Layout.as_shard."""
         self.trained = trained
         self._by_name = dict(trained)
         self._held = held

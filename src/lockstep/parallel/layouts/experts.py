@@ -2,10 +2,10 @@
 
 Gradients of replicated parameters are summed as in data parallelism. For the experts, a step has these phases:
 
-1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward, the rank that holds an
-   expert computes a separate gradient of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
+1. Ranks run the step in rounds, with one micro-batch per rank in each round. In the backward pass, the rank that holds
+   an expert computes a separate gradient of the expert for the micro-batch of each rank (parallel/tensor/experts.py).
 2. After each round, the rank adds these gradients to the reduction tree.
-3. After the last backward, ranks with replicas of the same experts sum their gradients.
+3. After the last backward pass, ranks with replicas of the same experts sum their gradients.
 
 Shapes: the parameters of E experts are p_ER..., with E * R rows. This rank has the e * R rows of its e experts.
 """

@@ -1,7 +1,7 @@
-"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates all of its rows.
+"""Full tensors for optimizers that can't update rows: each tensor has an owner rank, which updates the tensor.
 
 Muon orthogonalizes matrices, Adafactor and Shampoo reduce over rows and columns, and fused kernels compute the end of a
-tensor differently. Therefore the results of such an optimizer on some of the rows differ from its results on the full
+tensor differently. Therefore such an optimizer computes different results for some of the rows than for the full
 tensor. This layout wraps a layout in rows. A step has these phases:
 
 1. `collect`: The inner layout has this rank's rows of the gradient sums. Each rank sends its rows of every tensor to
@@ -38,7 +38,7 @@ _SENT_BYTES: Final = 32 << 20  # total size of the full tensors whose rows are s
 
 
 @dataclass(eq=False)
-class _Tensor:
+class _OwnedTensor:
     """A tensor whose rows are on several ranks. `whole` has R rows on the owner, and no rows on all other ranks."""
 
     name: str
@@ -63,7 +63,7 @@ class _Tensor:
 
 @final
 class OwnedLayout:
-    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before `inner` sharded them."""
+    """Wraps the layout `inner`. `strides` maps names to the strides of parameters before sharding."""
 
     def __init__(self, inner: Layout, world: World, strides: Mapping[str, tuple[int, ...]]) -> None:
         assert isinstance(inner, SpansRows)
@@ -73,7 +73,7 @@ class OwnedLayout:
         spans = {name: inner.spans(shape) for name, shape in shapes.items()}
         owners = _owners({name: shape.numel() for name, shape in shapes.items() if spans[name]}, world.size)
         self._tensors = [
-            _Tensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
+            _OwnedTensor(name, owners[name], spans[name], rows, shapes[name], strides[name])
             for name, rows in inner.trained
             if name in owners
         ]
@@ -151,10 +151,10 @@ class OwnedLayout:
         for stand_in in self.unowned:
             optimizer.state.pop(stand_in, None)
 
-    def _owns(self, tensor: _Tensor) -> bool:
+    def _owns(self, tensor: _OwnedTensor) -> bool:
         return tensor.owner == self._world.rank
 
-    def _groups(self) -> Iterable[list[_Tensor]]:
+    def _groups(self) -> Iterable[list[_OwnedTensor]]:
         return pieces(((tensor, tensor.nbytes) for tensor in self._tensors), _SENT_BYTES)
 
     @torch.no_grad()
@@ -162,7 +162,9 @@ class OwnedLayout:
         for group in self._groups():
             self._gather(group, {tensor.name: tensor.rows.detach() for tensor in group}, lambda tensor: tensor.whole)
 
-    def _gather(self, group: Sequence[_Tensor], rows: Mapping[str, Tensor], whole: Callable[[_Tensor], Tensor]) -> None:
+    def _gather(
+        self, group: Sequence[_OwnedTensor], rows: Mapping[str, Tensor], whole: Callable[[_OwnedTensor], Tensor]
+    ) -> None:
         """Copy the rows of each rank to the full tensors on their owners."""
         sent, received = _Messages(), _Messages()
         for tensor in group:
@@ -175,7 +177,7 @@ class OwnedLayout:
                     received.add(span.rank, whole(tensor)[span.first : span.first + span.height])
         self._exchange(sent, received)
 
-    def _scatter(self, group: Sequence[_Tensor]) -> None:
+    def _scatter(self, group: Sequence[_OwnedTensor]) -> None:
         """Copy the full tensors from their owners to the rows of each rank."""
         sent, received = _Messages(), _Messages()
         for tensor in group:

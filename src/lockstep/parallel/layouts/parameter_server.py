@@ -3,9 +3,9 @@
 Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), with a single server on rank 0,
 which also computes micro-batches. A step differs from data parallelism in these phases:
 
-1. Each rank adds up its micro-batches as far as the tree allows (core/tree.py). Workers *push* the resulting pieces to
-   the server, one bucket at a time, as soon as backward has filled the bucket. The server adds the pieces of all ranks
-   in the order of the tree, so the sum has the same bits as on a single process.
+1. Each rank adds up its micro-batches as far as the reduction tree allows (core/tree.py). Workers *push* the resulting
+   pieces to the server, one bucket at a time, as soon as the backward pass has filled the bucket. The server adds the
+   pieces of all ranks in the order of the tree, so the sum has the same bits as on a single process.
 2. The server updates the weights. The optimizers of the workers have parameters without rows, so they do nothing.
 3. The workers *pull* the new weights. The server only answers after the update.
 
@@ -107,7 +107,7 @@ class PushedSum:
     """The sum over all ranks, on the server. Workers get uninitialized memory, which they don't read."""
 
     def __init__(self, serves: bool, server: Server, calls: Rpc) -> None:
-        self._serves = serves
+        self._is_server = serves
         self._server = server
         self._calls = calls
         self._number = 0  # index of the sum; the same on all ranks, because all ranks sum in the same order
@@ -115,7 +115,7 @@ class PushedSum:
     def __call__(self, pieces: Pieces, leaves: int, like: Tensor) -> Tensor:
         """See Sum."""
         self._number += 1
-        if not self._serves:
+        if not self._is_server:
             self._calls.call_server("push", self._number, {block: piece.cpu() for block, piece in pieces.items()})
             return like
         all_pieces = dict(pieces)
@@ -131,7 +131,7 @@ class ServedLayout:
     def __init__(self, model: nn.Module, world: World, server: Server, calls: Rpc, dtype: torch.dtype | None) -> None:
         self._server = server
         self._calls = calls
-        self._serves = world.rank == 0
+        self._is_server = world.rank == 0
         self._weights = Weights(model, dtype)
         self.state, self.reload = self._weights.state, self._weights.publish
         self._whole = self._weights.trained
@@ -141,13 +141,13 @@ class ServedLayout:
                 f"strategy parameter_server: parameter {', '.join(scalars)} has no dims; use shape (1,), or use "
                 f"strategy ddp"
             )
-        rows = slice(None) if self._serves else slice(0)
+        rows = slice(None) if self._is_server else slice(0)
         self._shards = {
-            name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._serves) for name, weight in self._whole
+            name: Shard(weight.detach()[rows], 0, weight.shape, primary=self._is_server) for name, weight in self._whole
         }
         self.trained = (
             self._whole
-            if self._serves
+            if self._is_server
             else [(name, nn.Parameter(self._shards[name].tensor)) for name, _ in self._whole]
         )
         self._updates = 0
@@ -161,7 +161,7 @@ class ServedLayout:
     def collect(self) -> None:
         """See Layout."""
         self._weights.collect()
-        if not self._serves:
+        if not self._is_server:
             for (_, weight), (_, parameter) in zip(self._whole, self.trained, strict=True):
                 weight.grad = None
                 parameter.grad = torch.zeros_like(parameter)
@@ -171,7 +171,7 @@ class ServedLayout:
         """See Layout. The server releases the new weights, and workers pull them."""
         self._updates += 1
         weights = [weight.detach() for _, weight in self._whole]
-        if self._serves:
+        if self._is_server:
             # Release copies, because an evaluation can swap in averaged weights before all workers have pulled.
             self._server.release([weight.to("cpu", copy=True) for weight in weights])
         else:

@@ -46,7 +46,7 @@ def sequence_parallel_layout(world: World, mesh: Mesh, bucket_bytes: int, chunks
 
 @final
 class SequenceParallelGradients:
-    """Sums gradients: of `whole` parameters over this rank's leaves, and of `cut` parameters also over dummies."""
+    """Sums gradients of `whole` parameters over this rank's chunks, and of `cut` parameters also over dummy chunks."""
 
     def __init__(self, whole: GradientSum, cut: GradientSum) -> None:
         self._whole = whole

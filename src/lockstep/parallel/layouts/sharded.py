@@ -6,7 +6,7 @@ It uses torch's fully_shard: Zhao et al. 2023, "PyTorch FSDP: Experiences on sca
 1. The members of a replica run the step in rounds, with one micro-batch per member in each round. A member without a
    micro-batch in a round computes a dummy, because parameters are gathered from all members. The results of the dummy
    are discarded.
-2. In the backward of a round, each member receives its rows of the gradients of all members, and adds them to the
+2. In the backward pass of a round, each member receives its rows of the gradients of all members, and adds them to the
    reduction tree (core/tree.py). Therefore a member only ever stores rows of the sums.
 3. In the last round, the sums are added over the replicas.
 
@@ -39,19 +39,19 @@ from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, Span
 from lockstep.parallel.weights import fp32_parameters
 from lockstep.tasks.base import MicroBatch, MicroBatches, Note
 
-# How many communications can be pending while backward computes the next unit. This corresponds to about two units,
-# whose full gradients stay in memory.
+# How many communications can be pending while the backward pass computes the next unit. This corresponds to about two
+# units, whose full gradients stay in memory.
 _MAX_PENDING: Final = 4
-# A member that calls its units in a different order may hand over its gradients only after gathers that this member has
-# yet to join. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
+# A member that calls its units in a different order may hand over its gradients only after all-gathers that this member
+# hasn't joined yet. Therefore a member stops waiting after this time, and keeps more gradients in memory instead.
 _MAX_WAIT_S: Final = 10.0
 
 
 def fsdp_layout(world: World, mesh: Mesh, keep_gathered: bool, offload: bool, chunks: int = 1) -> MakeLayout:
     """Return a function that creates the layout. The model is sharded by rows over the members of this rank's replica.
 
-    If `offload` is set, the rows are in CPU memory while they aren't used (parallel/offloaded.py). Sequences are split
-    into `chunks` chunks, and each rank computes one of the chunks.
+    If `offload` is set, the rows are in CPU memory except during use (parallel/offloaded.py). Sequences are
+    split into `chunks` chunks, and each rank computes one of the chunks.
     """
 
     def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
@@ -140,11 +140,11 @@ class ShardedLayout:
 @final
 @dataclass(eq=False)
 class _ShardSums:
-    """Sums the gradients of fully_shard's backward, and stores this member's rows of the sums in `grad`.
+    """Sums the gradients of fully_shard's backward pass, and stores this member's rows of the sums in `grad`.
 
     Three things happen concurrently:
 
-    1. Backward, on this thread, hands over the gradients of a unit in each round.
+    1. The backward pass, on this thread, hands over the gradients of a unit in each round.
     2. The stream sends these gradients to the members, and adds the received rows to the counter of the unit, in the
        order in which units were handed over.
     3. In the last round, once a unit and all units before it in `_order` have been handed over, the stream also sums
@@ -164,7 +164,7 @@ class _ShardSums:
     _last: MicroBatch | None = field(default=None, init=False)
     _incomplete: deque[int] = field(default_factory=deque, init=False)
     _leaves: int = field(default=0, init=False)
-    _first: int = field(default=0, init=False)  # the leaf of this rank's chunk of micro-batch 0
+    _first: int = field(default=0, init=False)  # the leaf of the reduction tree for this rank's chunk of micro-batch 0
     _rounds: Iterator[tuple[int, int]] = field(default_factory=lambda: iter(()), init=False)
     _round: tuple[int, int] = field(default=(0, 0), init=False)  # a round without micro-batches
     _remaining: int = field(default=0, init=False)
@@ -223,8 +223,9 @@ class _ShardSums:
             self._pending.popleft()()
 
     def _complete_ready(self, everything: bool) -> None:
-        # Complete units during backward, so that the partial sums and the sums of all units aren't in memory together.
-        # The replicas must sum the units in the same order, which can differ from the order of their backwards.
+        # Complete units during the backward pass, so that the partial sums and the sums of all units aren't in memory
+        # together. The replicas must sum the units in the same order, which can differ from the order of their backward
+        # passes.
         while self._incomplete and (everything or self._incomplete[0] in self._outputs):
             unit = self._incomplete.popleft()
             if unit in self._outputs:

@@ -1,11 +1,12 @@
-"""Records the forward of a model as a sequence of module calls, by running its code without values.
+"""Records the forward pass of a model as a sequence of module calls, by running its code without values.
 
-This is for models that can't be traced. Code between modules can use shapes, Python values and anything that only
-depends on the inputs, such as a padding mask. Each stage runs this code again. The code can't use values that modules
+This is for models that can't be traced. Code between modules can use shapes, Python values and all values that only
+depend on the inputs, such as a padding mask. Each stage runs this code again. The code can't use values that modules
 have computed.
 
 The code runs on a meta model, whose tensors only have a shape, a dtype and a device. A stage of such a model runs the
-forward of the full model, and calls modules of the meta model in place of the modules on other ranks (replay.py).
+forward method of the full model, and calls modules of the meta model in place of the modules on other ranks
+(replay.py).
 """
 
 import copy
@@ -31,7 +32,7 @@ from lockstep.parallel.pipeline.part import tensors_in_attributes, tensors_of
 
 @dataclass
 class _TracedCall:
-    """A call of a module that is never split, together with the computation between this call and the next call."""
+    """A call to a module that is never split, together with the computation between this call and the next call."""
 
     name: str
     arguments: dict[str, int] = field(default_factory=dict)  # path -> identity of each argument without values
@@ -42,7 +43,7 @@ class _TracedCall:
 
 @final
 class CallTrace:
-    """A recorded forward, with the same methods as GraphTrace.
+    """A recorded forward pass, with the same methods as GraphTrace.
 
     `training` selects the mode of the model: training or evaluation. Raises UsageError if the code of the model can't
     run without values.
@@ -85,7 +86,7 @@ class CallTrace:
         return tuple(self._calls[place].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See GraphTrace. The operations were counted while the forward was recorded."""
+        """See GraphTrace. The operations were counted while the forward pass was recorded."""
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
@@ -95,7 +96,7 @@ class CallTrace:
 
     def _run(self, inputs: Inputs) -> Any:
         for name, leaf in self._leaves.items():
-            intercept(leaf, partial(self._note_call, name))
+            intercept(leaf, partial(self._record_call, name))
         states = generators()
         try:
             with torch.no_grad(), _ReadRecorder(self):
@@ -113,8 +114,8 @@ class CallTrace:
         self._read(outputs)
         return outputs
 
-    def _note_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call of a module that is never split. Replaces the forward of the module."""
+    def _record_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call to a module that is never split. Replaces the module's forward method."""
         if self._inside:
             return forward(*args, **kwargs)
         fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if isinstance(leaf, FakeTensor)]
@@ -131,7 +132,7 @@ class CallTrace:
         return outputs
 
     def _read(self, values: Any) -> None:
-        """Record that code between modules, or the return of the forward, uses these tensors."""
+        """Record that code between modules, or the return statement of the forward method, uses these tensors."""
         if self._calls:
             self._calls[-1].read_after |= {
                 id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
@@ -162,7 +163,7 @@ class _ReadRecorder(TorchFunctionMode):
 
 
 def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf in the arguments of a call."""
+    """Yield the path and the value of each pytree leaf in the arguments of a call."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         yield pytree.keystr(path), leaf
 
@@ -211,7 +212,7 @@ class MetaModel:
 
 
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Redirect each call of a module to `replacement`, which gets the original forward and the arguments."""
+    """Redirect each call of a module to `replacement`, which gets the original forward method and the arguments."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, replacement, module.forward)
 

@@ -3,7 +3,7 @@
 A model can be split before the first call of a module if only tensors and integers cross the split, and if no weight is
 used on both sides. The cost of a module is the mean of its fraction of the operations of the model (for time) and its
 fraction of the parameters (for memory). A module is only entered (graph_trace.py) if this results in more stages or in
-more even stages. The sequence of costs is split into contiguous parts so that the cost of the most expensive part is
+more even stages. The sequence of costs is split into contiguous stages so that the cost of the most expensive stage is
 minimal.
 """
 
@@ -29,10 +29,10 @@ from lockstep.parallel.pipeline.part import empty_like, tensors_in_attributes, t
 from lockstep.parallel.pipeline.replay import StagePart
 from lockstep.parallel.tensor.plan import region_names
 
-Line = CallTrace | GraphTrace  # a forward as a sequence of places
+Line = CallTrace | GraphTrace  # a forward pass as a sequence of places
 
 EVEN_ENOUGH: Final = 1.2  # stop entering modules if the most expensive stage costs less than this many times the mean
-PATIENCE: Final = 8  # stop after entering this many modules without improving a valid cut
+PATIENCE: Final = 8  # stop after entering this many modules in a row that don't improve a valid cut
 
 
 def find_cut(
@@ -84,14 +84,14 @@ def _find_cut(
 
 
 def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
-    """Return the forward of a model as a sequence of calls, in its own code and in the code of entered modules."""
+    """Return the forward pass of a model as a sequence of calls, in its own code and in the code of entered modules."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut, training)
     return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
-    """The stage that owns each parameter and buffer by name, and the other stage that uses it, if there is one."""
+    """The stage that owns each parameter and buffer by name, and the borrowing stage, if any."""
 
     owner: dict[str, int]
     borrower: dict[str, int]
@@ -147,7 +147,7 @@ def _find_lendable_weights(model: nn.Module, line: Line) -> set[int]:
 
 
 def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
-    """Return the reason why the forward can't be split before `place`, or None if it can be split there."""
+    """Return the reason why the forward pass can't be split before `place`, or None if a split is possible."""
     keys_before = {key for used in line.used[:place] for key in used}
     keys_behind = {key for used in line.used[place:] for key in used}
     shared = (keys_before & keys_behind) - _find_lendable_weights(model, line)
@@ -236,7 +236,7 @@ class _CutResult(NamedTuple):
 
 
 def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _CutResult:
-    # Modules that can't be entered. With replay, code within a block would read the values that cross a cut there.
+    # Modules that can't be entered. With replay, code within a block would read the values that cross the cut.
     closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
     initially_closed = len(closed)
     best, lowest_cost, failures = None, float("inf"), 0
@@ -340,7 +340,7 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
 
 
 def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
-    """Return a copy of the model on the meta device, and whether its forward runs there on `example`.
+    """Return a copy of the model on the meta device, and whether its forward pass runs there on `example`.
 
     If the model can't be copied, returns the model itself and False.
     """
@@ -356,7 +356,7 @@ def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, boo
         with torch.no_grad():
             blank.train()
             call(blank, example)
-    except Exception:  # the forward reads values, which don't exist on the meta device
+    except Exception:  # the forward pass reads values, which don't exist on the meta device
         return blank, False
     return blank, True
 

@@ -1,14 +1,14 @@
-"""The engine for a model that is split into stages. Each rank has some stages, and micro-batches pass through them.
+"""The engine of a model that is split into stages. A rank has some stages, and micro-batches pass through all stages.
 
 The recipe sets the micro-batches. Each micro-batch is computed as in a single process, stage after stage:
 
 1. The first stage seeds the generators with (seed, step, micro-batch). Each following stage starts with the generator
    state from the end of the previous stage. This state is only sent if random numbers were drawn.
 2. The last stage computes the loss. The gradients of the values that crossed a cut are sent back the same way.
-3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches by the canonical tree.
+3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches in the order of the reduction tree.
 
-If a micro-batch is split into several leaves of the tree (parallel/work_units.py), each leaf is sent separately, and
-seeded with its own number. The forwards of these leaves run interleaved within a stage.
+If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), each leaf is sent
+separately, and seeded with its own number. The forward passes of these leaves run interleaved within a stage.
 
 The schedule (parallel/pipeline/schedule.py) determines the order of the work of a rank. It doesn't change the numbers.
 """
@@ -60,7 +60,7 @@ from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 @dataclass(eq=False)
 class _InFlightLeaf:
-    """A leaf that passes through a stage, the generator states that it arrived with, and the states to send along."""
+    """A leaf of the reduction tree in a stage, with the generator states received and the generator states to send."""
 
     leaf: MicroBatch
     model_inputs: Inputs
@@ -275,7 +275,7 @@ class PipelineEngine:
                 self._links.send([in_flight.drawn, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Return the values that leave the stage for a leaf. For the last stage, these are only the losses."""
+        """Return the values that leave the stage for a leaf of the reduction tree: for the last stage, the losses."""
         leaf = in_flight.leaf
         initial_states = self._seed(step, leaf.index, in_flight.arrived)
         with around_forward(self._autocast, self._model, self._world.device, self._offload):
@@ -287,7 +287,7 @@ class PipelineEngine:
                 outputs = self._losses_of(leaf, step, outputs)
             else:
                 in_flight.drawn = self._generator_states(initial_states, in_flight.arrived)
-            # Don't leave autocast before all leaves have ended, because leaving clears the cache that they share.
+            # Don't leave autocast before all leaves have ended, because leaving clears the cache that the leaves share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
@@ -310,7 +310,7 @@ class PipelineEngine:
         ]
 
     def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients of lent parameters that the borrowing stages have computed for a leaf."""
+        """Return the gradients of lent parameters that the borrowing stages have computed for a leaf of the tree."""
         arrived = [
             (tie, self._links.receive(self._links.tied_weight_line(tie), tie.borrower, index)[0])
             for tie in self._ties.of_owner(number)
@@ -322,7 +322,7 @@ class PipelineEngine:
         self._links.send_tied_weights()
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
-        """Set the generators to the initial state of this stage for leaf `index`, and return their states."""
+        """Set the generators to the initial state of this stage for leaf `index` of the tree, and return the states."""
         if not isinstance(states, Tensor):
             self._world.seed(random.extend_key(self._forward_key, step.number, index))
         else:
@@ -332,7 +332,7 @@ class PipelineEngine:
         return [generator.get_state() for generator in self._generators]
 
     def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
-        """Return the generator states for the next stage, or None if no random numbers were drawn for the leaf."""
+        """Return the generator states for the next stage, or None if the stage drew no random numbers."""
         current = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)

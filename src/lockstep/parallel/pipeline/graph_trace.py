@@ -1,4 +1,4 @@
-"""Traces the forward of a model as a sequence of large modules, between which it can be split.
+"""Traces the forward pass of a model as a sequence of large modules, between which it can be split.
 
 The model is traced coarsely with torch.fx: only the code that connects its modules is traced. The modules stay Python
 modules, so they can contain any code and work for any batch size. Containers are traced. Other than containers, only
@@ -37,7 +37,7 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run to split within them."""
+    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run for a split."""
 
     begins: tuple[str, ...] = ()
     entered: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class PipelineCut:
 
 @final
 class GraphTrace:
-    """A traced forward as a sequence of places. Each place is a call of a module, or a computation between two calls.
+    """A traced forward pass as a sequence of places: calls of modules, and computations between two calls.
 
     - `body`: the nodes in order, without inputs, outputs and weights.
     - `used`: the parameters and buffers used at each place, by id.
@@ -97,7 +97,7 @@ class GraphTrace:
         return f"'{misfits[0]}', which would cross the split, is neither a tensor nor an integer" if misfits else None
 
     def measure(self, example: Inputs) -> list[int]:
-        """Return the number of operations of the forward at each place for these inputs.
+        """Return the number of operations of the forward pass at each place for these inputs.
 
         The model must be on the meta device. After this call, `obstacle` also checks the types of crossing values.
         """
@@ -141,7 +141,7 @@ class GraphTrace:
 
 @final
 class _FlatInputs(nn.Module):
-    """A wrapper that only passes inputs to a model, so that default arguments of its forward don't become inputs.
+    """Calls a model with only the given inputs, so that default arguments of its forward method don't become inputs.
 
     The inputs are a list of the tensors in `example`, or a list of one tensor if there is no example.
     """

@@ -23,7 +23,7 @@ from lockstep.parallel.weights import Weights
 
 @final
 class StageLayout:
-    """The layout of `part`, the part of `model` on this rank. All other tensors of the model have no memory here.
+    """The layout of `part`, the part of `model` on this rank. All other tensors of the model are on the meta device.
 
     `stage_place` contains the stages of this rank, and `own_slice` this rank's slice of the stages. All ranks must
     create a layout at the same time.
@@ -84,7 +84,7 @@ class StageLayout:
         return self._as_part(name, self._rank_layout.as_shard(name, tensor.detach()))
 
     def all_gradients(self) -> dict[str, MaybeSharded]:
-        """Return the gradients of all parameters of the model as shards. Call this between a backward and an update."""
+        """Return the gradients of all parameters of the model as shards. Call this after a backward pass."""
         gradients = {name: self.as_shard(name, gradient(tensor)) for name, tensor in self.trained}
         return {name: gradients.get(name, part) for (name, _), part in zip(self._all, self._parts, strict=True)}
 

@@ -42,7 +42,7 @@ def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return non-leaf tensors in module attributes, such as those of the old weight_norm. They can't be deep-copied."""
+    """Return non-leaf tensors in module attributes, which can't be deep-copied. The old weight_norm creates them."""
     values = (value for submodule in module.modules() for value in vars(submodule).values())
     return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 

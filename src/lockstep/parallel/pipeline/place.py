@@ -14,9 +14,9 @@ class PipelineShape:
     """The distribution of a model over pipelines. In a pipeline of n ranks, stage s is on rank s mod n.
 
     There are `replicas` times `sharers` pipelines, and each group of `sharers` consecutive pipelines shards the
-    optimizer state. `tensor` ranks share the chunks of each stage, and `context` ranks share the leaves of a
-    micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If it is empty,
-    the model is split by cost.
+    optimizer state. `tensor` ranks share the chunks of each stage, and `context` ranks share the sequence chunks of a
+    micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If `cut` is
+    empty, the model is split by cost.
     """
 
     schedule: Schedule = "1f1b"
@@ -31,7 +31,7 @@ class PipelineShape:
 
 @final
 class StagePlace:
-    """The place of this rank in the pipelines of a world. It has the `stages`. The stages are numbered 0 to `last`."""
+    """The place of this rank in the pipelines of a world, with its `stages`. All stages are numbered 0 to `last`."""
 
     def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers

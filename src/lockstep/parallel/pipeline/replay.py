@@ -1,4 +1,4 @@
-"""Stages that run the forward of the full model: without values up to their first module, and then with values.
+"""Stages that run the forward method of the full model, without values before the first module of the stage.
 
 The values that enter a stage are the arguments of its first module that depend on earlier modules. All other values,
 such as a mask, only depend on the inputs of the model. Each rank has the inputs, and computes these values again in the
@@ -24,7 +24,7 @@ from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 @dataclass(frozen=True)
 class StagePart:
-    """A stage: the modules at whose first calls it begins and ends, and the paths of the values that cross there."""
+    """A pipeline stage: the modules whose first calls mark its start and end, and the paths of the boundary values."""
 
     begin: str | None  # None for the first stage
     arriving: tuple[str, ...]
@@ -34,7 +34,7 @@ class StagePart:
 
 @dataclass
 class _Run:
-    """A forward of a stage. `real` maps the ids of fake tensors in code between modules to the values that arrived."""
+    """A forward pass of a stage. `real` maps ids of fake tensors in code between modules to the received values."""
 
     part: StagePart
     values: list[Any]
@@ -45,14 +45,14 @@ class _Run:
 
 @final
 class _ThreadState(local):
-    """The forward that is running on this thread. Each leaf has a separate thread (parallel/cooperative.py)."""
+    """The forward pass that is running on this thread. Interleaved passes have separate threads."""
 
     run: _Run | None = None
     inside = False  # whether a module that is never split is running
 
 
 class _StageEnd(BaseException):
-    """Ends a forward at the first module of the next stage. User code with `except Exception` doesn't catch it."""
+    """Ends a forward pass at the first module of the next stage. User code with `except Exception` doesn't catch it."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Replay:
         return batches.tensors_of(batches.map_tensors(partial(_arrived_value, run), outputs))
 
     def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run, skip or end at a module that is never split. Replaces the forward of the module."""
+        """Run, skip or end at a module that is never split. Replaces the module's forward method."""
         run = self._current.run
         if run is None or self._current.inside:
             return forward(*args, **kwargs)
@@ -113,7 +113,7 @@ class Replay:
             self._current.inside = False
 
     def _hide_tensors(self, path: str, module: nn.Module, own: Collection[str]) -> None:
-        """Replace tensors of other ranks with fake tensors, which code between modules can then use."""
+        """Replace tensors of other ranks with fake tensors that code between modules can use."""
         blank = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
             if f"{path}.{name}".lstrip(".") not in own:
@@ -130,7 +130,7 @@ def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 
 def _arrived_value(run: _Run, value: Any) -> Any:
-    """Return the value that arrived for a fake tensor, or any other value unchanged."""
+    """Return the received value for a fake tensor, or any other value unchanged."""
     if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value
     if id(value) not in run.real:

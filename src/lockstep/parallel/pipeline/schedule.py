@@ -1,18 +1,18 @@
-"""Pipeline schedules: the order of the forwards and backwards of stages that each rank runs in a step.
+"""Pipeline schedules: the order of the forward and backward passes of stages that each rank runs in a step.
 
 Stage s is on rank s mod n of n ranks, so a rank with several stages processes a micro-batch several times. A rank waits
 for values that it receives, but never for values that it sends. Therefore an order is valid if some rank can always
 continue.
 
 - naive: one micro-batch at a time passes through all stages, while the other ranks wait.
-- gpipe: all forwards, then all backwards (Huang et al. 2019, "GPipe").
-- 1f1b: from the first possible backward on, forwards and backwards alternate. A stage holds at most as many
+- gpipe: all forward passes, then all backward passes (Huang et al. 2019, "GPipe").
+- 1f1b: from the first possible backward pass on, forward and backward passes alternate. A stage holds at most as many
   micro-batches as the number of stages from it to the end (Narayanan et al. 2019, "PipeDream"; 2021, "Efficient
   Large-Scale Language Model Training on GPU Clusters Using Megatron-LM").
 - interleaved: 1f1b with several stages on each rank, in rounds of micro-batches. With n stages per rank, the idle time
   at both ends of a step is divided by n (Narayanan et al. 2021, section 2.2.2).
-- zero_bubble: the backward is split in two. The input gradient is computed first, because the previous rank waits for
-  it. The weight gradient is computed later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline
+- zero_bubble: the backward pass is split in two. The input gradient is computed first, because the previous rank waits
+  for it. The weight gradient is computed later, when the rank would be idle (Qi et al. 2023, "Zero Bubble Pipeline
   Parallelism", ZB-H1).
 """
 
@@ -67,7 +67,7 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
 def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
     """Return the actions of `rank` in a step. Only interleaved and zero_bubble support several stages per rank.
 
-    For each stage, the forwards are in micro-batch order, and so are the backwards of each kind.
+    For each stage, the forward passes are in micro-batch order, and so are the backward passes of each kind.
     """
     if schedule in ("naive", "gpipe"):
         forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
@@ -78,8 +78,8 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
     rounds = cut(microbatches, max(1, microbatches // ranks))
     forward_actions = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
     backward_actions = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
-    # If interleaved, warm up with two forwards per following rank: with several stages, the next forward arrives from
-    # the previous rank at the same time as the backward from the following rank.
+    # If interleaved, warm up with two forward passes per following rank: with several stages, the next forward pass
+    # arrives from the previous rank at the same time as the backward pass from the following rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
     order = _alternating(forward_actions, backward_actions, warm_up)
@@ -102,7 +102,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) 
 
 
 def _delay_weight_gradients(order: Iterator[Action], delay: int) -> Iterator[Action]:
-    """Delay each weight gradient until `delay` more backwards have run."""
+    """Delay each weight gradient until `delay` more backward passes have run."""
     delayed: list[Action] = []
     for action in order:
         yield action

@@ -1,11 +1,12 @@
-"""The computation of a stage: its forwards, its backwards, and the canonical sums of their results.
+"""The computation of a stage: its forward passes, its backward passes, and the canonical sums of their results.
 
 The inputs of a stage enter its graph through an autograd function that stores their gradients exactly as autograd
-computes them. A leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't modify a
-leaf in place.
+computes them. An autograd leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't
+modify an autograd leaf in place.
 
-If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forwards of the leaves
-run interleaved, and a single backward goes through all of them (parallel/cooperative.py, parallel/isolated_grads.py).
+If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forward passes of the
+leaves run interleaved, and a single backward pass goes through all of their graphs (parallel/cooperative.py,
+parallel/isolated_grads.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,7 @@ _SENT_BYTES: Final = 32 << 20  # bucket size of a sum, so that not all gradients
 
 
 class Forward(NamedTuple):
-    """The forward of leaf `number`. `compute` maps the values that enter the stage to the values that leave."""
+    """The forward pass of leaf `number` of the reduction tree. `compute` maps incoming to outgoing values."""
 
     number: int
     inputs: Values
@@ -53,14 +54,14 @@ class Forward(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a backward: the gradients of the stage's outputs, and the gradients of borrowing stages."""
+    """The inputs of a backward pass: the gradients of the stage's outputs, and the gradients of borrowing stages."""
 
     gradients: Values
     lent: LentGradients = ()
 
 
 class BackwardResult(NamedTuple):
-    """The results of a backward: the gradients of the stage's inputs, and the gradients of borrowed parameters."""
+    """The results of a backward pass: the gradients of the stage's inputs, and the gradients of borrowed parameters."""
 
     inputs: Gradients
     borrowed: Gradients
@@ -68,25 +69,25 @@ class BackwardResult(NamedTuple):
 
 @dataclass(eq=False)
 class _Leaf:
-    """A leaf between its forward and its backward."""
+    """A leaf of the reduction tree between its forward pass and its backward pass."""
 
     number: int
     differentiable_inputs: list[Tensor]  # the inputs that require a gradient
-    caught: dict[int, Tensor]  # the gradients of inputs, by index
+    input_grads: dict[int, Tensor]  # the gradients of inputs, by index
     width: int  # number of inputs
     edges: list[GradientEdge | None]  # graph edges of the outputs; None if an output requires no gradient
 
     def input_gradients(self) -> Gradients:
-        return [self.caught.get(index) for index in range(self.width)]
+        return [self.input_grads.get(index) for index in range(self.width)]
 
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward and its backward. If it has several leaves, `isolated` is set."""
+    """A micro-batch between its forward pass and its backward pass. `isolated` is set if it has several leaves."""
 
     leaves: list[_Leaf]
     isolated: IsolatedGradients | None
-    finish: Callable[[], list[Tensor]] | None = None  # the deferred part of a split backward
+    finish: Callable[[], list[Tensor]] | None = None  # the deferred part of a split backward pass
 
 
 @final
@@ -94,7 +95,8 @@ class _InFlight:
 class Stage:
     """A stage of a model with the tensors of `part`. If `recompute` is set, it saves inputs instead of activations.
 
-    `borrowed` are parameters that a different stage owns. Their gradients are returned, to be sent to that stage.
+    `borrowed` are parameters that a different stage owns. Their gradients are returned, so that the engine
+    can send them to the owner.
     """
 
     part: InitVar[nn.Module]
@@ -115,11 +117,11 @@ class Stage:
         self._statistics: Counter[Tensor] = Counter(add_)
 
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
-        """Compute the leaves of a micro-batch with `samples` samples, with the parameters of `module`.
+        """Compute the leaves of the tree for a micro-batch with `samples` samples, with the parameters of `module`.
 
         Returns the detached values that leave the stage, for each leaf. In later calls, the micro-batch is identified
-        by the number of its first leaf. With recomputation, each leaf is computed again in the backward, and must have
-        the same results.
+        by the number of its first leaf. With recomputation, each leaf is computed again in the backward pass, and must
+        have the same results.
         """
         number = forwards[0].number
         self.running.before_forward()
@@ -135,7 +137,7 @@ class Stage:
         return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
     def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
-        """Run the full backward of micro-batch `number`, and return the results for each leaf."""
+        """Run the full backward pass of micro-batch `number`, and return the results for each leaf of the tree."""
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
@@ -153,7 +155,8 @@ class Stage:
     def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
         """Return the same results as `backward`, but defer computation that only the weight gradients need.
 
-        If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf.
+        If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf of the
+        reduction tree.
         """
         in_flight = self._in_flight.pop(number)()
         [leaf], [(gradients, borrowed_gradients)] = in_flight.leaves, inputs
@@ -162,21 +165,21 @@ class Stage:
             in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
             in_flight.finish = _split(leaf, pairs, self.parameters, borrowed_gradients)
-        else:  # torch's split backward would lose the weight gradients of outputs that don't depend on an input
+        else:  # torch's split backward pass would lose the weight gradients of outputs that don't depend on an input
             taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
             in_flight.finish = lambda: taken_gradients
         self._split[number] = in_flight
         return [BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
-        """Run the part of the backward that `backward_input` deferred."""
+        """Run the part of the backward pass that `backward_input` deferred."""
         in_flight = self._split.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
 
     def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Store the canonical gradient sums of a step with `leaves` leaves in `grad`.
+        """Store the canonical gradient sums of a step in `grad`. `leaves` counts the leaves of the reduction tree.
 
         `across` sums over the ranks with the same stage. All of these ranks must call this method.
         """
@@ -225,34 +228,34 @@ class Stage:
 
 @final
 class _Enter(torch.autograd.Function):
-    """The identity at the input of a stage. Its backward stores the gradient in `caught`, and stops there."""
+    """The identity at the input of a stage. Its backward pass stores the gradient in `input_grads`, and stops there."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, caught: dict[int, Tensor], index: int) -> Tensor:
-        ctx.caught, ctx.place = caught, index
+    def forward(ctx: Any, leaf: Tensor, input_grads: dict[int, Tensor], index: int) -> Tensor:
+        ctx.input_grads, ctx.place = input_grads, index
         ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
         if gradient is not None:
-            ctx.caught[ctx.place] = gradient
+            ctx.input_grads[ctx.place] = gradient
         return None, None, None
 
 
 def _start_forward(forward: Forward) -> tuple[_Leaf, Sequence[Tensor | int]]:
     number, inputs, compute = forward
-    caught_gradients: dict[int, Tensor] = {}
+    input_grads: dict[int, Tensor] = {}
     leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
     entered_values: Values = [
-        _Enter.apply(value, caught_gradients, index) if isinstance(value, Tensor) and value.requires_grad else value
+        _Enter.apply(value, input_grads, index) if isinstance(value, Tensor) and value.requires_grad else value
         for index, value in enumerate(inputs)
     ]
     outputs = compute(entered_values)
     edges = [
         get_gradient_edge(output) if isinstance(output, Tensor) and output.requires_grad else None for output in outputs
     ]
-    return _Leaf(number, leaves, caught_gradients, len(inputs), edges), outputs
+    return _Leaf(number, leaves, input_grads, len(inputs), edges), outputs
 
 
 def _detach(output: Tensor | int) -> Tensor | int:
@@ -260,7 +263,7 @@ def _detach(output: Tensor | int) -> Tensor | int:
 
 
 def _without_saved_tensors(forward: Forward) -> Forward:
-    """Return a forward that saves no tensors for a backward, and doesn't modify its inputs."""
+    """Return a Forward pass that saves no tensors for a backward pass, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
         with saved_tensors_hooks(_discard, _discard):
@@ -301,7 +304,7 @@ def _split(
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
     # The gradient of a weight can be a tensor that is being sent to the previous stage. Clone it: sums are in place.
-    pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.caught.values()]}
+    pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.input_grads.values()]}
 
     def finish() -> list[Tensor]:
         backward_weight(groups, parameters)
@@ -318,7 +321,7 @@ def _reaches_input(node: Node) -> bool:
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
-    """Return the gradients and clear them. Missing gradients are zeros. Each result has the strides of its parameter.
+    """Return and clear the gradients. Missing gradients are zeros. Each result has the strides of its parameter.
 
     For lent parameters, the gradients of the borrowing stage are added in their dtype, in autograd's order.
     """

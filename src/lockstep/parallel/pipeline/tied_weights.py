@@ -30,7 +30,7 @@ class TiedWeight:
 
 @final
 class _LookupCounts(local):
-    """The number of look-ups in each embedding table during a forward. Interleaved forwards have separate threads."""
+    """The look-ups in each embedding table in a forward pass. Thread-local, because forward passes can interleave."""
 
     def __init__(self) -> None:
         self.count: Counter[nn.Module] = Counter()
@@ -38,7 +38,7 @@ class _LookupCounts(local):
 
 @final
 class TiedWeights:
-    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values here."""
+    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values on it."""
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -73,11 +73,11 @@ class TiedWeights:
                     tie.tensor.grad_dtype = None
 
     def begin_forward(self) -> None:
-        """Reset the number of look-ups. Call this before each forward of a stage."""
+        """Reset the number of look-ups. Call this before each forward pass of a stage."""
         self._lookup_counts.count.clear()
 
     def end_forward(self) -> None:
-        """Raise TrainingError if a forward looked up a lent table twice, because the bits would depend on the order."""
+        """Raise TrainingError if a forward pass looked up a lent table twice: the bits would depend on the order."""
         for table, count in self._lookup_counts.count.items():
             if count > 1:
                 tie = self._tie_by_module[table]

@@ -34,10 +34,10 @@ from lockstep.core.tree import Counter, LeafBlock
 
 
 class Forwards(Protocol):
-    """The `count` forwards that go through a region together. `own` are the forwards of this rank.
+    """The `count` forward passes that go through a region together. `own` are the forward passes of this rank.
 
-    By default, there is one forward. If ranks split sequences outside of regions (sequence_parallel.py), there is one
-    forward for each chunk of a sequence.
+    By default, there is one forward pass. If ranks split sequences outside of regions (sequence_parallel.py), there is
+    one forward pass for each chunk of a sequence.
     """
 
     @property
@@ -50,18 +50,18 @@ class Forwards(Protocol):
     def in_progress(self) -> bool: ...
 
     def enter(self, chunks: "Region", call: partial[Any]) -> None:
-        """Announce that a forward of this rank calls a region, so that the other forwards can call it too."""
+        """Announce that a forward pass of this rank calls a region, so that others can call the region too."""
 
     def exchange(self, place: str, joint: Callable[[Sequence[Any]], Sequence[Any]], inputs: Any) -> Any:
-        """Return this forward's result of `joint`, which is called with the `inputs` of all forwards."""
+        """Return this forward pass's result of `joint`, which is called with the `inputs` of all forward passes."""
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all forwards. `local` contains those of this rank's forwards, of the same shape."""
+        """Return the tensors of all forward passes. `local` contains this rank's tensors, all of the same shape."""
 
     def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
-        """Return the sum over all `chunks` chunks of a region, for each forward of this rank.
+        """Return the sum over all `chunks` chunks of a region, for each forward pass of this rank.
 
-        `pieces` contains this rank's partial sums for each forward.
+        `pieces` contains this rank's partial sums for each forward pass.
         """
 
 
@@ -89,7 +89,7 @@ class Region:
         self._call(call, len(self.own) - 1)
 
     def visit(self, call: partial[Any]) -> None:
-        """Call the region for all chunks of this rank, on behalf of a forward elsewhere (sequence_parallel.py)."""
+        """Call the region for all chunks of this rank, for a forward pass on another rank (sequence_parallel.py)."""
         self._call(call, len(self.own))
 
     def _call(self, call: partial[Any], times: int) -> None:
@@ -108,7 +108,7 @@ class Region:
 
     @property
     def forwards(self) -> Forwards:
-        """The forwards that go through the region together."""
+        """The forward passes that go through the region together."""
         return self.visited if self.visited is not None and self.visited.in_progress else self._alone
 
     @property
@@ -181,7 +181,7 @@ class Region:
         return self._across(flat, self.count, like.reshape(-1)).view(like.shape)
 
     def pieces(self, partials: Iterable[Tensor]) -> dict[LeafBlock, Tensor]:
-        """Return the partial sums that this rank can compute without communication, by block of the tree."""
+        """Return the partial sums that this rank can compute locally, by block of the reduction tree."""
         counter: Counter[Tensor] = Counter(add_)
         for chunk, partial_sum in zip(self.own, partials, strict=True):
             counter.push(chunk, partial_sum)
@@ -190,7 +190,7 @@ class Region:
 
 @final
 class _OneForward:
-    """A single forward, which needs no communication between forwards."""
+    """A single forward pass, which needs no communication between forward passes."""
 
     def __init__(self, chunks: Region) -> None:
         self.count, self.own, self.in_progress = 1, range(1), True
@@ -223,7 +223,7 @@ class _RegionCall:
 
 
 class _RegionCalls(threading.local):
-    """The call in progress. It is thread-local, because interleaved forwards have threads (parallel/cooperative.py)."""
+    """The call in progress. Thread-local, because interleaved forward passes have threads (parallel/cooperative.py)."""
 
     active: _RegionCall | None = None
 
@@ -254,7 +254,7 @@ class Draws:
         self._seeded_chunk: int | None = None
 
     def for_chunk(self, chunk: int) -> None:
-        """Seed the generators for a chunk, unless they are already seeded for it."""
+        """Seed the generators for a chunk, unless they already have this seed."""
         if chunk != self._seeded_chunk:
             self._seeded_chunk = chunk
             self.seed_chunk(self.key, chunk)

@@ -15,8 +15,8 @@ ranks run these phases together:
    has the same shape, order and random numbers as in a single process.
 3. Each rank sends the outputs back to the source ranks.
 
-Backward takes the same route in reverse. Each rank keeps the gradients of its experts separate for each micro-batch,
-and the tree sums them.
+The backward pass takes the same route in reverse. Each rank keeps the gradients of its experts separate for each
+micro-batch, and the reduction tree sums these gradients.
 
 Shapes: n rows, d features, k experts for each row, p pairs of a group.
 """
@@ -52,20 +52,20 @@ Make = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
-    """Return whether the forward of a module has three arguments, as for rows, expert indices and weights."""
+    """Return whether the forward method of a module has three arguments, as for rows, expert indices and weights."""
     return len(inspect.signature(module.forward).parameters) == 3
 
 
 @final
 class Experts:
-    """Replaces the forward of `module`, whose parameters must have one row along dim 0 for each expert.
+    """Replaces the forward method of `module`, whose parameters must have one row along dim 0 for each expert.
 
     By default, this rank computes the groups in `chunks.own`. To dispatch rows to other ranks, replace `make` (see
     Dispatch).
     """
 
     def __init__(self, module: nn.Module, chunks: Region, group_size: int) -> None:
-        """`group_size` is the number of experts in a group, which the module's own code computes with."""
+        """Replace the forward method. A call of the module's own code computes with `group_size` experts."""
         self.module = module
         self.chunks = chunks
         self.make: Make = self._make
@@ -103,7 +103,7 @@ class Experts:
     def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
         """Return the outputs [p, d] of a group for its pairs. `parameters` are the parameters of the group."""
         rows, experts, weights = pairs
-        if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward
+        if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward pass
             return rows * weights[:, None]
         with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
@@ -214,7 +214,7 @@ class Dispatch:
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `exchange`. In backward, the gradients are exchanged in the opposite direction."""
+        """Return the result of `exchange`. In the backward pass, gradients are exchanged in the opposite direction."""
         return linear_map(
             partial(self.exchange, sent_counts, received_counts),
             partial(self.exchange, received_counts, sent_counts),
@@ -247,7 +247,7 @@ class Dispatch:
 
 
 class _GradientsBySource(torch.autograd.Function):
-    """Returns the parameters once for each rank. Passes their gradients to the Dispatch instead of summing them."""
+    """Returns the parameters once for each rank. Passes each gradient to the Dispatch without summing."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -269,7 +269,7 @@ def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts. In backward, each part gets a gradient with separate memory."""
+    """Concatenate parts. In the backward pass, each part gets a gradient with separate memory."""
     [joined] = linear_map(_cat, partial(_parts, [len(part) for part in parts]), parts)
     return joined
 

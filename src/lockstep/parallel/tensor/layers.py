@@ -1,9 +1,9 @@
 """The layers of a region: linear layers with split outputs, a linear layer with split inputs, and shared layers.
 
-A pair of layers has six matrix products in forward and backward. Two of them sum over the split dimension: the output
-of the last layer, and the input gradient of the first layer. They must be computed chunk by chunk. The other four are
-also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this depends on
-the kernel, and would have to be verified for each shape.
+A pair of layers has six matrix products in the forward and backward pass. Two of them sum over the split dimension: the
+output of the last layer, and the input gradient of the first layer. They must be computed chunk by chunk. The other
+four are also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this
+depends on the kernel, and would have to be verified for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ class RowLinear(nn.Module):
         total: Tensor | None = self.chunks.forwards.exchange(
             label, partial(_rows, self.chunks), (weight, inputs_by_chunk)
         )
-        if total is None:  # a different rank continues this forward
+        if total is None:  # a different rank continues this forward pass
             raise ChunkDone
         outputs = total.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
@@ -107,8 +107,9 @@ def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterat
         module._parameters = original
 
 
-# The functions below compute all forwards that go through a region together (Forwards in chunks.py): a single forward,
-# or the chunks of a sequence. Only this rank's forwards have inputs of a first layer, and outputs of the last layer.
+# The functions below compute all forward passes that go through a region together (Forwards in chunks.py): a
+# single forward pass, or the chunks of a sequence. Only this rank's forward passes have inputs of a first layer, and
+# outputs of the last layer.
 
 
 def _columns(chunks: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
@@ -167,7 +168,7 @@ def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> S
 
 
 def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any]]:
-    """Split tensors evenly into the tensors of each forward."""
+    """Split tensors evenly into the tensors of each forward pass."""
     count = len(tensors) // forwards.count
     return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
 
@@ -175,7 +176,7 @@ def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any
 class _ColumnMultiply(torch.autograd.Function):
     """Multiplies inputs_NI by the transpose of each chunk of weight_OI, and adds the chunk of bias_O: outputs_NO.
 
-    All forwards pass the same weight and bias, but receive different gradients for them.
+    All forward passes pass the same weight and bias, but receive different gradients for them.
     """
 
     @staticmethod
@@ -199,7 +200,7 @@ class _ColumnMultiply(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         forwards, chunks = ctx.forwards, ctx.chunks
         weight, *local_NI = ctx.saved_tensors
-        gradients_by_forward = _by_forward(gradients, forwards)  # gradients of the outputs_NO of each forward
+        gradients_by_forward = _by_forward(gradients, forwards)  # gradients of the outputs_NO of each forward pass
         no_gradients = [None] * forwards.count
         bias_grads = (
             [

@@ -1,12 +1,13 @@
-"""Chunked logits, and a cross entropy that never gathers them.
+"""Chunked logits, and a cross entropy that never gathers the logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, a chunk computes three numbers: its largest
 logit, the sum of its exponentials, and the logit of the target if it is in this chunk. All ranks gather these numbers
 of all chunks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus one at
 the target.
 
-A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. It has the
-shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an error.
+A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. The subclass
+has the shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an
+error.
 """
 
 from __future__ import annotations

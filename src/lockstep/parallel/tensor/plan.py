@@ -103,7 +103,7 @@ def region_names(model: nn.Module) -> frozenset[str]:
     names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(hook, _Hook | _Method | Experts | LookUp | Head) for hook in calls):
+        if any(isinstance(hook, _RegionHook | _RegionMethod | Experts | LookUp | Head) for hook in calls):
             names.append(name)
     return frozenset(names)
 
@@ -206,15 +206,15 @@ def _split_region(model: nn.Module, region: _Region, count: int) -> dict[str, Ch
     for name, _ in region.modules_of("shared"):
         _share_module(model.get_submodule(name), name, chunks)
     if region.method:
-        setattr(module, region.method, _Method(getattr(module, region.method), chunks))
+        setattr(module, region.method, _RegionMethod(getattr(module, region.method), chunks))
     else:
-        module.register_forward_pre_hook(_Hook(chunks), with_kwargs=True)
+        module.register_forward_pre_hook(_RegionHook(chunks), with_kwargs=True)
     return chunked
 
 
 @final
 @dataclass(frozen=True)
-class _Hook:
+class _RegionHook:
     """The forward pre-hook of a module that is a region."""
 
     chunks: Region
@@ -225,7 +225,7 @@ class _Hook:
 
 @final
 @dataclass(frozen=True)
-class _Method:
+class _RegionMethod:
     """Replaces a method that is a region, instead of a module."""
 
     method: Callable[..., Any]

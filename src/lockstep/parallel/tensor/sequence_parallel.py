@@ -3,13 +3,13 @@
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
 4.2. Outside of regions, a rank computes its own chunks of each sequence. Within regions, it computes its chunks of
 features for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all ranks, and
-the last layer reduces the outputs for a chunk of a sequence to the rank that holds the chunk. Backward does the
-opposite.
+the last layer reduces the outputs for a chunk of a sequence to the rank that holds the chunk. The backward pass does
+the opposite.
 
 The following example has two ranks, two chunks of each sequence (A on rank 0, B on rank 1), and two chunks of features
 (0 and 1). Each rank has a thread for each chunk of a sequence (parallel/cooperative.py). The thread of the rank's own
-chunk runs the forward of the model. The thread of the other rank's chunk *visits* regions: it calls their code on
-behalf of the forward on the other rank.
+chunk runs the forward pass of the model. The thread of the other rank's chunk *visits* regions: it calls the code of
+regions on behalf of the forward pass on the other rank.
 
     rank 0, thread A    rank 0, thread B        rank 1, thread A    rank 1, thread B
     ----------------    ----------------        ----------------    ----------------
@@ -20,11 +20,11 @@ behalf of the forward on the other rank.
     ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
     goes on with A      waits                   waits               goes on with B
 
-The threads of a rank wait for each other at `=====`, and autograd records one node for all of them. Therefore all ranks
-communicate in the same order, also in backward. To end the visits, a forward calls `leave`, which is an `enter` without
-a region.
+The threads of a rank wait for each other at `=====`, and autograd records one node for all threads. Therefore all ranks
+communicate in the same order, also in the backward pass. To end the visits, a forward calls `leave`, which is an
+`enter` without a region.
 
-The reduction tree adds the same sums as if each rank had all chunks of the sequence, so the bits are the same.
+The reduction tree computes the same sums as if each rank had all chunks of the sequence, so the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,7 +97,7 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
             call(model, example)
     except LockstepError:
         raise
-    except Exception:  # the forward reads values, so the check happens in training instead (parallel/cooperative.py)
+    except Exception:  # the forward pass reads values, so the check happens in training (parallel/cooperative.py)
         return
 
 
@@ -156,7 +156,7 @@ class _Visit(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The forwards of the `count` chunks of a sequence, which go through regions together. See Forwards.
+    """The forward passes of the `count` chunks of a sequence, which go through regions together. See Forwards.
 
     This rank is `rank` of `ranks`. Each rank has the same number of consecutive chunks. A single rank needs no carrier.
     """
@@ -176,20 +176,20 @@ class Spread:
 
     @property
     def in_progress(self) -> bool:
-        """Whether forwards of chunks are running. They aren't in evaluation, which uses full sequences."""
+        """Whether forward passes of chunks are running. They never run in evaluation, which uses full sequences."""
         return self.cooperative.in_progress
 
     def enter(self, chunks: Region, call: partial[Any]) -> None:
-        """Announce that a forward of this rank calls a region, so that threads of other forwards visit the region."""
+        """Announce that a forward pass of this rank calls a region, so that other threads visit the region."""
         states = [generator.get_state() for generator in self.generators]
         self.cooperative.exchange(_NEXT, self._share_visits, _Visit(chunks, call, states))
 
     def leave(self) -> None:
-        """Announce that a forward of this rank won't call any more regions."""
+        """Announce that a forward pass of this rank won't call any more regions."""
         self.cooperative.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
-        """Visit all regions that the forward on a different rank calls, until that forward leaves."""
+        """Visit all regions that the forward pass on a different rank calls, until that forward pass leaves."""
         while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
@@ -229,7 +229,7 @@ class Spread:
         return total(all_pieces, chunks, add_)
 
     def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
-        """Return the region call for each forward. For forwards of other ranks, the arguments come from these ranks."""
+        """Return the region call for each forward pass. Ranks send the arguments for their forward passes."""
         own_visits = [visits_by_forward[number] for number in self.own]
         visits = [visit for visit in own_visits if visit is not None]
         if not visits:
@@ -249,7 +249,7 @@ class Spread:
         return all_visits
 
     def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
-        """Return an argument of all forwards. If it requires a gradient, only its shape is used: layers gather it."""
+        """Return an argument of all forward passes. If it requires a gradient, only its shape is used."""
         first = local[0]
         if not isinstance(first, Tensor):
             return [first] * self.count

@@ -141,7 +141,7 @@ class Slice:
     """The part of a model on this rank: some rows of the split parameters, and all replicated tensors."""
 
     def __init__(self, cut: Mapping[str, RowPlace], rank: int, primary: bool = True) -> None:
-        """`cut` maps split parameters to the locations of the rows on rank `rank`."""
+        """Create a slice. `cut` maps split parameters to the locations of the rows on rank `rank`."""
         self.first = not rank  # whether this rank reports tensors that are the same on all ranks along the axis
         self.primary = primary  # whether this rank reports its chunks, among the ranks with the same chunks
         self._cut = cut

@@ -1,7 +1,8 @@
 """Tables whose rows are split into chunks: embeddings, and heads that compute logits.
 
 Shoeybi et al. 2019, "Megatron-LM", section 3. The number of rows doesn't have to be a multiple of the number of chunks.
-Only the forwards of modules are replaced. Modules keep their names and weights, and two modules can share a weight.
+Only the forward methods of modules are replaced. Modules keep their names and weights, and two modules can share a
+weight.
 
 - Embedding: each chunk returns the rows that it contains, and zeros for all other rows. The reduction tree sums the
   chunks.
@@ -27,7 +28,7 @@ from lockstep.parallel.tensor.logits import Logits
 
 @final
 class LookUp:
-    """Replaces the forward of an embedding whose weight only contains this rank's rows."""
+    """Replaces the forward method of an embedding whose weight only contains this rank's rows."""
 
     def __init__(self, module: nn.Embedding, chunks: Region) -> None:
         self.module = module
@@ -43,7 +44,7 @@ class LookUp:
 
 @final
 class Head:
-    """Replaces the forward of a linear layer whose weight and bias only contain this rank's rows."""
+    """Replaces the forward method of a linear layer whose weight and bias only contain this rank's rows."""
 
     def __init__(self, module: nn.Linear, chunks: Region) -> None:
         self.module = module
@@ -95,7 +96,7 @@ def _chunk_embeddings(chunks: list[range], weights: tuple[Tensor, ...], ids: Ten
 
 
 def _join_chunks(chunks: Region, length: int, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Gather the chunks of all ranks and concatenate them: [..., entries]."""
+    """Gather and concatenate the chunks of all ranks: [..., entries]."""
     if len(parts) == chunks.count:
         return [torch.cat([*parts], -1)]
     lengths = [len(rows) for rows in cut(length, chunks.count)]
