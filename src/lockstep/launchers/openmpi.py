@@ -30,7 +30,8 @@ def command(job: Job) -> list[str]:
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
-    secret = ["-x", SECRET] if job.signed else []  # passed as an environment variable, not on the command line
+    # Passed as an environment variable, because other users can read command lines.
+    secret = ["-x", SECRET] if job.signed else []
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves, but
     # scripts don't.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []

@@ -58,7 +58,7 @@ def run_folder(worker: Worker, folder: str) -> str:
         return folder
     try:
         storage = worker.get_storage()
-    except NotImplementedError:  # with num_workers=0, there are no workers, and this is the driver
+    except NotImplementedError:  # with num_workers=0, there are no workers, and this process is the driver
         return folder
     if (kind := storage.storage_filesystem.type_name) != "local":
         raise UsageError(

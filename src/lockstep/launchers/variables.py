@@ -10,7 +10,7 @@ Parsed = TypeVar("Parsed")
 
 PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # suffixes of the variable names of a launcher
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT: Final = 20_000  # below the ephemeral ports, which start at 32768 on Linux
+FIRST_PORT: Final = 20_000  # all ports must be below the ephemeral ports, which start at 32768 on Linux
 PORTS: Final = 8_999  # number of ports; a prime, so that job IDs with any stride spread over all ports
 
 
@@ -92,5 +92,5 @@ def check_range(variables: Variables, rank_name: str, rank: int, size_name: str,
 
 
 def port_of(number: int) -> int:
-    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Different jobs rarely do."""
+    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Jobs rarely share a port."""
     return FIRST_PORT + number % PORTS

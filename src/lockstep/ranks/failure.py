@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The message as a single line, for use if the full message is printed elsewhere."""
+        """The message as a single line, for use if another rank prints the full message."""
         return with_rank(self.rank, self.size, self.host, self.first_line)
 
     @property
@@ -96,13 +96,14 @@ def parse_failure(value: Any) -> Failure:
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Return the failure that describes an exception.
 
-    If a peer was lost or a system limit was reached, the traceback is only written to the log.
+    If another rank was lost or a system limit was reached, the traceback is only written to the log.
     """
     known_error = too_many_files(error) or lost_loader_process(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known_error
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # of torch, for a device
+    # torch raises OutOfMemoryError for device memory.
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED

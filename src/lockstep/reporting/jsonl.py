@@ -1,7 +1,7 @@
 """events.jsonl: the log of a run, with one event per line as strict JSON. It is the source of truth about a run.
 
-A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. A `started`
-line in between marks the point at which the run resumed.
+A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. The
+`started` line between the two copies marks the point at which the run resumed.
 """
 
 import json

@@ -46,7 +46,7 @@ class TensorBoard:
 
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Two starts within the same second get different names, which sort in the order of the starts.
+        # If the run starts twice within a second, the files get different names, which sort in the order of creation.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))

@@ -64,7 +64,7 @@ class Setup:
     uncut: Build  # builds the model with its initial weights, and without chunks
     warnings: tuple[str, ...]  # about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
-    task_line: str = ""  # describes the task and why it was chosen
+    task_line: str = ""  # a description of the task, and the reason why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
     first: InitialWeights | None = None  # the initial weights, if they don't come from the seed
     fit: Fit | None = None  # how the initial weights match the model
@@ -160,10 +160,10 @@ def tuning_of(recipe: Recipe) -> Tuning:
 
 
 def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
-    """Open the data of a recipe, and check its model, loss and optimizer with it.
+    """Open the data of a recipe, and use the data to check the model, the loss and the optimizer of the recipe.
 
     `first` is the source of the initial weights, if they don't come from the seed (setup/first_weights.py). If the
-    recipe contains a mistake, this raises UsageError before there is a process group.
+    recipe contains a mistake, this raises UsageError before a process group is initialized.
     """
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
@@ -208,9 +208,9 @@ def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
 class _Models(NamedTuple):
     """Functions that build the recipe's model. Each applies more of the recipe."""
 
-    plain: Build  # as in its library, with uninitialized weights
-    uncut: Build  # with adapters and frozen parameters
-    chunked: Build  # additionally split into chunks
+    plain: Build  # the model as its library defines it, with uninitialized weights
+    uncut: Build  # `plain` with adapters and frozen parameters
+    chunked: Build  # `uncut`, split into chunks
     first: Build  # `uncut` with its initial weights
 
 

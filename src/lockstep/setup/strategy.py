@@ -56,7 +56,8 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
-    This applies before the strategy gets the model. If the strategy handles recomputation itself, also returns 0.
+    Recomputation is applied before the strategy wraps the model. If the strategy has its own recomputation option,
+    returns 0.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:

@@ -68,7 +68,8 @@ def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run in this folder would "
             "not be detected; choose a run.dir on a different file system"
         ) from error
-    if not os.fstat(descriptor).st_nlink:  # another start created the folder, failed, and removed it
+    # Another process created the folder, failed to start the run, and removed the folder.
+    if not os.fstat(descriptor).st_nlink:
         raise UsageError(f"{run_dir}: another run that failed to start removed the folder; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)

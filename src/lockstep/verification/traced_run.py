@@ -1,4 +1,4 @@
-"""A case of a verification: a placement in separate processes that records its results.
+"""A case of a verification: trains on a placement in separate processes, and records the results.
 
 The training loop (training/loop.py) drives it, over selected steps instead of all steps.
 
@@ -168,7 +168,7 @@ class _TracedRun:
         data = {str(microbatch.index): digest(tensors_of(microbatch.batch)) for microbatch in microbatches}
         start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
-        loss = trace.text(float(sums.total))  # waits for the device
+        loss = trace.text(float(sums.total))  # converting to float waits for the device
         self._seconds += time.perf_counter() - start
         observations = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
         self._steps.append(StepTrace(step.number, observations))

@@ -50,7 +50,7 @@ def save(
 
     def publish(temporary: Path) -> str:
         files = {name: durable.hash_file(temporary / name) for name in frames}
-        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # memory-mapped
+        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # a memory-mapped file
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
