@@ -95,7 +95,7 @@ def submit(file: Path) -> int:
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
     """Return the state and reason of each job that Slurm knows, and a warning or an empty string.
 
-    The states are None if there are no jobs, if squeue isn't installed, or if it fails. In case of a failure, the
+    The states are None if there are no jobs, if squeue isn't installed, or if squeue fails. In case of a failure, the
     warning contains the reason.
     """
     if not jobs or shutil.which("squeue") is None:

@@ -86,7 +86,7 @@ def run_on_hosts(
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
-    # In a separate process group, the command doesn't receive Ctrl-C, so that it has time to save.
+    # In a separate process group, the command doesn't receive Ctrl-C, so that the run has time to save.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     def wait() -> None:

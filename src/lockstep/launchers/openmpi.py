@@ -25,7 +25,7 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of mpirun. Without host names, it runs on this host or on the hosts of a batch system."""
+    """Return the command line of mpirun. Without host names, mpirun uses this host or the hosts of a batch system."""
     per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []

@@ -48,7 +48,7 @@ def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
 
 
 def preempted() -> bool:
-    """Return whether a node of this run will be preempted soon. All workers must call it, and they are synchronized."""
+    """Return whether a node of this run will be preempted soon. All workers must call it, which synchronizes them."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 

@@ -36,7 +36,7 @@ class Variables:
         return 0
 
     def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
-        """Return the result of `parse` for a variable. If it raises ValueError, record a problem and return ()."""
+        """Return the result of `parse` for a variable. If `parse` raises ValueError, record a problem and return ()."""
         text = self._env.get(name)
         if text is None:
             self.problems.append(f"{name} is not set; {self._missing}")

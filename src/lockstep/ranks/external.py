@@ -43,7 +43,7 @@ def membership(
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank because of an error that it found before it joined the other ranks.
+    """End this rank because of an error that it found before joining the other ranks.
 
     If the other ranks join soon, the error is reported to these ranks. An error that all ranks found is printed once.
     """

@@ -1,4 +1,4 @@
-"""The record of a rank's failure, as it is sent to the other ranks and the launcher and shown to the user."""
+"""The record of a rank's failure, which is sent to the other ranks and the launcher, and shown to the user."""
 
 import json
 import time
@@ -128,4 +128,4 @@ class PeerFailedError(TrainingError):
 
 @final
 class RanksDifferError(UsageError):
-    """The ranks of a run were started with different settings. All ranks raise it with the same text."""
+    """The ranks of a run were started with different settings. All ranks raise this error with the same text."""

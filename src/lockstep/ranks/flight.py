@@ -1,4 +1,4 @@
-"""Access to torch's Flight Recorder of collectives, if this version of torch has it and it is enabled."""
+"""Access to torch's Flight Recorder of collectives, if this version of torch provides it and it isn't disabled."""
 
 import json
 from pathlib import Path

@@ -161,7 +161,7 @@ class _Workers:
     def watch(self) -> list[End]:
         """Wait until all workers have ended or the first failure is known. Return the ends of the workers.
 
-        If a worker only ended because it lost a peer, this waits up to `cause_s` for the worker that failed first.
+        If a worker only ended because it lost a peer, waits up to `cause_s` for the worker that failed first.
         """
         deadline = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:

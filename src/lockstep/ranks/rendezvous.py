@@ -1,6 +1,6 @@
 """The rendezvous of the ranks when a run starts or restarts, which works without a process group.
 
-The ranks use a torch.distributed store. It is hosted by rank 0 or by torchrun's agent, or it is a shared file. The
+The ranks use a torch.distributed store, which rank 0 or torchrun's agent hosts, or which is a shared file. The
 store may still contain keys of an earlier start of the run. Therefore, the rendezvous has these phases:
 
 1. Rank 0 generates an ID for this start of the run and writes it to the store. All keys are prefixed with that ID.
@@ -174,12 +174,12 @@ class Rendezvous:
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process because of a failure. Any thread may call it. If a second thread calls it, it blocks."""
+        """End this process because of a failure. Any thread may call it. A second call from another thread blocks."""
         self._ending.acquire()
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Record that this rank no longer needs the store. The rank that hosts it waits briefly for the other ranks."""
+        """Record that this rank no longer needs the store. The host of the store waits briefly for other ranks."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s

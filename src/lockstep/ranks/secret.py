@@ -22,7 +22,7 @@ def new_secret() -> str:
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret from the environment variable, or from the file it names. If neither is set, return b"".
+    """Return the secret from one environment variable, or from the file that another names. Defaults to b"".
 
     Raises UsageError if the length of the secret isn't allowed, if the file isn't owned by this user, or if other users
     can access it.

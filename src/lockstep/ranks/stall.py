@@ -82,7 +82,7 @@ class ThreadState:
 @final
 @dataclass(eq=False)
 class StallDetector:
-    """A context manager that watches the calling thread. All ranks enter it once, after they have joined.
+    """A context manager that watches the calling thread. All ranks enter it once, after joining.
 
     The rank that sends the query passes the report to `tell` on a background thread. It repeats the query for as long
     as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or an empty string

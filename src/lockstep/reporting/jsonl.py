@@ -26,7 +26,7 @@ _MAX_LINE_BYTES: Final = 1 << 20  # maximum number of bytes in a line; an event 
 
 @final
 class JsonLines:
-    """Appends events to the file `path`, and creates it if needed. Once `write` returns, the kernel has the line."""
+    """Appends events to the file `path`, which it creates if needed. Once `write` returns, the kernel has the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

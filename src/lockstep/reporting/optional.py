@@ -1,4 +1,4 @@
-"""A sink that is optional for training. If it fails, it is disabled with a warning, and the run continues."""
+"""A sink that is optional for training. If such a sink fails, it is disabled with a warning, and the run continues."""
 
 import random
 from collections.abc import Callable

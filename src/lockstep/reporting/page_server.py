@@ -52,7 +52,7 @@ class Answer:
 
 @final
 class PageServer:
-    """A context manager that serves a page on `host` and `port`. Call `publish` to change the runs that it shows.
+    """A context manager that serves a page on `host` and `port`. Call `publish` to change the runs on the page.
 
     With port 0, the server uses any free port, and `url` contains it. On exit, open pages have a few seconds to fetch
     the last update before all threads and connections end. Raises UsageError if the server can't listen on the address.

@@ -370,7 +370,7 @@ def _curve_name(kind: str, key: str, of_model: bool) -> str:
 
 
 def _parse_metric(value: Any) -> float | None:
-    """Return a metric as a float, which may not be finite, or None if it isn't a number."""
+    """Return a metric as a float, which may be non-finite, or None if `value` isn't a number."""
     if type(value) in (int, float):
         return None if abs(value) >= _MAX_MAGNITUDE else float(value)
     return float(value) if value in _NOT_FINITE else None

@@ -20,7 +20,7 @@ from lockstep.reporting.run_view import (
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST_CHARTS: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
+_FIRST_CHARTS: Final = ("loss",)  # the first charts, before the metrics of the task and the charts in _LAST
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
@@ -33,9 +33,7 @@ _LAST_CHARTS: Final = {
 _NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
 # Metrics whose y axis starts at zero, in addition to percentages.
 _FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")
-_MAX_KEY_COLUMNS: Final = (
-    3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
-)
+_MAX_KEY_COLUMNS: Final = 3  # maximum number of differing keys in the table of runs; more keys are in a separate table
 _MAX_PROGRESS_BARS: Final = 3  # maximum number of runs for which a live page shows a progress bar and all metrics
 _MAX_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
 _HASH_CHARS: Final = 12  # number of characters shown of a hash
@@ -76,7 +74,7 @@ def live_sections(runs: Sequence[RunView]) -> list[Section]:
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """Return a short title. For a single run, it contains the state and progress."""
+    """Return a short title. The title of a single run contains its state and progress."""
     if len(runs) != 1:
         return f"{len(runs)} runs"
     [run] = runs

@@ -27,7 +27,7 @@ class TensorBoard:
             self._open(event, time)
         if self._file is None:
             return
-        # Imported lazily, because it takes time and only one process of a run needs it.
+        # Imported lazily, because the import takes time and only one process of a run needs it.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 

@@ -38,7 +38,7 @@ def start_live(console: Console) -> Live:
     """
     live = Live(console=console, auto_refresh=False, transient=True)
     live.start()
-    console.show_cursor(True)  # Live hides the cursor, and if the process is killed, it stays hidden
+    console.show_cursor(True)  # Live hides the cursor, and the cursor would stay hidden if the process is killed
     return live
 
 

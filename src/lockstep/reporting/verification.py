@@ -36,7 +36,7 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # description of the run in which it occurred; empty for a plain run
+    after: str = ""  # text about the resumed checkpoint; empty if the run didn't resume
 
 
 @dataclass(frozen=True)

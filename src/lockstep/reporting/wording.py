@@ -172,7 +172,7 @@ def save_line(event: Saved) -> str:
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
     """Return a line about why the run ends early and how to resume it.
 
-    A custom training loop has no overrides. Therefore, it is resumed by running the same script.
+    A custom training loop has no overrides. Therefore, the advice is to run the same script again.
     """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
     return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"

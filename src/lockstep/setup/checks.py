@@ -30,8 +30,8 @@ from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
 def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     """Raise UsageError if the strategy rejects the number of processes, or the device doesn't support the recipe.
 
-    With `training=False`, it checks an evaluation. An evaluation can use more processes than a step has micro-batches,
-    because it doesn't split steps.
+    With `training=False`, this function checks an evaluation. An evaluation can use more processes than a step has
+    micro-batches, because it doesn't split steps.
     """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0

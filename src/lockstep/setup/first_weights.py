@@ -37,7 +37,7 @@ _START: Final = "run.start_from"
 class InitialWeights:
     """Initial weights, by parameter name. Parameters that match a pattern in `fresh` keep their random initialization.
 
-    `checkpoint` is the checkpoint that the weights come from, if they come from a run. If `optimizer` is set, the
+    `checkpoint` is the checkpoint that contains the weights, if a run is their source. If `optimizer` is set, the
     optimizer state of the checkpoint is also used.
     """
 

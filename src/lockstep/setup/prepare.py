@@ -88,7 +88,7 @@ class Placed:
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
     """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
 
-    Raises UsageError for mistakes that can be found from the configuration only. With `training=False`, it checks an
+    Raises UsageError for mistakes in the configuration itself. With `training=False`, this function checks an
     evaluation, which can use more processes than a step has micro-batches, because it doesn't split steps.
     """
     with add_key_positions(loaded):

@@ -21,7 +21,7 @@ _MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timest
 def claim(loaded: Loaded) -> Claim:
     """Lock the run folder of `loaded`, and decide from which checkpoint the run starts.
 
-    With `resume: auto`, a run in the folder is resumed if it has the same recipe. If it has a different recipe, raises
+    With `resume: auto`, a run in the folder is resumed if its recipe is the same. If its recipe is different, raises
     UsageError.
     """
     run = loaded.config.run

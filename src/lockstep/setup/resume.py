@@ -63,7 +63,7 @@ def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
 
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
-    """Return the recipe of the checkpoint `path`. Raise UsageError if it has no valid recipe."""
+    """Return the recipe of the checkpoint `path`. Raise UsageError if the recipe is missing or invalid."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(

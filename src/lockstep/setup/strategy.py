@@ -81,7 +81,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _import_strategy(path: str) -> type[Any]:
-    """Return a custom strategy class. Raise UsageError if it lacks a required member."""
+    """Return a custom strategy class. Raise UsageError if the class lacks a required member."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"

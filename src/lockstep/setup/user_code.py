@@ -52,7 +52,7 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the section and name of a dataset, and of all datasets that it mixes."""
+    """Yield the section and name of a dataset, and of all datasets in a mixture."""
     yield section, name
     for label, source in mixed(name, options).items():
         yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
@@ -86,7 +86,7 @@ def place_of(target: object) -> str:
 
 
 def place_of_attribute(kind: type, name: str) -> str:
-    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if it can't be found."""
+    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if there is no such line."""
     for base in kind.__mro__:
         file = _file(base)
         if file is None or not is_own(file):

@@ -27,7 +27,7 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The tensors that differ between ranks, although they should be equal.
+    """The tensors that should be equal on all ranks, but differ.
 
     `odd` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the host name
     of each rank.

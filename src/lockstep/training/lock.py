@@ -1,4 +1,4 @@
-"""A lock that allows a single process per run folder. The kernel releases it when the process ends."""
+"""A lock that allows a single process per run folder. The kernel releases the lock when the process ends."""
 
 import fcntl
 import os
@@ -44,8 +44,8 @@ class Lock(AbstractContextManager["Lock"]):
 def lock(run_dir: Path) -> Lock:
     """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
 
-    Exactly one process of a run must call it, and it must be the last process of the run to end. Releasing the lock
-    doesn't remove the lock file. Otherwise, two processes could hold locks on two files with the same name.
+    Exactly one process of a run must call it, and this process must end last. Releasing the lock doesn't remove
+    the lock file. Otherwise, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)

@@ -198,7 +198,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
 
     def _check_batch(self) -> None:
-        """Record a NaN in the samples. Infinities are ignored, because they may be intended, as in a mask."""
+        """Record a NaN in the samples. Infinities are ignored, because a mask may contain them on purpose."""
         tensors = tensors_of(self._microbatch.batch)
         if self._examined.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
             index = self._microbatch.index
@@ -224,13 +224,13 @@ def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:
-    """Return the metadata of an autograd node. The stubs of torch declare it as a function."""
+    """Return the metadata of an autograd node. The stubs of torch declare `metadata` as a function."""
     notes: dict[str, Any] = node.metadata
     return notes
 
 
 def _find_nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor contains NaN, and whether it contains infinities."""
+    """Return two flags: whether a tensor contains NaN, and whether it contains infinities."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False, False
     tensor = tensor.detach()

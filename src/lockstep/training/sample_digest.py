@@ -22,7 +22,7 @@ def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> s
     try:
         # Fetch each sample as a separate batch, because samples of different lengths can't be stacked.
         batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
-    except TrainingError:  # training reports the unreadable file when it reaches the sample
+    except TrainingError:  # training reports an unreadable file when it reads the sample
         return "unreadable"
     samples = [tensors_of(select(batch)) for batch in batches]
     # Order the tensors as if both samples were stacked, so that digests in existing checkpoints stay comparable.

@@ -1,4 +1,4 @@
-"""A step of the training loop, and its results once it has run."""
+"""A step of the training loop, with its results after the step has run."""
 
 import math
 from dataclasses import dataclass

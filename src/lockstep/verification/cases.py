@@ -199,7 +199,7 @@ def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
 
 
 def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
-    """Return a case with this strategy. If it is the strategy of the placement, use the placement's options."""
+    """Return a case with strategy `name`. If the placement uses this strategy, keep the placement's options."""
     strategy = loaded.config.placement.strategy
     return _case(loaded, strategy if strategy.name == name else StrategyConfig(name=name), processes, {})
 
@@ -273,7 +273,7 @@ class _Comparison:
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
-        """Run a case from the beginning. Return its row, and its outcome if it matches the reference."""
+        """Run a case from the beginning. Return its row, and its outcome if the traces match the reference."""
         name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
         row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
@@ -307,7 +307,7 @@ class _Comparison:
         return row
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
-        """Compare an outcome with the reference. If they differ, run both again to get the differing values."""
+        """Compare an outcome with the reference. If the traces differ, rerun both cases to get the differing values."""
         found_differences = differences(self._reference.traces[0], outcome.traces, outcome.job.first)
         if not found_differences:
             return row
@@ -415,7 +415,7 @@ class _Comparison:
         job: TraceJob,
         hashes: str | None = None,
     ) -> tuple[int, str]:
-        """Run a job in separate processes. Return the exit code and the error message if it failed."""
+        """Run a job in separate processes. Return the exit code, and the error message if the job failed."""
         work = partial(_with_own_streams, partial(body, job))
         code, text = run_in_workers(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text

@@ -40,9 +40,9 @@ _BY_KIND: Final = {
 class Diagnosis:
     """The first difference, and everything known about it.
 
-    - `resumed`: Whether it occurred after a checkpoint was loaded.
+    - `resumed`: Whether the difference occurred after a checkpoint was loaded.
     - `again`: Whether a second run showed the same difference.
-    - `hashes`: Whether it occurred in a process with a different hash seed.
+    - `hashes`: Whether the difference occurred in a process with a different hash seed.
     - `distance`: The largest difference in the tensor, if known.
     - `command`: The command that verifies only this placement.
     """

@@ -42,9 +42,9 @@ class LostState(NamedTuple):
 class Kept:
     """The state of a training loop between two steps.
 
-    Variables that each step assigns again aren't state. Variables that are modified in place are state. Tensors that a
-    step reads before it assigns them are also state, such as the hidden state of an RNN that is carried from batch to
-    batch.
+    A variable that each step assigns again isn't state. A variable that is modified in place is state. A tensor that a
+    step reads before assigning its variable is also state, such as the hidden state of an RNN that is carried from
+    batch to batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -105,7 +105,7 @@ class Kept:
         return texts
 
     def likelihoods(self) -> dict[str, int]:
-        """Return a number for each variable that ranks how likely it is to affect later steps. Lower is more likely.
+        """Return how likely each variable is to affect later steps, as a number. Lower numbers are more likely.
 
         Metrics that a loop accumulates are probably only displayed. If no other code reads a metric, it can't affect a
         step.

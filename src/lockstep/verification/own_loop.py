@@ -242,7 +242,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[StrategyCh
     """Stop the last matching placement after a step, resume on a different placement, and compare the steps."""
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
-    # Several ranks agree to stop while the next step is running, so they can't stop after the first step.
+    # Several ranks agree to stop while the next step is running. Therefore, a stop after the first step is impossible.
     stop_step = Random(seed).randint(min(count, 2), last)
     candidates = [placement for placement in agreeing if placement[1] != count]
     carrier, size = candidates[0] if candidates else ("single", 1)
@@ -367,7 +367,7 @@ class _Loop:
         stop: int | None = None,
         resumes: str | None = None,
     ) -> tuple[int, str]:
-        """Run the function. Return the exit code, and the error message if it failed.
+        """Run the function. Return the exit code, and the error message if the function failed.
 
         `hashes` is a hash seed for Python. It defaults to the seed of this process. With `witness`, the processes
         record the values that the function reads and keeps. If `stop` is set, the run is saved and stopped after this
@@ -416,7 +416,7 @@ class _Loop:
     def witnessed(
         self, strategy: StrategyChoice, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
-        """Run the function again. Return the values that it reads, the state that it keeps, and its model's traits.
+        """Run the function again. Return the values it reads, the state it keeps, and its model's traits.
 
         The values that it reads exclude its batches, and are given with their lines. The traits are parts of the model
         that may depend on the strategy.

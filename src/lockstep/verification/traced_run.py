@@ -56,8 +56,8 @@ FACTS: Final = "facts.json"
 class TraceJob:
     """The job of a case. `numbers` are the numbers of the steps that it runs, in order.
 
-    The case starts at position `first` in `numbers`. If `resume` is set, it starts from this checkpoint. If
-    `save_after` is set, it saves a checkpoint after this number of its steps.
+    The case starts at position `first` in `numbers`. If `resume` is set, the case starts from this checkpoint.
+    If `save_after` is set, the case saves a checkpoint after this number of its steps.
     """
 
     resolved: Resolved
@@ -124,7 +124,7 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """A rank of a case. The training loop calls it like an engine, and it records the results of its engine."""
+    """A rank of a case. The training loop calls this object like an engine. It records the engine's results."""
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job

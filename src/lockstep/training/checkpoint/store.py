@@ -307,8 +307,8 @@ def step_of(path: Path) -> int | None:
 def weights_sha256(model: NamedTensors) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of all tensors of a model, in the order of their names.
 
-    It doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, it covers the
-    local shards of this rank.
+    The hash doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, the
+    hash covers the local shards of this rank.
     """
     digest = hashlib.sha256()
     for name in sorted(model):
@@ -366,7 +366,7 @@ def find_surplus(folder: Path, keep: int) -> list[Path]:
 
     These are the leftovers of killed saves, and all checkpoints except the newest `keep` and those that `latest` and
     `best` point to. The caller must hold the lock of the run. If there are checkpoints to remove, the newest checkpoint
-    is verified first. If it is damaged, raises TrainingError, because an older checkpoint is needed then.
+    is verified first. If the newest checkpoint is damaged, raises TrainingError, because a run needs an older one.
     """
     unneeded = _removable_checkpoints(folder, keep)
     if unneeded:
@@ -385,7 +385,8 @@ def size(path: Path) -> int:
 def remove(path: Path) -> None:
     """Remove a checkpoint or a leftover of a killed save. The next save removes anything that couldn't be removed."""
     if _STEP.fullmatch(path.name):
-        # Rename it first, so that a kill during the removal doesn't leave a partial checkpoint under a valid name.
+        # Rename the folder first, so that a kill during the removal doesn't leave a partial checkpoint under a valid
+        # name.
         hidden_path = _hidden_path(path, "tmp")
         os.rename(path, hidden_path)
         path = hidden_path
