@@ -31,7 +31,7 @@ class Resources:
     cpus_per_task: int = 0
 
     def processes_per_node(self, requested: int | None) -> int:
-        """Return `requested`, the number of processes per host. It defaults to one per GPU, or to one."""
+        """Return the number of processes per host: `requested`, or else one per requested GPU, or else one."""
         gpu_count = self.gpus_per_node.rpartition(":")[2]
         return requested or (int(gpu_count) if gpu_count.isdecimal() else 0) or 1
 

@@ -26,7 +26,7 @@ def claim(loaded: Loaded) -> Claim:
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
-    # Load the checkpoint before creating the run folder, so that an invalid path creates no folder.
+    # The checkpoint must be loaded before the run folder is created.
     checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else new_run_folder(loaded)
     return claim_folder(folder, lambda: completion_notice(loaded), lambda: _find_start(loaded, folder, checkpoint, key))

@@ -111,9 +111,8 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
-    dtypes = {
-        name: tensors.get(name, tensor).dtype for name, tensor in expected.items()
-    }  # compare no dtypes, because averaged weights may have a wider dtype
+    # Compare no dtypes, because averaged weights may have a wider dtype.
+    dtypes = {name: tensors.get(name, tensor).dtype for name, tensor in expected.items()}
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
     _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
 
