@@ -26,11 +26,11 @@ class Detection:
 ORDER: Final = (
     local.LAUNCHER,
     node.LAUNCHER,
-    torchrun.LAUNCHER,  # srun and mpirun may start it once per host
-    environment.LAUNCHER,  # a script sets them from the variables of its launcher
-    horovodrun.LAUNCHER,  # with MPI, it sets no rank, so mpirun is detected
-    openmpi.LAUNCHER,  # in a Slurm job, it starts its daemons with srun
-    mpich.LAUNCHER,  # also starts daemons with srun, so SLURM_PROCID belongs to the daemon
+    torchrun.LAUNCHER,  # srun and mpirun may start torchrun once per host
+    environment.LAUNCHER,  # a script may set RANK and WORLD_SIZE from the variables of its launcher
+    horovodrun.LAUNCHER,  # with MPI, horovodrun sets no rank, so mpirun is detected
+    openmpi.LAUNCHER,  # in a Slurm job, mpirun starts its daemons with srun
+    mpich.LAUNCHER,  # Hydra also starts its daemons with srun, so SLURM_PROCID belongs to the daemon
     slurm.LAUNCHER,
     ssh.LAUNCHER,
 )

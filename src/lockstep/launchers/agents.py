@@ -6,9 +6,11 @@ from lockstep.errors import UsageError
 from lockstep.launchers.job import Job
 
 # If ranks share the store of the agents and rank 0 moves to a different host, the agents continue to pass the old
-# address (pytorch#182375 only fixed the opposite case). With this setting, rank 0 opens a new store at each start.
+# address (pytorch#182375 only fixed the opposite case). With this setting, rank 0 opens a new store whenever the agents
+# start the ranks.
 OWN_STORE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-_LAST_CALL_S: Final = 5  # time to wait for more hosts once there are enough; torch waits 30 s at each start
+# Time to wait for more hosts once there are enough hosts; torch waits 30 s before each start of the ranks.
+_LAST_CALL_S: Final = 5
 _SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torch's defaults, and the warning signal of batch systems
 
 

@@ -23,14 +23,16 @@ class Launcher:
     - `command`: Returns the command line that starts the job.
     - `commands`: Returns several command lines that start the job together, by host or rank. Like `command`, it raises
       UsageError if the launcher can't start the job.
-    - `starts_all`: Whether a single `lockstep launch` starts all ranks of the job. If so, it generates the secret and
-      the rendezvous ID of the job. Otherwise, you must pass these values, which must be the same on all hosts.
+    - `starts_all`: Whether a single `lockstep launch` starts all ranks of the job. If so, this command generates the
+      secret and the rendezvous ID of the job. Otherwise, you must pass these values, which must be the same on all
+      hosts.
     - `unused_port`: Returns the reason why the launcher doesn't use --port, or "" if it does.
-    - `elastic`: Whether it starts torchrun agents, and therefore accepts --rendezvous, --endpoint, --id, --restarts and
-      MIN:MAX hosts.
-    - `resources`: Whether it accepts --partition, --account, --gpus-per-node and --cpus-per-task.
-    - `signed`: Whether its rendezvous can be reached from outside the job, so that its ranks need a secret.
-    - `followed`: Whether its tasks exit when the process that `lockstep launch` became exits (follow_parent.py).
+    - `elastic`: Whether the launcher starts torchrun agents, and therefore accepts --rendezvous, --endpoint, --id,
+      --restarts and MIN:MAX hosts.
+    - `resources`: Whether the launcher accepts --partition, --account, --gpus-per-node and --cpus-per-task.
+    - `signed`: Whether processes outside the job can reach the rendezvous, so that the ranks need a secret.
+    - `followed`: Whether the launched tasks exit when the launcher process exits. `lockstep launch` replaces itself
+      with that process (follow_parent.py).
     """
 
     name: str

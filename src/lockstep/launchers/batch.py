@@ -22,7 +22,7 @@ _TIME: Final = re.compile(r"(?:(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+
 
 @dataclass(frozen=True)
 class Batch:
-    """A job for the Slurm queue. It trains in the run folder `run`.
+    """A training job for the Slurm queue. `run` is its run folder.
 
     The options of `job` are passed to sbatch. Relative paths are relative to `folder`. `time` is the time limit in
     Slurm's format, or empty for the default of the partition. Ranks receive a warning signal `warn_before_s` seconds
@@ -71,8 +71,8 @@ def check_batch(batch: Batch) -> Batch:
 
 
 def script(batch: Batch) -> str:
-    """Return the bash script of a batch job. Its comments help people who find it in the run folder."""
-    # A job step inherits the resources of the job.
+    """Return the bash script of a batch job. Its comments explain the script to users who find it in the run folder."""
+    # A job step inherits the resources of the job, so srun must not request them again.
     call = shlex.join(command(replace(batch.job, options=(), resources=Resources())))
     words = {"quote": shlex.quote, "join": shlex.join, "call": call, "secret": SECRET}
     return template(_SCRIPT).render(batch=batch, job=batch.job, **words)
@@ -86,7 +86,7 @@ def submit(file: Path) -> int:
         raise LockstepError(
             f"sbatch failed with exit code {result.returncode}, and the job was not submitted; it printed:\n{printed}"
         )
-    job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # it may be followed by a cluster name
+    job_id = result.stdout.strip().rpartition("\n")[2].partition(";")[0]  # the job ID may be followed by a cluster name
     if not job_id.isdecimal():
         raise LockstepError(f"sbatch: expected a job ID, got {result.stdout!r}; look for the job in squeue --me")
     return int(job_id)
@@ -95,7 +95,7 @@ def submit(file: Path) -> int:
 def queue_states(jobs: Collection[int]) -> tuple[Mapping[int, tuple[str, str]] | None, str]:
     """Return the state and reason of each job that Slurm knows, and a warning or an empty string.
 
-    The states are None if there are no jobs, if squeue isn't installed, or if it fails. In case of a failure, the
+    The states are None if there are no jobs, if squeue isn't installed, or if squeue fails. In case of a failure, the
     warning contains the reason.
     """
     if not jobs or shutil.which("squeue") is None:

@@ -33,16 +33,16 @@ def run_on_hosts(
 ) -> Ended:
     """Run `commands`, keyed by host or rank, until all of them have exited. Return the first failure, if any.
 
-    The stdin of a command stays open while the command should run. Closing stdin asks the command to end. This happens
-    if a different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully, the other
-    commands have time to finish. A command that takes longer than `stop_s`, or that is still running at a second
-    SIGINT, is killed.
+    The stdin of a command stays open while the command should run. Closing stdin asks the command to end. stdin is
+    closed if a different command fails, and on SIGINT, SIGTERM, SIGHUP and SIGUSR1. If a command exits successfully,
+    the other commands have time to finish. A command that takes longer than `stop_s`, or that is still running at a
+    second SIGINT, is killed.
 
     If `secret` is set, it is the first line of each command's stdin. Commands that run without ssh (`is_local`) receive
     signals directly, and the sender of the signal decides how long they may take.
 
     If `required` is set, a failed command doesn't end the other commands as long as at least `required` commands are
-    running or have succeeded. If they succeed, the failure isn't returned.
+    running or have succeeded. If these commands succeed, the failure isn't returned.
     """
     required = len(commands) if required is None else required
     events: SimpleQueue[Ended | signal.Signals] = SimpleQueue()
@@ -86,7 +86,7 @@ def run_on_hosts(
 
 
 def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal.Signals]) -> subprocess.Popen[bytes]:
-    # In a separate process group, the command doesn't receive Ctrl-C, so that it has time to save.
+    # In a separate process group, the command doesn't receive Ctrl-C, so that the run has time to save.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
 
     def wait() -> None:
@@ -99,7 +99,7 @@ def _start(host: str, command: Sequence[str], events: SimpleQueue[Ended | signal
 
 def _send_secret(process: subprocess.Popen[bytes], secret: str) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # the command has exited, which is reported elsewhere
+    with suppress(BrokenPipeError):  # the command has exited, which its `Ended` event reports
         process.stdin.write(os.fsencode(f"{secret}\n"))
         process.stdin.flush()
 
@@ -143,7 +143,7 @@ def _kill(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def _signals_to(events: SimpleQueue[Ended | signal.Signals]) -> Iterator[None]:
     """Put termination signals into the queue while the block runs."""
-    # SIGHUP is left alone if it is ignored, as under nohup.
+    # If SIGHUP is ignored, as under nohup, keep ignoring it.
     signal_numbers = [
         signal_number
         for signal_number in _STOP_SIGNALS

@@ -17,7 +17,7 @@ RESTARTS: Final = 10  # number of restarts after failures, if the job restarts a
 _GPUS: Final = re.compile(r"([A-Za-z0-9_.-]+:)?[1-9][0-9]*|")
 _TRAINING: Final = ("train", "eval")  # commands that accept placement.processes
 _PROCESSES: Final = "placement.processes"
-_PYTHON: Final = ("python", "python3")  # both mean the Python interpreter of the job
+_PYTHON: Final = ("python", "python3")  # both names mean the Python interpreter of the job
 _OTHER_PYTHON: Final = re.compile(r".*/python[0-9.]*|python[0-9.]+")  # a path, or a name with a version
 
 
@@ -31,7 +31,7 @@ class Resources:
     cpus_per_task: int = 0
 
     def processes_per_node(self, requested: int | None) -> int:
-        """Return the number of processes per host. It is `requested` if set, or else one per GPU, or else one."""
+        """Return the number of processes per host: `requested`, or else one per requested GPU, or else one."""
         gpu_count = self.gpus_per_node.rpartition(":")[2]
         return requested or (int(gpu_count) if gpu_count.isdecimal() else 0) or 1
 

@@ -8,7 +8,7 @@ from lockstep.launchers.base import Launcher
 from lockstep.launchers.variables import rank_info
 
 VARIABLES: Final = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MASTER_ADDR", "MASTER_PORT")
-PORT: Final = 29_500  # torch's default, because Hydra doesn't pass a job ID to its processes
+PORT: Final = 29_500  # torch's default port, because Hydra passes no job ID from which a port could be derived
 _MISSING_ADVICE: Final = "mpiexec of MPICH and Intel MPI sets it in each process"
 _ADVICE: Final = "mpiexec does not provide the host of rank 0: mpiexec -genv MASTER_ADDR HOST ..."
 

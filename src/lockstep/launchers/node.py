@@ -68,7 +68,7 @@ PLATFORMS: Final = (
 
 
 def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -> Job:
-    """Return the job for this node, using the variables in `env`. Raises UsageError if they are missing or invalid."""
+    """Return the job for this node, using the variables in `env`. Raises UsageError if any is missing or invalid."""
     platform = next((entry for entry in PLATFORMS if entry.rank in env and entry.nodes in env), None)
     if platform is None:
         known_names = "; ".join(f"{entry.name}: {entry.rank} and {entry.nodes}" for entry in PLATFORMS)
@@ -84,7 +84,7 @@ def node_job(job: Job, env: Mapping[str, str], processes_per_node: int | None) -
             f"nodes from 0"
         )
     rank %= nodes
-    # The first node may not know its own address. If it is the only node, no other node needs the address.
+    # The first node may not know its own address. In a job with a single node, no other node needs the address.
     addresses = env.get(platform.first, "").split() or ([socket.gethostname()] if rank == 0 else [])
     if not addresses:
         raise UsageError(f"--on node: {platform.first} is not set, so node {rank} cannot find the first node; set it")

@@ -25,12 +25,13 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def command(job: Job) -> list[str]:
-    """Return the command line of mpirun. Without host names, it runs on this host or on the hosts of a batch system."""
+    """Return the command line of mpirun. Without host names, mpirun uses this host or the hosts of a batch system."""
     per_node = job.processes_per_node
     hosts = job.hosts or (("localhost",) if job.nodes == 1 else ())
     host_words = ["--host", ",".join(f"{host}:{per_node}" for host in hosts)] if hosts else []
     address = ["-x", f"MASTER_ADDR={job.hosts[0]}", "-x", f"MASTER_PORT={job.port}"] if len(job.hosts) > 1 else []
-    secret = ["-x", SECRET] if job.signed else []  # passed as an environment variable, not on the command line
+    # Passed as an environment variable, because other users can read command lines.
+    secret = ["-x", SECRET] if job.signed else []
     # mpirun doesn't forward the environment to other hosts. `lockstep` commands set the hash seed themselves, but
     # scripts don't.
     hashes = ["-x", VARIABLE] if job.is_script and len(job.hosts) > 1 else []

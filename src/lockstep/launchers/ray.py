@@ -48,7 +48,7 @@ def rank_info(worker: Worker, env: Mapping[str, str]) -> RankInfo:
 
 
 def preempted() -> bool:
-    """Return whether a node of this run will be preempted soon. All workers must call it, and they are synchronized."""
+    """Return whether a node of this run will be preempted soon. All workers must call it, which synchronizes them."""
     return sys.modules["ray.train"].get_preemption_info() is not None
 
 
@@ -58,7 +58,7 @@ def run_folder(worker: Worker, folder: str) -> str:
         return folder
     try:
         storage = worker.get_storage()
-    except NotImplementedError:  # with num_workers=0, there are no workers, and this is the driver
+    except NotImplementedError:  # with num_workers=0, there are no workers, and this process is the driver
         return folder
     if (kind := storage.storage_filesystem.type_name) != "local":
         raise UsageError(

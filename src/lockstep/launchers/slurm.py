@@ -28,8 +28,9 @@ _MISSING_ADVICE: Final = "srun sets it in each task; start lockstep directly wit
 def detect(env: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of this process if it is a task of a Slurm job step, or else None.
 
-    The variables of a job aren't sufficient, because batch scripts and shells have them too, and batch scripts even
-    have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were no launcher.
+    The variables of a job aren't sufficient, because batch scripts and shells also have these variables, and batch
+    scripts even have SLURM_PROCID=0. A step with a single task, such as `srun --pty bash`, is treated as if there were
+    no launcher.
     """
     if not _is_one_of_several_tasks(env):
         return None
@@ -60,8 +61,8 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
 def warning(env: Mapping[str, str], processes: int | str = 1) -> str:
     """Return a warning if no launcher started this process in a job with several tasks, or else an empty string.
 
-    `processes` is the number of processes that Lockstep starts on this host. If it is the number of tasks and all tasks
-    are on this host, there is no warning.
+    `processes` is the number of processes that Lockstep starts on this host. If it equals the number of tasks and all
+    tasks are on this host, there is no warning.
     """
     tasks, nodes = env.get("SLURM_NTASKS", ""), env.get("SLURM_JOB_NUM_NODES", "1")
     if not env.get("SLURM_JOB_ID") or not tasks.isdecimal() or int(tasks) < 2:
@@ -96,7 +97,8 @@ def node_address(text: str) -> str:
 
 
 def _show_node(name: str) -> str:
-    with suppress(OSError, subprocess.TimeoutExpired):  # scontrol isn't installed, or Slurm doesn't respond
+    # Raised if scontrol isn't installed, or if Slurm doesn't respond.
+    with suppress(OSError, subprocess.TimeoutExpired):
         command = ["scontrol", "show", "node", name]
         return subprocess.run(command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False).stdout
     return ""
@@ -154,6 +156,6 @@ def _check_consistency(
 
 
 def _rank_0_is_on_first_host(env: Mapping[str, str], rank: int, node: int, nodes: int) -> bool:
-    """Return whether rank 0 is on the first host. It is, unless the task distribution is arbitrary."""
+    """Return whether rank 0 is on the first host. This is the case unless the task distribution is arbitrary."""
     arbitrary = env.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
     return nodes == 1 or not (arbitrary or (rank == 0 and node))

@@ -22,7 +22,8 @@ def commands(job: Job) -> dict[str, list[str]]:
 
 
 def _ssh_command(job: Job) -> list[str]:
-    # Detects an unreachable host within 45 s. Never asks for a password, because there may be no terminal.
+    # With these options, ssh detects an unreachable host within 45 s. It never asks for a password, because there may
+    # be no terminal.
     ssh_options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3"]
     # Check that the host can be resolved. Otherwise, torchrun would retry for minutes.
     resolve_check = [] if job.standalone else [RESOLVE_FLAG, job.rendezvous_host]

@@ -24,14 +24,14 @@ def detect(env: Mapping[str, str]) -> RankInfo | None:
     return replace(environment.from_variables(env, "torchrun"), hosted=env.get(_AGENT_LISTENS) == "True")
 
 
-def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
-    """Raise UsageError if torchrun started with fewer hosts than its command line `agent` requests.
+def check_hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise UsageError if torchrun started with fewer hosts than its command line `agent_argv` requests.
 
     An agent whose clock is ahead considers the other agents dead as soon as they join, and starts alone. Agents tell
     their workers the actual number of agents. The requested number is only on the command line (--nnodes, which
     defaults to 1).
     """
-    (fewest, _), hosts = _hosts(agent, env), int(env.get("GROUP_WORLD_SIZE", "1"))
+    (fewest, _), hosts = _hosts(agent_argv, env), int(env.get("GROUP_WORLD_SIZE", "1"))
     if hosts < fewest:
         raise UsageError(
             f"torchrun: --nnodes requests {fewest} hosts, but torchrun started with {hosts} "
@@ -40,10 +40,10 @@ def check_hosts(agent: Sequence[str], env: Mapping[str, str]) -> None:
         )
 
 
-def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
+def check_restarts(agent_argv: Sequence[str], env: Mapping[str, str], folder: str | None) -> None:
     """Raise UsageError if torchrun may restart a training run, but there is no run `folder` to resume from."""
     restarts = env.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    fewest, most = _hosts(agent, env)
+    fewest, most = _hosts(agent_argv, env)
     if not folder and (restarts != "0" or fewest < most):
         option = f"--nnodes={fewest}:{most}" if fewest < most else f"--max-restarts={restarts}"
         raise UsageError(
@@ -52,9 +52,9 @@ def check_restarts(agent: Sequence[str], env: Mapping[str, str], folder: str | N
         )
 
 
-def check_leaving(agent: Sequence[str], env: Mapping[str, str]) -> None:
+def check_leaving(agent_argv: Sequence[str], env: Mapping[str, str]) -> None:
     """Raise UsageError if no host can leave the job, or if the remaining hosts can't restart without it."""
-    fewest, most = _hosts(agent, env)
+    fewest, most = _hosts(agent_argv, env)
     if env.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or fewest == most:
         raise UsageError(
             "placement.on_corruption: go_on requires a torchrun that restarts and in which a host can leave; pass "
@@ -67,9 +67,9 @@ def leave() -> None:
     os.kill(os.getppid(), signal.SIGTERM)
 
 
-def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
+def warning(agent_argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a warning if the environment of an elastic torchrun isn't suitable, or else an empty string."""
-    fewest, most = _hosts(agent, env)
+    fewest, most = _hosts(agent_argv, env)
     if fewest == most or env.get(_AGENT_LISTENS) != "True":
         return ""
     return (
@@ -78,10 +78,10 @@ def warning(agent: Sequence[str], env: Mapping[str, str]) -> str:
     )
 
 
-def _hosts(agent: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
+def _hosts(agent_argv: Sequence[str], env: Mapping[str, str]) -> tuple[int, int]:
     """Return the minimum and maximum number of hosts that torchrun was asked for."""
     values = [env.get("PET_NNODES", "")]
-    for word, next_word in zip(agent, [*agent[1:], ""], strict=True):
+    for word, next_word in zip(agent_argv, [*agent_argv[1:], ""], strict=True):
         option, _, value = word.partition("=")
         if option == "--nnodes":
             values.append(value or next_word)

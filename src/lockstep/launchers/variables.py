@@ -10,7 +10,7 @@ Parsed = TypeVar("Parsed")
 
 PLACE: Final = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")  # suffixes of the variable names of a launcher
 MASTER: Final = ("MASTER_ADDR", "MASTER_PORT")
-FIRST_PORT: Final = 20_000  # below the ephemeral ports, which start at 32768 on Linux
+FIRST_PORT: Final = 20_000  # all ports must be below the ephemeral ports, which start at 32768 on Linux
 PORTS: Final = 8_999  # number of ports; a prime, so that job IDs with any stride spread over all ports
 
 
@@ -36,7 +36,7 @@ class Variables:
         return 0
 
     def parse(self, name: str, parse: Callable[[str], tuple[Parsed, ...]]) -> tuple[Parsed, ...]:
-        """Return the result of `parse` for a variable. If it raises ValueError, record a problem and return ()."""
+        """Return the result of `parse` for a variable. If `parse` raises ValueError, record a problem and return ()."""
         text = self._env.get(name)
         if text is None:
             self.problems.append(f"{name} is not set; {self._missing}")
@@ -92,5 +92,5 @@ def check_range(variables: Variables, rank_name: str, rank: int, size_name: str,
 
 
 def port_of(number: int) -> int:
-    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Different jobs rarely do."""
+    """Map a job ID to a port from 20000 to 28998. All ranks of a job get the same port. Jobs rarely share a port."""
     return FIRST_PORT + number % PORTS

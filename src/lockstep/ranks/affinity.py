@@ -25,14 +25,14 @@ _SIBLINGS: Final = "devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
-    """Bind this process to cores. Return the cores of each rank and the reason as text. All ranks call it.
+    """Bind this process to cores. Return the cores of each rank, and the reason for them, as text. All ranks call it.
 
     If the device isn't a GPU, this is a no-op.
     """
     if not world.on_gpu:
         return []
     seat = seat_of(world.host, pci_address(world.device), frozenset(os.sched_getaffinity(0)), sysfs)
-    seats = [_read(text) for text in world.all_gather_text(_to_json(seat))]
+    seats = [_parse_seat(text) for text in world.all_gather_text(_to_json(seat))]
     binding = choose_cores(world.rank, seats, siblings(seat.usable, sysfs), threads)
     if binding.cores != seat.usable:
         _bind_threads(binding.cores)
@@ -42,7 +42,7 @@ def bind(world: World, threads: int, sysfs: Path = _SYSFS) -> list[str]:
 def pci_address(device: torch.device) -> str:
     """Return the PCI address of the GPU in the format of sysfs, such as 0000:9d:00.0."""
     properties = torch.cuda.get_device_properties(device)
-    # untyped in torch
+    # torch has no type annotations for these properties.
     domain, bus, number = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id  # type: ignore[attr-defined]
     return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
@@ -75,7 +75,7 @@ def _to_json(seat: Seat) -> str:
     return json.dumps([seat.host, format_cores(seat.near), format_cores(seat.usable), seat.limited])
 
 
-def _read(text: str) -> Seat:
+def _parse_seat(text: str) -> Seat:
     host, near, usable, limited = plainfile.parse_json(text)
     return Seat(host, parse(near), parse(usable), limited)
 
@@ -85,5 +85,6 @@ def _bind_threads(cores: Cores) -> None:
     affinity = os.sched_getaffinity(0)
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # the thread has ended
-            if os.sched_getaffinity(thread) == affinity:  # a library such as NCCL bound the other threads
+            # A thread with a different affinity was bound by a library such as NCCL.
+            if os.sched_getaffinity(thread) == affinity:
                 os.sched_setaffinity(thread, cores)

@@ -43,9 +43,9 @@ def membership(
 
 
 def refuse(info: RankInfo, address: str, error: LockstepError) -> NoReturn:
-    """End this rank because of an error that it found before it joined the other ranks.
+    """End this rank because of an error that it found before joining the other ranks.
 
-    If the other ranks join soon, the error is reported to them. If all ranks found the same error, it is printed once.
+    If the other ranks join soon, the error is reported to these ranks. An error that all ranks found is printed once.
     """
     rendezvous = Rendezvous(info, TIMING.refuse_s, _end)
     try:

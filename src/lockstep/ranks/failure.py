@@ -1,4 +1,4 @@
-"""The record of a rank's failure, as it is sent to the other ranks and the launcher and shown to the user."""
+"""The record of a rank's failure, which is sent to the other ranks and the launcher, and shown to the user."""
 
 import json
 import time
@@ -58,7 +58,7 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """The message as a single line, for use if the full message is printed elsewhere."""
+        """The message as a single line, for use if another rank prints the full message."""
         return with_rank(self.rank, self.size, self.host, self.first_line)
 
     @property
@@ -96,13 +96,14 @@ def parse_failure(value: Any) -> Failure:
 def failure_of(error: BaseException, info: RankInfo, rank_log: RankLog) -> Failure:
     """Return the failure that describes an exception.
 
-    If a peer was lost or a system limit was reached, the traceback is only written to the log.
+    If another rank was lost or a system limit was reached, the traceback is only written to the log.
     """
     known_error = too_many_files(error) or lost_loader_process(error) or find_peer_error(error)
     if known_error is not None:
         rank_log.note("".join(traceback.format_exception(error)))
         error = known_error
-    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"  # of torch, for a device
+    # torch raises OutOfMemoryError for device memory.
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     error = own_error(error) or error
     secondary = isinstance(error, PeerLostError | PeerFailedError)
     code = error.exit_code if isinstance(error, LockstepError) else EXIT_FAILED
@@ -127,4 +128,4 @@ class PeerFailedError(TrainingError):
 
 @final
 class RanksDifferError(UsageError):
-    """The ranks of a run were started with different settings. All ranks raise it with the same text."""
+    """The ranks of a run were started with different settings. All ranks raise this error with the same text."""

@@ -1,4 +1,4 @@
-"""Access to torch's flight recorder of collectives, if this version of torch has it and it is enabled."""
+"""Access to torch's Flight Recorder of collectives, if this version of torch provides it and it isn't disabled."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ from lockstep.common import plainfile
 
 
 def write(path: Path, nccl: bool) -> bool:
-    """Write the flight record of this rank as JSON to `path`. Return whether a record exists.
+    """Write the Flight Recorder dump of this rank as JSON to `path`. Return whether a record exists.
 
-    The record is from NCCL, or from gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
+    The dump is from NCCL, or from gloo if `nccl` is False. It contains sizes, dtypes, sequence numbers and states,
     but no stacks. To disable recording in torch, set TORCH_FR_BUFFER_SIZE=0.
     """
     try:

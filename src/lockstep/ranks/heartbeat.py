@@ -13,8 +13,8 @@ with the world size.
 3. It reads the first failure. A rank that fails writes the reason to the store.
 
 The second thread ends the process if a watched rank is lost, if the store no longer responds, or if the main thread
-doesn't react to a failure. Each rank measures timeouts by counting its own checks. Clocks are never compared across
-hosts, so a job can be suspended and resumed as a whole.
+doesn't react to a failure. Each rank measures timeouts by counting its own polls of the store. Clocks are never
+compared across hosts, so a job can be suspended and resumed as a whole.
 
 A rank can also miss heartbeats because other code is holding the GIL. On the same machine, Lockstep therefore asks the
 kernel for the state of a silent process, and keeps waiting while the process is running. If the process no longer
@@ -41,9 +41,10 @@ _CHILDREN: Final = 64
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat. If it is the last heartbeat of a rank, it is all that the other ranks know about the rank.
+    """A heartbeat. After a rank is lost, its last heartbeat is all that the other ranks know about it.
 
-    `look` counts the checks of the rank. `left` marks the final heartbeat after the rank has completed its work.
+    `look` is the number of polls of the store by the rank. `left` marks the final heartbeat after the rank has
+    completed its work.
     """
 
     look: int
@@ -84,8 +85,8 @@ class Heartbeat:
         self._watched = watched(rank, size)
         self._beats: dict[int, Beat] = {}  # last received heartbeat by rank
         self._killed = oom.KillDetector(round(rendezvous.timing.memory_s / self._beat_s))
-        self._looks = 0  # number of checks of the store
-        self._silent = dict.fromkeys(self._watched, 0)  # number of checks since the last new heartbeat, by rank
+        self._looks = 0  # number of polls of the store
+        self._silent = dict.fromkeys(self._watched, 0)  # number of polls since the last new heartbeat, by rank
         self._failed: Failure | None = None
         self._over = threading.Event()
         self._threads = [threading.Thread(target=target, daemon=True) for target in (self._beat, self._check)]
@@ -101,7 +102,7 @@ class Heartbeat:
             if thread.is_alive():
                 thread.join(self._beat_s)  # a thread that waits for a store that no longer exists may never end
         if self._rendezvous.store and kind is None:
-            with suppress(RuntimeError):  # raised if rank 0 has already left
+            with suppress(RuntimeError):  # raised if rank 0 has already left and closed the store
                 self._rendezvous.store.set(_key(self._rendezvous.info.rank), asdict(Beat(self._looks + 1, left=True)))
 
     def cause(self) -> Failure | None:
@@ -111,14 +112,14 @@ class Heartbeat:
             peers = [peer for peer in range(self._rendezvous.info.size) if peer != self._rendezvous.info.rank]
             self._silent = {**dict.fromkeys(peers, 0), **self._silent}
             self._watched = peers
-        looks, deadline = self._looks, time.monotonic() + (self._missed + extra_beats) * self._beat_s
+        first_poll, deadline = self._looks, time.monotonic() + (self._missed + extra_beats) * self._beat_s
         while self._failed is None and time.monotonic() < deadline:
             time.sleep(self._beat_s / 5)
             if lost := self._lost_ranks(self._missed):
                 return self._failure_of(lost)
         if self._failed:
             return replace(self._failed, secondary=True)
-        return None if self._looks - looks >= self._missed else self._store_failure(self._missed)
+        return None if self._looks - first_poll >= self._missed else self._make_store_failure(self._missed)
 
     def _beat(self) -> None:
         """Send heartbeats, read the heartbeats of watched ranks, and check for failures, until the block ends."""
@@ -153,24 +154,24 @@ class Heartbeat:
 
     def _check(self) -> None:
         """End this process if a rank failed or is lost, or if the store no longer responds."""
-        last_looks = stuck_beats = beats_since_failure = 0
+        last_polls = stuck_beats = beats_since_failure = 0
         while not self._over.wait(self._beat_s):
-            stuck_beats = 0 if self._looks != last_looks else stuck_beats + 1
-            last_looks = self._looks
+            stuck_beats = 0 if self._looks != last_polls else stuck_beats + 1
+            last_polls = self._looks
             if self._failed:
                 beats_since_failure += 1
                 if beats_since_failure >= self._rendezvous.timing.notice_s / self._beat_s:
                     self._rendezvous.end(replace(self._failed, secondary=True))
             elif stuck_beats >= self._lost_looks:
-                self._rendezvous.end(self._store_failure(stuck_beats))
+                self._rendezvous.end(self._make_store_failure(stuck_beats))
             elif lost_ranks := self._lost_ranks(self._lost_looks):
                 self._rendezvous.end(self._failure_of(lost_ranks))
 
-    def _lost_ranks(self, looks: int) -> list[int]:
-        """Return the silent ranks that are lost: their process is gone, or in an unknown state after `looks` checks."""
+    def _lost_ranks(self, num_polls: int) -> list[int]:
+        """Return the silent ranks whose process is gone, or is in an unknown state after `num_polls` polls."""
         silent = [rank for rank, missed in self._silent.items() if missed >= self._missed]
         states = {rank: process_state.state(self._last_beat(rank).process) for rank in silent}
-        overdue = {rank for rank in silent if self._silent[rank] >= looks}
+        overdue = {rank for rank in silent if self._silent[rank] >= num_polls}
         return [rank for rank in silent if states[rank] == "gone" or (states[rank] == "unknown" and rank in overdue)]
 
     def _last_beat(self, rank: int) -> Beat:
@@ -191,10 +192,10 @@ class Heartbeat:
         observation = f"no heartbeat for {self._silent[rank] * self._beat_s:.0f} s{status}"
         return self._loss_failure(ranks, observation, explanation, "host" if oom.KILLED in memory else "transient")
 
-    def _store_failure(self, looks: int) -> Failure:
-        """Return the failure to report if the store doesn't respond."""
+    def _make_store_failure(self, num_polls: int) -> Failure:
+        """Return the failure to report if the store hasn't responded for `num_polls` polls."""
         host = "torchrun's agent" if self._rendezvous.info.hosted else "rank 0, which hosts the rendezvous store,"
-        observation = f"{host} has not answered for {looks * self._beat_s:.0f} s"
+        observation = f"{host} has not answered for {num_polls * self._beat_s:.0f} s"
         return self._loss_failure([0], observation, "killed, stopped or disconnected")
 
     def _loss_failure(

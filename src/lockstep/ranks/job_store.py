@@ -1,17 +1,17 @@
 """The rendezvous store of a job: the keys that ranks write, and the conditions under which a value is trusted.
 
 A store that listens on a network accepts values from any process that can connect to it. If the job has a secret, each
-value is therefore signed together with its key, which contains the ID of the start. This means that nobody can forge a
-value, move it to a different key, or replay it from an earlier start. With or without a secret, values that are too
-long or don't have the expected format are rejected. Two kinds of values aren't signed: counters, which only show which
-rank came first, and the values that torch writes for its process groups.
+value is therefore signed together with its key, which contains the ID of this start of the run. This means that nobody
+can forge a value, move it to a different key, or replay it from an earlier start of the run. With or without a secret,
+values that are too long or don't have the expected format are rejected. Two kinds of values aren't signed: counters,
+which only show which rank came first, and the values that torch writes for its process groups.
 
 | key | value | written by |
 |---|---|---|
-| `lockstep start` | ID of the start, which prefixes all keys below | rank 0 |
+| `lockstep start` | ID of this start of the run, which prefixes all keys below | rank 0 |
 | `came R` | counter: number of processes that joined as rank R | each rank |
 | `here R` | world size and host of rank R | each rank |
-| `begin` | world size and all hosts | rank 0 |
+| `begin` | world size and the hosts of all ranks | rank 0 |
 | `compare N R` | facts of rank R in the Nth comparison | each rank |
 | `compare N count`, `compare N all` | counter of written facts; set with the last facts | each rank |
 | `compare N verdict`, `tell N 0` | the differences; the text of a broadcast | rank 0 |
@@ -19,12 +19,12 @@ rank came first, and the values that torch writes for its process groups.
 | `gather N count`, `gather N all` | counter of written values; set with the last value | each rank |
 | `failure` | the first failure | the rank that failed |
 | `beat R` | heartbeat of rank R | each rank |
-| `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth question; the state of rank R | each rank |
+| `stall N first`, `stall N asked`, `stall N answer R` | counter; the Nth state query; the state of rank R | each rank |
 | `left` | counter: number of ranks that no longer need the store | each rank |
 | `group ...` | addresses of gloo and NCCL | torch |
 
-A World also keeps a counter next to these addresses. It counts how often the ranks have completed work without a
-timeout, such as a save.
+A World also keeps a counter under the same prefix as these addresses. The counter is how often the ranks have completed
+work without a timeout, such as a save.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST: Final = 128 * 1024  # maximum length of a value in bytes
-LONGEST_FACTS: Final = 4 * 1024 * 1024  # maximum bytes of facts (tens of thousands of names); torch sends up to 8 MiB
+# Maximum length of facts in bytes (tens of thousands of names); torch sends up to 8 MiB.
+LONGEST_FACTS: Final = 4 * 1024 * 1024
 _UNSIGNED: Final = "-"
 _SAME_SECRET: Final = "set the same LOCKSTEP_JOB_SECRET on all ranks, or on none"
 ANOTHER_RUN: Final = "if another run uses the same rendezvous, choose a different port or file"

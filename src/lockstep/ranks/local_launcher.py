@@ -44,9 +44,9 @@ _DONE: Final = b"done "
 class End:
     """The end of a worker process, as seen by the agent at `time`, in seconds since 1970.
 
-    `code` has the same meaning as in subprocess: -N is death by signal N. `result` is the exit code that the worker
-    reported after completing its work. `failure` is the reason if the worker ended earlier. If the worker was killed or
-    called os._exit, both are None.
+    `code` has the same meaning as in subprocess: -N means that signal N killed the process. `result` is the exit code
+    that the worker reported after completing its work. `failure` is the reason if the worker ended earlier. If the
+    worker was killed or called os._exit, `result` and `failure` are None.
     """
 
     rank: int
@@ -70,7 +70,7 @@ def run_workers(
     failed: Callable[[Failure], None] | None = None,
     timing: Timing = TIMING,
 ) -> int:
-    """Run `worker` in the given number of processes, once all of them have joined. Return the exit code of the run.
+    """Run `worker` in the given number of processes, once all processes have joined. Return the exit code of the run.
 
     `logs` is the folder of the rank logs, if there are any. The message about a killed worker names it. `failed` is
     called with the failure that ended the run.
@@ -84,7 +84,8 @@ def run_workers(
     with ExitStack() as stack:
         received = stack.enter_context(_relay_signals(started))
         address = stack.enter_context(_unnamed_file())
-        stack.callback(started.end)  # before the file is closed: a worker that opens a missing file waits for it
+        # Ends the workers before the file is closed, because a worker that opens a missing file waits for it.
+        stack.callback(started.end)
         for rank in range(processes):
             started.start(rank, method, partial(_run_worker, worker, rank, processes, address, timeout_s, timing))
         ends = started.watch()
@@ -160,7 +161,7 @@ class _Workers:
     def watch(self) -> list[End]:
         """Wait until all workers have ended or the first failure is known. Return the ends of the workers.
 
-        If a worker only ended because it lost a peer, this waits up to `cause_s` for the worker that failed first.
+        If a worker only ended because it lost a peer, waits up to `cause_s` for the worker that failed first.
         """
         deadline = float("inf")
         while running := [worker for worker in self._workers if worker.end is None]:
@@ -235,9 +236,9 @@ def _end_of(rank: int, worker: _Process) -> End | None:
         while part := os.read(worker.pipe.fileno(), _PIPE):
             report += part
     end_time = time.time()
-    if report.startswith(_DONE):  # whatever happened to the process after its work
+    if report.startswith(_DONE):  # the work is complete, so a later crash of the process doesn't matter
         return End(rank, code, end_time, result=int(report.removeprefix(_DONE)))
-    with suppress(ValueError):  # raised if the worker was killed while writing the report
+    with suppress(ValueError):  # raised if the worker was killed while it wrote the report
         return End(rank, code, end_time, failure=from_json(report))
     return End(rank, code, end_time)
 
@@ -247,8 +248,8 @@ def _run_worker(
 ) -> None:
     """Run the worker in its process. The process ends with the agent, and gets no signals from the terminal."""
     die_with_parent()
-    # Ctrl-C is sent to the whole process group. In a separate process group, a worker receives the signal only once,
-    # from the agent.
+    # The terminal sends Ctrl-C to all processes in its process group. In a separate process group, a worker receives
+    # the signal only once, from the agent.
     os.setpgid(0, 0)
     for number in stopping():  # a forked process inherits the handlers of the agent
         signal.signal(number, signal.SIG_DFL)
@@ -264,7 +265,7 @@ def _run_worker(
 
 def _end(pipe: Connection, rendezvous: Rendezvous, failure: Failure) -> NoReturn:
     def report(rendezvous: Rendezvous, failure: Failure) -> None:
-        os.write(pipe.fileno(), failure.to_json().encode())  # comes first, because it needs no store
+        os.write(pipe.fileno(), failure.to_json().encode())  # write to the pipe first, because this needs no store
         rendezvous.fail(failure)
         sys.stdout.flush()
 
@@ -295,7 +296,7 @@ def _unnamed_file() -> Iterator[str]:
     """Yield the rendezvous address of an in-memory file. It can't be removed, and disappears when this process ends."""
     try:
         descriptor = os.memfd_create("lockstep")
-    except AttributeError:  # not Linux: a named file on disk
+    except AttributeError:  # other systems have no in-memory files, so use a named file on disk
         with TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as folder:
             yield f"file://{folder}/store"
         return

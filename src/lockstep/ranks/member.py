@@ -41,12 +41,12 @@ def end_process(rendezvous: Rendezvous, failure: Failure, report: Callable[[Rend
 
 
 def run_with_timeout(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None if it takes longer than `seconds`. Then it keeps running in a thread."""
+    """Return the result of `work`. If it takes longer than `seconds`, return None, and keep it running in a thread."""
     replies: list[T] = []
     worker = threading.Thread(target=lambda: replies.append(work()), daemon=True)
     try:
         worker.start()
-    except RuntimeError:  # the user has reached the thread limit
+    except RuntimeError:  # no thread can be started, because the user has reached the thread limit
         return work()
     worker.join(seconds)
     return replies[0] if replies else None

@@ -1,4 +1,4 @@
-"""Detects out-of-memory kills. A killed process can't report it, so other processes track its memory and count kills.
+"""Detects out-of-memory kills. A killed process can't report the kill, so other processes track memory and count kills.
 
 The values are read directly from Linux, because psutil doesn't provide the kill counter or, on Linux, the peak memory
 (VmHWM).
@@ -38,15 +38,15 @@ KILLED: Final = "out of memory: the kernel killed a process on this host"
 class KillDetector:
     """Counts recent out-of-memory kills on this host. Create it before the processes start.
 
-    The host may be shared, so older kills may be unrelated to this run. Call `look` at regular intervals while all
-    processes are healthy. Kills before the last `looks` calls are ignored.
+    The host may be shared with other jobs, so older kills may be unrelated to this run. Call `look` at regular
+    intervals while all processes are healthy. Kills before the last `looks` calls are ignored.
     """
 
     def __init__(self, looks: int) -> None:
         self._counts = deque([kills()], maxlen=looks)
 
     def look(self) -> None:
-        """Record that all processes are healthy, so that kills up to this point don't count later."""
+        """Record that all processes are healthy, so that earlier kills don't explain a later failure."""
         self._counts.append(kills())
 
     def words(self, peak: int) -> str:

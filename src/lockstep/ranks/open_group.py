@@ -1,7 +1,7 @@
 """Support for a process group that the script has opened itself, for example after mp.spawn.
 
-The ranks rendezvous in the store of the group, which rank 0 of the script keeps open. If no launcher variables give the
-rank of a process, the process group does.
+The ranks rendezvous in the store of the group, which rank 0 of the script keeps open. If no launcher variables specify
+the rank of a process, Lockstep uses its rank in the process group.
 """
 
 import socket
@@ -57,7 +57,7 @@ def rank_in_open_group() -> RankInfo | None:
 def hosted_by_open_group(info: RankInfo) -> RankInfo:
     """Return `info`, with `hosted` set if an open process group already listens at the address of the rendezvous.
 
-    This is the case if a script passes the variables of its launcher to init_process_group, and then calls
+    A group already listens if a script passes the variables of its launcher to init_process_group, and then calls
     lockstep.join. Rank 0 can't listen on the same port again, so the ranks rendezvous in the store of the group.
     """
     if process_group() != (info.rank, info.size):
@@ -68,7 +68,7 @@ def hosted_by_open_group(info: RankInfo) -> RankInfo:
 
 
 def _stores() -> tuple[Any, Any]:
-    """Return the store of the open process group, and the store that is behind its prefixes."""
+    """Return the store of the open process group, and the underlying store without key prefixes."""
     store: Any = dist.distributed_c10d._get_default_store()
     base_store = store
     while isinstance(base_store, dist.PrefixStore):  # type: ignore[attr-defined]

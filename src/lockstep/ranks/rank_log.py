@@ -58,7 +58,7 @@ class RankLog:
         self.log = path
         if not faulthandler.is_enabled():
             faulthandler.enable(2)  # descriptor 2 itself, which may be redirected later
-        with suppress(OSError):  # _Log reports the error; a rejected start may have removed the folder
+        with suppress(OSError):  # _Log reports the error; a run that failed its checks may have removed the folder
             path.parent.mkdir(parents=True, exist_ok=True)
         with _Log(path) as log:
             redirection = _copy_output(log) if self._info.rank == 0 else _redirect_output(log)
@@ -96,7 +96,7 @@ class _UnfailingStream(io.TextIOBase, TextIO):
 
 @final
 class _Log(io.TextIOBase, TextIO):
-    """A log file opened for appending that never raises an error. If a write fails, `trouble` holds the reason.
+    """A log file, opened for appending. Writing never raises an error. If a write fails, `trouble` holds the reason.
 
     A thread may still write after the file is closed. By then, its descriptor number may belong to a different file.
     Therefore, writing is a no-op after `close`.
@@ -136,7 +136,7 @@ class _Log(io.TextIOBase, TextIO):
 
 @final
 class _Tee(io.TextIOBase):
-    """Writes to a stream and to a log. All other attributes are those of the stream."""
+    """Writes to a stream and to a log. All other attributes are delegated to the stream."""
 
     def __init__(self, stream: TextIO, log: _Log) -> None:
         self._stream = stream
@@ -152,7 +152,7 @@ class _Tee(io.TextIOBase):
     def isatty(self) -> bool:
         return self._stream.isatty()
 
-    def __getattr__(self, name: str) -> Any:  # for example buffer, which TextIOBase doesn't have
+    def __getattr__(self, name: str) -> Any:  # used for attributes that TextIOBase doesn't have, such as `buffer`
         return getattr(self._stream, name)
 
     def fileno(self) -> int:

@@ -1,14 +1,14 @@
-"""The rendezvous of the ranks of a start, which works without a process group.
+"""The rendezvous of the ranks when a run starts or restarts, which works without a process group.
 
-The ranks use a torch.distributed store. It is hosted by rank 0 or by torchrun's agent, or it is a shared file. The
-store may still contain keys of an earlier start, so a start has these phases:
+The ranks use a torch.distributed store, which rank 0 or torchrun's agent hosts, or which is a shared file. The
+store may still contain keys of an earlier start of the run. Therefore, the rendezvous has these phases:
 
-1. Rank 0 generates an ID for this start and writes it to the store. All keys of the start are prefixed with that ID.
+1. Rank 0 generates an ID for this start of the run and writes it to the store. All keys are prefixed with that ID.
 
 2. Each rank reads the ID and registers under it. If a process has already registered as this rank, the ID is stale, and
 the rank waits for the next ID. If rank 0 opened the store itself, no ID can be stale, so this is an error.
 
-3. Rank 0 waits until all ranks have registered, and then writes `begin`. No rank continues before that.
+3. Rank 0 waits until all ranks have registered, and then writes `begin`. No rank continues before `begin` is written.
 
 See ranks/job_store.py for a list of all keys.
 """
@@ -58,7 +58,7 @@ _LEFT: Final = "left"
 @final
 @dataclass(eq=False)
 class Rendezvous:
-    """The ranks of a start, from `join` to `leave`.
+    """The ranks of a run from `join` to `leave`, which is one start of the run.
 
     `store` is None if the run has a single rank. `hosts` contains the host names by rank. `_end` ends the process
     immediately, in the way that its launcher requires. `status` returns the status of this rank. It is called on any
@@ -72,8 +72,9 @@ class Rendezvous:
     timing: Timing = TIMING  # also used by the heartbeat, the stall detector and the launcher
     store: JobStore | None = field(default=None, init=False)
     status: Callable[[], RankStatus] = field(default=RankStatus, init=False)
-    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)  # writes it to the run folder
-    serves: bool = field(default=False, init=False)  # whether this process hosts the store
+    # Writes the failure to the run folder.
+    keep_failure: Callable[[Failure], None] | None = field(default=None, init=False)
+    hosts_store: bool = field(default=False, init=False)  # whether this process hosts the store
     _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
     _exchanges: int = field(default=0, init=False)
     _warned: bool = field(default=False, init=False)
@@ -153,7 +154,7 @@ class Rendezvous:
             return None
         try:
             return store.read(_FAILURE, parse_failure)
-        except UntrustedError as error:  # not written by a rank of this job, so it is no reason to end
+        except UntrustedError as error:  # the value wasn't written by a rank of this job, so it is no reason to end
             if not self._warned:
                 self._warned = True
                 self.rank_log.line(f"warning: ignored a failure report: {error}")
@@ -173,18 +174,18 @@ class Rendezvous:
         return None
 
     def end(self, failure: Failure) -> NoReturn:
-        """End this process because of a failure. Any thread may call it. If a second thread calls it, it blocks."""
+        """End this process because of a failure. Any thread may call it. A second call from another thread blocks."""
         self._ending.acquire()
         self._end(self, failure)
 
     def leave(self) -> None:
-        """Record that this rank no longer needs the store. The rank that hosts it waits briefly for the other ranks."""
+        """Record that this rank no longer needs the store. The host of the store waits briefly for other ranks."""
         if self.store is None:
             return
         deadline = time.monotonic() + self.timing.linger_s
         with suppress(RuntimeError):  # raised if rank 0 is gone
             done = self.store.add(_LEFT, 1)
-            while self.serves and done < self.info.size and time.monotonic() < deadline:
+            while self.hosts_store and done < self.info.size and time.monotonic() < deadline:
                 time.sleep(self.timing.first_poll_s)
                 done = self.store.add(_LEFT, 0)
 
@@ -193,16 +194,18 @@ class Rendezvous:
 
         All ranks must call it before any other method. As in all other methods, the error at the timeout names the
         missing ranks. A port that is in use raises UsageError. If the launcher can restart the host of this rank
-        separately, the rank waits until the previous start has ended, and joins the next start.
+        separately, the rank waits until the previous start of the run has ended, and joins the next start.
         """
         if self.info.size == 1:
             return
         address = rendezvous_address(self.info, requested)
         at_launcher = self.info.hosted and requested == "env://"
-        # A store that rank 0 hosts is new at each start.
+        # If rank 0 hosts the store, the store is new whenever the run starts.
         hosted_by_rank_0 = not at_launcher and address.startswith("tcp://")
-        self.serves = self.info.rank == 0 and hosted_by_rank_0
-        retry_until = time.monotonic() + self.timeout_s if self.info.restarted_separately and not self.serves else 0.0
+        self.hosts_store = self.info.rank == 0 and hosted_by_rank_0
+        retry_until = (
+            time.monotonic() + self.timeout_s if self.info.restarted_separately and not self.hosts_store else 0.0
+        )
         while True:
             try:
                 with self._store_errors():
@@ -212,7 +215,7 @@ class Rendezvous:
                     else:
                         self._join_start(base, 0.0 if hosted_by_rank_0 else min(self.timing.late_s, self.timeout_s))
                 return
-            except PeerLostError:  # the previous start has ended, together with its rank 0
+            except PeerLostError:  # the previous start of the run has ended, together with its rank 0
                 if time.monotonic() >= retry_until:
                     raise
                 self.store = None
@@ -234,7 +237,7 @@ class Rendezvous:
         self.store.set(_BEGIN, {"size": self.info.size, "hosts": self.hosts}, LONGEST_FACTS)
 
     def _join_start(self, base: JobStore, late_s: float) -> None:
-        """Find the ID of this start and wait for `begin`. Rank 0 may start up to `late_s` seconds after this rank."""
+        """Find the ID of this start of the run and wait for `begin`. Rank 0 may start up to `late_s` seconds later."""
         stale: set[str] = set()
         current_id, wait_until, is_over = "", 0.0, False
         trust_after = time.monotonic() + late_s
@@ -248,7 +251,8 @@ class Rendezvous:
                         raise
             if start_id not in {current_id, *stale}:
                 part = base.part(start_id)
-                is_over = part.has(_BEGIN) or self.first_failure(part) is not None  # the start excludes this rank
+                # This start of the run doesn't include this process.
+                is_over = part.has(_BEGIN) or self.first_failure(part) is not None
                 if part.add(f"came {self.info.rank}", 1) > 1:
                     if not late_s and not self.info.restarted_separately:
                         raise UsageError(
@@ -264,7 +268,8 @@ class Rendezvous:
             if self._is_set(_BEGIN):
                 hosts = self.store.read(_BEGIN, _parse_hosts, LONGEST_FACTS)
                 if is_over:
-                    self.store = None  # the run goes on without this rank, which must not report to its store
+                    # The run continues without this rank, which must not write to the store of the run.
+                    self.store = None
                 self._check_size(0, {"size": len(hosts), "host": hosts[0]}, str(self.info.rank))
                 self.hosts = hosts
                 return
@@ -317,7 +322,7 @@ class Rendezvous:
     def _polls(self, missing: Callable[[], list[int]], name_rank_0_s: float) -> Iterator[None]:
         """Yield once per poll. Report the missing ranks from time to time. Raise TransientError at the timeout.
 
-        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports it.
+        Rank 0 reports the missing ranks. If rank 0 itself is missing, one rank on each host reports that.
         """
 
         def words() -> str:
@@ -359,7 +364,7 @@ def polls(
 
 
 def _parse_start_id(value: Any) -> str:
-    """Return `value` if it is the ID of a start. Otherwise, raise ValueError."""
+    """Return `value` if it is the ID of a start of a run. Otherwise, raise ValueError."""
     if not re.fullmatch("[0-9a-f]{32}", text(value)):
         raise ValueError("expected the ID of a start")
     return str(value)
@@ -414,10 +419,10 @@ def _store(rendezvous: Rendezvous, address: str) -> Store:
 
     def open_store(listener: int | None = None) -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host, number, None, rendezvous.serves, timeout, wait_for_workers=False, master_listen_fd=listener
+            host, number, None, rendezvous.hosts_store, timeout, wait_for_workers=False, master_listen_fd=listener
         )
 
-    if not rendezvous.serves:
+    if not rendezvous.hosts_store:
         return _wait_for_connection(rendezvous, host, number, open_store)
     if dist.is_initialized() and ports.holder(number).startswith(f"pid {os.getpid()} "):
         raise UsageError(

@@ -22,7 +22,7 @@ def new_secret() -> str:
 
 
 def job_secret(env: Mapping[str, str]) -> bytes:
-    """Return the secret from the environment variable, or from the file it names. If neither is set, return b"".
+    """Return the secret from one environment variable, or from the file that another names. Defaults to b"".
 
     Raises UsageError if the length of the secret isn't allowed, if the file isn't owned by this user, or if other users
     can access it.
@@ -33,7 +33,8 @@ def job_secret(env: Mapping[str, str]) -> bytes:
         return b""
     path = Path(env[_FILE])
     as_usage_error = os_error_as(UsageError, f"{_FILE} {path}", f"; {_ADVICE}")
-    with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
+    # O_NONBLOCK, because opening a FIFO would block.
+    with as_usage_error, os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise UsageError(f"{_FILE} {path}: must be a file that you own and only you can access; {_ADVICE}")

@@ -1,4 +1,4 @@
-"""Signals that stop a run. The first signal stops it at the next step boundary, and a second Ctrl-C immediately."""
+"""Signals that stop a run. The first signal stops the run at the next step boundary, and a second Ctrl-C at once."""
 
 import os
 import signal

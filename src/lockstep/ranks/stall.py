@@ -3,18 +3,18 @@
 On each rank, two background threads run next to the main thread:
 
 1. The first thread samples the stack of the main thread once a second. If the main thread has waited for other ranks at
-the same line for longer than the timeout, the rank asks a question through the store.
+the same line for longer than the timeout, the rank queries the state of all ranks through the store.
 
-2. The second thread of every rank answers with the step, the line and the stack of its main thread. A rank that doesn't
-answer is stopped, hung or gone.
+2. The second thread of every rank answers the query with the step, the line and the stack of its main thread. A rank
+that doesn't answer is stopped, hung or gone.
 
-3. The rank that asked writes the report.
+3. The rank that sent the query writes the report.
 
-Ranks send nothing before a rank asks, and clocks are never compared across hosts.
+Ranks send nothing before the first query, and clocks are never compared across hosts.
 
 On a GPU, the device waits for other ranks. The main thread waits for the device when it reads a result or when the
-device queue is full, which looks like computing. Therefore, any line may be a wait, and a rank is only known to be
-behind if it has completed fewer steps than another rank.
+device queue is full. The stack can't tell this apart from computing. Therefore, any line may be a wait, and a rank is
+only known to be behind if it has completed fewer steps than another rank.
 """
 
 import sys
@@ -46,7 +46,7 @@ _DOORS: Final = (
 
 _Role = Literal["is late", "is behind", "computes or waits", "waits"]
 _LATE_ROLES: Final[tuple[_Role, ...]] = ("is late", "is behind")
-# The last line of a report. It is the line of the first role in this dict that any rank has.
+# The last line of a report by role. The report uses the first role in this dict that any rank has.
 _ENDINGS: Final[Mapping[_Role, str]] = {
     "is late": "",
     "is behind": "",
@@ -69,11 +69,11 @@ class ThreadState:
     status: RankStatus
     stack: tuple[str, ...]
     waits: bool | None
-    record: str = ""  # path of the rank's torch flight record
+    record: str = ""  # path of the rank's Flight Recorder dump
 
     @property
     def words(self) -> str:
-        """The status, and the innermost Lockstep line outside `_DOORS`. The lines inside look alike for all waits."""
+        """The status, and the innermost Lockstep line outside `_DOORS`, whose lines are the same for all waits."""
         own_lines = [line for line in self.stack if line.startswith(_LOCKSTEP_PREFIX)]
         outside_waits = [line for line in own_lines if not line.startswith(_DOORS)]
         return f"{self.status.words}, {(outside_waits or own_lines or self.stack)[-1]}"
@@ -82,12 +82,12 @@ class ThreadState:
 @final
 @dataclass(eq=False)
 class StallDetector:
-    """A context manager that watches the calling thread. All ranks enter it once, after they have joined.
+    """A context manager that watches the calling thread. All ranks enter it once, after joining.
 
-    The rank that asks passes the report to `tell` on a background thread. It asks again for as long as no rank makes
-    progress. `record` writes torch's flight record of this rank and returns its path, or an empty string if there is
-    none. Set `hidden` if a device waits for the other ranks instead of this thread. It applies once the rank is set up.
-    After a report, `late` contains the ranks that the other ranks wait for.
+    The rank that sends the query passes the report to `tell` on a background thread. It repeats the query for as long
+    as no rank makes progress. `record` writes this rank's Flight Recorder dump and returns its path, or an empty string
+    if there is no dump. Set `hidden` if a device waits for the other ranks instead of this thread. `hidden` applies
+    once the rank is set up. After a report, `late` contains the ranks that the other ranks wait for.
     """
 
     rendezvous: Rendezvous
@@ -96,7 +96,7 @@ class StallDetector:
     record: Callable[[], str] = str
     hidden: bool = False
     late: list[int] = field(default_factory=list, init=False)
-    _question: int = 0  # number of the first question that this rank hasn't answered
+    _question: int = 0  # number of the first query that this rank hasn't answered
 
     def __post_init__(self) -> None:
         self._rank, self._size = self.rendezvous.info.rank, self.rendezvous.info.size
@@ -117,7 +117,7 @@ class StallDetector:
                 thread.join(self._timing.sample_s)  # a thread that waits for a store that is gone may never end
 
     def _watch(self) -> None:
-        """Sample the main thread. If it has waited too long, ask the other ranks."""
+        """Sample the main thread. If it has waited too long, query the state of all ranks."""
         last_state, last_question, last_change = self._thread_state(), 0, time.monotonic()
         while not self._over.wait(self._pause_s):
             state, now_s = self._thread_state(), time.monotonic()
@@ -132,9 +132,9 @@ class StallDetector:
                 last_change = time.monotonic()
 
     def _ask(self, state: ThreadState, seconds: float) -> None:
-        """Ask all ranks for their state, and report the answers. If another rank has already asked, do nothing."""
+        """Query the state of all ranks, and report the answers. A no-op if another rank has already sent this query."""
         question = self._question
-        with suppress(RuntimeError):  # the store is gone, which the heartbeat reports
+        with suppress(RuntimeError):  # raised if the store is gone, which the heartbeat reports
             store = self._connect()
             if store.add(f"stall {question} first", 1) > 1:
                 return
@@ -155,19 +155,19 @@ class StallDetector:
                 self.tell(stall_report(answers, self._size, _first_line(self._rank, state, seconds)))
 
     def _answer(self) -> None:
-        """Answer each question with the current state of the main thread."""
+        """Answer each query with the current state of the main thread."""
         with suppress(RuntimeError):
             store = self._connect()
             while not self._over.wait(self._pause_s):
                 if store.has(_question_key(self._question)) and self._is_asked(store):
-                    state = self._thread_state()  # taken first, because writing the record takes a while
+                    state = self._thread_state()  # read the state first, because writing the dump takes a while
                     answer = {"host": self.rendezvous.rank_log.host, **asdict(state), "record": self.record()}
                     answer["stack"] = state.stack[-_SENT_LINES:]
                     store.set(_answer_key(self._question, self._rank), answer)
                     self._question += 1
 
     def _is_asked(self, store: JobStore) -> bool:
-        """Return whether the question comes from a rank of this job."""
+        """Return whether the query comes from a rank of this job."""
         with suppress(UntrustedError):
             return store.read(_question_key(self._question), whole) == self._question
         return False

@@ -1,4 +1,4 @@
-"""The status of a rank. The other ranks show it in messages if they wait for the rank or have lost it."""
+"""The status of a rank. Messages about a rank that other ranks wait for or have lost show its status."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -16,13 +16,14 @@ class Timing:
     # milliseconds.
     first_poll_s: float = 0.005
     longest_poll_s: float = 0.2
-    # Time until missing ranks are reported. Each later report comes after twice the time. Ranks started by a single
-    # command arrive within a second, or within a few seconds on a busy machine. Rank 0 may open a dataset before the
-    # other ranks hear from it.
+    # Time until missing ranks are reported. The time until each later report is twice as long. Ranks started by a
+    # single command arrive within a second, or within a few seconds on a busy machine. Rank 0 may open a dataset before
+    # the other ranks hear from it.
     name_missing_s: float = 5.0
     name_rank_0_s: float = 10.0
-    # Maximum delay of a new rank 0, after which ranks trust values of an earlier start, since hosts start their ranks
-    # seconds apart. It is also the time after which a process that listens on the port without responding is an error.
+    # Maximum delay of a new rank 0. After this delay, ranks trust the values in the store, which an earlier start of
+    # the run may have written. Hosts start their ranks seconds apart. This is also the time after which a process that
+    # listens on the port without responding is an error.
     late_s: float = 30.0
     # Time until an unknown host name is an error. The name of a container may be unknown until the container runs.
     unknown_host_s: float = 10.0
@@ -43,7 +44,7 @@ class Timing:
     memory_s: float = 10.0
 
     # Time for which a rank of an external launcher that found an error before the rendezvous waits for the other ranks,
-    # so that it can report the error to them.
+    # so that it can report the error to these ranks.
     refuse_s: float = 4.0
     # Timeouts for ending a rank of an external launcher. Each step may hang (the host of the store is gone, a terminal
     # is stopped, a disk is full), and so may all steps together.
@@ -51,7 +52,8 @@ class Timing:
     leave_s: float = 6.0
     end_s: float = 10.0
 
-    # Interval at which the local launcher reads the memory use of its ranks. The end of a rank wakes it up immediately.
+    # Interval at which the local launcher reads the memory use of its ranks. The end of a rank wakes up the launcher
+    # immediately.
     watch_s: float = 0.5
     # Time to wait for the rank that failed first, if a rank only ended because it lost a peer.
     cause_s: float = 2.0
@@ -62,7 +64,7 @@ class Timing:
 
     # Interval at which the stall detector samples the main thread. Reading a stack takes 0.1 ms.
     sample_s: float = 1.0
-    # Time to wait for answers. A running rank checks for questions once per sample.
+    # Time to wait for answers to a stall query. A running rank checks for queries once per sample.
     answer_s: float = 5.0
     answer_poll_s: float = 0.05
 

@@ -12,7 +12,7 @@ from lockstep.reporting.thinning import Point
 _COLORS: Final = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7", "#999933", "#7f7f7f")
 _GRAY: Final = {"color": "#7f7f7f", "dash": "dot"}
 _DASHES: Final = ("solid", "dash", "dot", "dashdot")
-_HEIGHT: Final = 340  # without the legend of the chart, which has a line for each trace on a phone
+_HEIGHT: Final = 340  # height without the legend, which has a line for each trace on a phone
 KEY_HEIGHT: Final = 19  # height of a legend line
 _MAX_LEGEND_KEYS: Final = 8  # a group with more bars has no legend, because colors would repeat
 _BAR_HEIGHT: Final = 40
@@ -20,7 +20,7 @@ _CELL_HEIGHT: Final = 26
 _MAX_TICK_CHARS: Final = 16  # maximum number of characters in the text of a tick
 _MAX_TICKS: Final = 16
 # Colors of low and high values, on the diagonal and off the diagonal. All are light, so that the same text color is
-# readable on them.
+# readable on each of these colors.
 _SHADES: Final = (("#d9ecf7", "#56b4e9"), ("#fdebd3", "#e69f00"))
 _ON_SHADES: Final = "#1b1f24"
 RUNS: Final = "runs"  # heading of the runs in the legend of the page
@@ -84,7 +84,8 @@ def curves(
     if percent or from_zero:
         layout["yaxis"]["rangemode"] = "tozero"
     for axis in "xy":
-        if len({value for each in data for value in each[axis]} - {None}) == 1:  # prevents tick texts with ten digits
+        # If all x values are equal, plotly would show ticks with ten digits.
+        if len({value for each in data for value in each[axis]} - {None}) == 1:
             layout[f"{axis}axis"]["rangemode"] = "tozero"
     return Chart(title, {"data": data, "layout": layout}, axes=("samples", "seconds"), note=note, legend=RUNS)
 

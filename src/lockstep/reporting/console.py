@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_DRAWINGS: Final = 0.1
 
 @final
 class Console:
-    """Writes events to `stream`. `terminal` is whether it is a terminal, which is detected by default.
+    """Writes events to `stream`. `terminal` is whether the stream is a terminal, which is detected by default.
 
     `run_dir` is None if the run doesn't save anything. `rate_rule` is a line of text that explains the learning rate.
     Printed lines are permanent. On a terminal, steps update a live display instead. `close` clears the display. Call it
@@ -31,7 +31,7 @@ class Console:
         self._run_dir = run_dir
         self._rate_rule = rate_rule
         self._run: Started | None = None
-        self._is_extended = False  # whether this start extends a run that was already described
+        self._is_extended = False  # whether this start event extends a run that was already described
         self._live: Live | None = None  # shows the progress and metrics on a terminal
         self._start_time = 0.0
         self._last_drawn = -float("inf")

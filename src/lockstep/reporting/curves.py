@@ -15,5 +15,5 @@ def curves(event: Event) -> dict[str, float]:
 
 
 def tracked(event: Event) -> dict[str, float]:
-    """Return the values for wandb and MLflow: the metrics, and the number of processes of each start."""
+    """Return the values for wandb and MLflow: the metrics and, for each start event, the number of processes."""
     return {"processes": event.processes} if isinstance(event, Started) else curves(event)

@@ -1,4 +1,4 @@
-"""The FLOP/s of a run, and their fraction of the peak FLOP/s of the devices."""
+"""The FLOP/s of a run, and the MFU, which is their fraction of the peak FLOP/s of the devices."""
 
 from dataclasses import replace
 

@@ -50,7 +50,7 @@ def for_json(runs: Sequence[RunView]) -> list[dict[str, Any]]:
         {
             "run": run.folder,
             "state": run.state,
-            **_figures(run.status),
+            **_status_fields(run.status),
             "job": run.job,
             "slurm": run.queued or None,
             "failure": run.failure or None,
@@ -68,7 +68,7 @@ def _settings(runs: Sequence[RunView]) -> tuple[list[dict[str, str]], list[str]]
     return merged, [*differing(recipes), *differing(placements)]
 
 
-def _figures(status: RunStatus) -> dict[str, Any]:
+def _status_fields(status: RunStatus) -> dict[str, Any]:
     """Return the status of a run as a dict. The metric of the last evaluation is stored under its own name."""
     figures = asdict(status)
     del figures["figure"]

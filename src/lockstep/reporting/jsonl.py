@@ -1,7 +1,7 @@
 """events.jsonl: the log of a run, with one event per line as strict JSON. It is the source of truth about a run.
 
-A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. A `started`
-line in between marks the point at which the run resumed.
+A resumed run appends to the file. After a kill, the steps since the last checkpoint therefore appear twice. The
+`started` line between the two copies marks the point at which the run resumed.
 """
 
 import json
@@ -26,7 +26,7 @@ _MAX_LINE_BYTES: Final = 1 << 20  # maximum number of bytes in a line; an event 
 
 @final
 class JsonLines:
-    """Appends events to the file `path`, and creates it if needed. Once `write` returns, the kernel has the line."""
+    """Appends events to the file `path`, which it creates if needed. Once `write` returns, the kernel has the line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -24,7 +24,7 @@ _INITIAL_NOTICES: Final = 5  # number of earlier notices that are printed at fir
 
 @final
 class LiveView:
-    """Shows runs on `stream`. `terminal` is whether it is a terminal, which is detected by default.
+    """Shows runs on `stream`. `terminal` is whether the stream is a terminal, which is detected by default.
 
     On a terminal, `show` updates the view in place, and `close` clears it. Otherwise, `show` prints lines about new
     events.

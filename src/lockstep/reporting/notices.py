@@ -1,4 +1,4 @@
-"""Notices about a watched run: starts, evaluations, checkpoints, warnings and the end."""
+"""Notices about a watched run: its starts and restarts, evaluations, checkpoints, warnings and end."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A sink that is optional for training. If it fails, it is disabled with a warning, and the run continues."""
+"""A sink that is optional for training. If such a sink fails, it is disabled with a warning, and the run continues."""
 
 import random
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Optional:
 
     def _call_sink(self, call: Callable[[], None]) -> None:
         # Libraries draw retry delays from Python's global random generator, which the user's loop may also use.
-        drawn = random.getstate()
+        random_state = random.getstate()
         try:
             with UserCode(self._label):
                 call()
@@ -42,4 +42,4 @@ class Optional:
                 if failed is not None:
                     failed.close()
         finally:
-            random.setstate(drawn)
+            random.setstate(random_state)

@@ -1,8 +1,8 @@
 """A page of tables and charts as a single HTML file that needs no network access.
 
 Its Content-Security-Policy only allows its two scripts, by their hashes, and blocks all other resources. Text from runs
-is escaped. Even if the escaping failed, the text couldn't run as a script. A live page starts without sections. It
-repeatedly fetches the sections from its own server, and makes no other requests.
+is escaped. Even without escaping, the browser wouldn't run the text as a script. A live page starts without sections.
+It repeatedly fetches the sections from its own server, and makes no other requests.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figures:
-    """A grid of named values. It has a heading unless `title` is empty."""
+    """A section with a grid of (name, text) pairs. It has a heading unless `title` is empty."""
 
     title: str
     figures: Sequence[tuple[str, str]]
@@ -161,10 +161,10 @@ def live_parts(sections: Sequence[Section]) -> list[dict[str, Any]]:
 def _document(title: str, sections: Sequence[Section], script: str, every_ms: int) -> str:
     from plotly.offline import get_plotlyjs
 
-    plotly = get_plotlyjs().replace("</script", "<\\/script")  # otherwise, it would end the script element
+    plotly = get_plotlyjs().replace("</script", "<\\/script")  # an unescaped </script would end the script element
     scripts = plotly, _part("page.js") + _part(script)
     digests = [b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
-    # Only </ can end a script element, so the < is escaped in JSON.
+    # Only </ can end a script element, so < is escaped in JSON.
     figures = [json.dumps(_figure(each), allow_nan=False).replace("<", "\\u003c") for each in sections]
     return _template().render(
         title=title,

@@ -1,7 +1,7 @@
 """Serves the page of watched runs to browsers on this machine. The only paths are / and /data.
 
 Web pages of other sites must not read the runs. Browsers prevent a page from reading responses of a different origin.
-However, a site can point its own name to this machine (DNS rebinding). The requests then have this name as `Host`.
+However, a site can point its own name to this machine (DNS rebinding). The requests then contain this name as `Host`.
 Therefore, the server only responds if the host is an address or a name of this machine.
 """
 
@@ -27,7 +27,7 @@ from lockstep.reporting.run_view import RunView
 
 _POLL_MS: Final = 2_000  # milliseconds between two requests of a page
 _LINGER_S: Final = 2.5 * _POLL_MS / 1_000  # seconds to serve after the end, so that pages get the last update
-_IDLE_TIMEOUT_S: Final = 10.0  # timeout of a connection without a request
+_IDLE_TIMEOUT_S: Final = 10.0  # timeout in seconds of a connection without a request
 _MAX_CONNECTION_S: Final = (
     60.0  # maximum duration of a connection; a page has a few MB and uses a connection per request
 )
@@ -52,7 +52,7 @@ class Answer:
 
 @final
 class PageServer:
-    """A context manager that serves a page on `host` and `port`. Call `publish` to change the runs that it shows.
+    """A context manager that serves a page on `host` and `port`. Call `publish` to change the runs on the page.
 
     With port 0, the server uses any free port, and `url` contains it. On exit, open pages have a few seconds to fetch
     the last update before all threads and connections end. Raises UsageError if the server can't listen on the address.

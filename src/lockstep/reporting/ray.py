@@ -29,7 +29,8 @@ class RayReport:
             self._figures["loss"] = event.loss
         elif isinstance(event, Evaluated | Logged):
             self._figures |= event.figures
-        # If a worker is lost, the last report can be lost with it. The next start has no steps left, but reports again.
+        # If a worker is lost, the last report can be lost too. When the run starts again, it has no steps left. In this
+        # case, it repeats the report.
         elif isinstance(event, Saved) or (isinstance(event, Done) and event.step != self.reported):
             self.reported = event.step
             at = {"step": event.step, "epoch": event.epoch, "samples": event.samples}

@@ -1,4 +1,4 @@
-"""Reads the events of a run, and derives its progress, curves, starts and checkpoints."""
+"""Reads the events of a run, and derives its progress, curves, restarts and checkpoints."""
 
 import math
 from collections import deque
@@ -13,7 +13,7 @@ from lockstep.training.events import Evaluated, Stepped
 
 _NOT_FINITE: Final = ("NaN", "Infinity", "-Infinity")
 _MAX_MAGNITUDE: Final = 1e300  # maximum magnitude of a metric
-_MAX_COUNT: Final = 1e15  # larger numbers aren't exact as float, or aren't valid times
+_MAX_COUNT: Final = 1e15  # larger integers aren't exact as floats, or aren't valid times
 _STEP_FIELDS: Final = ("lr", "samples_per_s", "norm", "loss_scale", "flops_per_s", "mfu", "peak_bytes")
 _TRAINING_SUFFIX: Final = "/train"  # name suffix of training curves
 _VALIDATION_SUFFIX: Final = "/validation"  # name suffix of the loss curve of evaluations
@@ -22,7 +22,7 @@ _SPEED_REPORTS: Final = 20  # number of step reports for measuring speed; includ
 
 
 class SpeedSample(NamedTuple):
-    """A point in time for measuring speed, taken at a start or a step report."""
+    """A point in time for measuring speed, taken when the run starts and at each step report."""
 
     time: float
     step: int
@@ -39,9 +39,9 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A start of the run after `step` steps.
+    """A start event of the run, which starts or resumes after `step` steps.
 
-    `again` is the number of steps that this start recomputes. `seconds` is its position on the time axis.
+    `again` is the number of steps that are recomputed. `seconds` is the position of the event on the time axis.
     """
 
     step: int
@@ -70,7 +70,7 @@ class RunStatus:
 
     `last` is the name of the last event, and `time` is its time in seconds since 1970. `epoch` is the epoch of the last
     step, counted from 1. `samples_per_s` and the remaining seconds `left_s` are measured over the latest reports since
-    the last start. They include the time of evaluations and saves.
+    the run was last started, and include the time of evaluations and saves.
     """
 
     last: str | None = None
@@ -90,10 +90,11 @@ class RunStatus:
 class History:
     """The history of a run, as read from its event log.
 
-    `last` is the last event, `started` is the last start, and `evaluated` is the last evaluation. Each is empty if
-    there is no such event. `curves` contains the metrics by the names that `figures` yields. Long curves are thinned
-    out. If a step was recomputed, only its later metrics are kept, but the time of both computations counts. `seconds`
-    is the total time over all starts. `skipped` is the number of files that couldn't be read.
+    `last` is the last event, `started` is the last start event, and `evaluated` is the last evaluation event. Each is
+    empty if there is no such event. `curves` contains the metrics by the names that `figures` yields. Long curves are
+    thinned out. If a step was recomputed, only its later metrics are kept, but the time of both computations counts.
+    `seconds` is the total training time, without the pauses between stopping and resuming. `skipped` is the number of
+    files that couldn't be read.
     """
 
     starts: list[RunStart] = field(default_factory=list)
@@ -132,7 +133,7 @@ class History:
 
     def evaluation_metric(self, name: str) -> float | None:
         """Return a metric of the last evaluation, or the loss."""
-        return _figure(self.evaluated.get(name))
+        return _parse_metric(self.evaluated.get(name))
 
     def last_value(self, curve: str) -> float | None:
         """Return the last value of a curve, or None if there is no such curve."""
@@ -196,9 +197,11 @@ class RunLog:
         self._skipped: set[str] = set()
         self._loss: float | None = None
         self._evaluated: Mapping[str, Any] = {}
-        self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)  # the first entry is the last start
-        self._start_time: float | None = None  # time of the last start
-        self._earlier_seconds = self._now = 0.0  # total seconds of earlier starts, and the time of the last event
+        # The first entry is from the last start event.
+        self._reports: deque[SpeedSample] = deque(maxlen=_SPEED_REPORTS + 1)
+        self._start_time: float | None = None  # time of the last start event
+        # Total seconds before the last start event, and the time of the last event.
+        self._earlier_seconds = self._now = 0.0
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add the next event.
@@ -224,7 +227,7 @@ class RunLog:
             self._starts.append(_start(event, step, self._earlier_seconds))
         if kind in ("started", "step"):
             self._reports.append(SpeedSample(time, step, samples))
-            self._loss = _figure(event.get("loss")) if kind == "step" else self._loss
+            self._loss = _parse_metric(event.get("loss")) if kind == "step" else self._loss
         self._now = time
         seconds = self._seconds
         for name, value in figures(event):
@@ -290,11 +293,11 @@ def count(event: Mapping[str, Any], key: str) -> int | None:
 
 
 def figures(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the metrics of an event as pairs of curve name and value."""
+    """Yield the metrics of an event as (curve name, value) pairs."""
     kind, weights = event.get("event"), event.get("weights", "model")
     if isinstance(kind, str) and kind in ("step", "evaluated", "logged"):
         for key, value in event.items():
-            if (name := _curve_name(kind, key, weights == "model")) and (number := _figure(value)) is not None:
+            if (name := _curve_name(kind, key, weights == "model")) and (number := _parse_metric(value)) is not None:
                 yield name, number
 
 
@@ -352,7 +355,7 @@ def _speed(reports: Sequence[SpeedSample]) -> tuple[float | None, float | None]:
     return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
 
-@lru_cache(maxsize=1_000)  # a log has many events, but few kinds of events
+@lru_cache(maxsize=1_000)  # a log has many events, but few distinct arguments
 def _curve_name(kind: str, key: str, of_model: bool) -> str:
     """Return the curve name for a field of an event, or an empty string if the field isn't a metric."""
     if kind == "step":
@@ -366,8 +369,8 @@ def _curve_name(kind: str, key: str, of_model: bool) -> str:
     return names.get(key) or ("" if key in own or key in ("event", "time") else printable_line(key) + suffix)
 
 
-def _figure(value: Any) -> float | None:
-    """Return a metric as a float, which may not be finite, or None if it isn't a number."""
+def _parse_metric(value: Any) -> float | None:
+    """Return a metric as a float, which may be non-finite, or None if `value` isn't a number."""
     if type(value) in (int, float):
         return None if abs(value) >= _MAX_MAGNITUDE else float(value)
     return float(value) if value in _NOT_FINITE else None
@@ -379,7 +382,7 @@ def _number(event: Mapping[str, Any], key: str) -> float | None:
 
 
 def _numbers(values: Any) -> list[float]:
-    found = [_figure(each) for each in values] if isinstance(values, list) else []
+    found = [_parse_metric(each) for each in values] if isinstance(values, list) else []
     return [each for each in found if each is not None and math.isfinite(each) and each >= 0]
 
 
@@ -387,6 +390,6 @@ _REQUIRED: Final = {"started": ("time", "step", "samples"), "step": ("loss", "ti
 _COMMON_VALIDATORS: Final = {"event": _is_text, "time": _is_number, "step": _is_count, "samples": _is_count}
 _VALIDATORS: Final[Mapping[str, Mapping[str, Callable[[Any], bool]]]] = {
     "started": {"steps": _is_count, "steps_per_epoch": _is_count, "epochs": _is_number, "monitor": _is_text},
-    "step": {"loss": lambda value: _figure(value) is not None},
+    "step": {"loss": lambda value: _parse_metric(value) is not None},
     "stopped": {"reason": _is_text},
 }

@@ -20,7 +20,7 @@ from lockstep.reporting.run_view import (
 )
 from lockstep.reporting.thinning import Point
 
-_FIRST_CHARTS: Final = ("loss",)  # the first charts; they are followed by the metrics of the task, and then by _LAST
+_FIRST_CHARTS: Final = ("loss",)  # the first charts, before the metrics of the task and the charts in _LAST
 _LAST_CHARTS: Final = {
     "samples_per_s": "samples/s",
     "lr": "learning rate",
@@ -31,11 +31,10 @@ _LAST_CHARTS: Final = {
     "peak_bytes": "peak memory, MiB",
 }
 _NOISY_CURVES: Final = ("samples_per_s", "norm", "flops_per_s", "mfu")
-_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")  # axes start at zero, as do all percentages
-_MAX_KEY_COLUMNS: Final = (
-    3  # maximum number of differing keys in the table of runs; otherwise, they have a separate table
-)
-_MAX_PROGRESS_BARS: Final = 3  # maximum number of runs on a live page with a progress bar and all metrics each
+# Metrics whose y axis starts at zero, in addition to percentages.
+_FROM_ZERO: Final = ("samples_per_s", "lr", "flops_per_s", "peak_bytes")
+_MAX_KEY_COLUMNS: Final = 3  # maximum number of differing keys in the table of runs; more keys are in a separate table
+_MAX_PROGRESS_BARS: Final = 3  # maximum number of runs for which a live page shows a progress bar and all metrics
 _MAX_ROWS: Final = 50  # maximum number of starts or checkpoints of a run in a table
 _HASH_CHARS: Final = 12  # number of characters shown of a hash
 _NOTICES: Final = 10
@@ -53,8 +52,8 @@ def sections(runs: Sequence[RunView]) -> list[Section]:
 def live_sections(runs: Sequence[RunView]) -> list[Section]:
     """Return the sections of a live page: progress, curves, the latest events, and the remaining `sections`.
 
-    If there are few runs, each has a progress bar and all its metrics. If there are many, the table of runs shows the
-    progress.
+    If there are few runs, each has a progress bar and all its metrics. If there are many runs, the table of runs shows
+    the progress.
     """
     has_bars = len(runs) <= _MAX_PROGRESS_BARS
     outline = _outline(runs, with_progress=not has_bars)
@@ -75,7 +74,7 @@ def live_sections(runs: Sequence[RunView]) -> list[Section]:
 
 
 def title(runs: Sequence[RunView]) -> str:
-    """Return a short title. For a single run, it contains the state and progress."""
+    """Return a short title. The title of a single run contains its state and progress."""
     if len(runs) != 1:
         return f"{len(runs)} runs"
     [run] = runs
@@ -94,7 +93,8 @@ def curve_sections(histories: Mapping[str, History]) -> list[Section]:
     asked = [name for name in (*_FIRST_CHARTS, *own, *_LAST_CHARTS) if name in names]
     flops = _flops_per_sample(histories)
     if flops and "samples_per_s" in names:
-        asked = [name for name in asked if name != "flops_per_s"]  # it would be the same curve as samples_per_s
+        # The curve of flops_per_s would have the same shape as samples_per_s.
+        asked = [name for name in asked if name != "flops_per_s"]
     note = f"FLOP/s is this curve times {wording.flops(flops)}, the cost of a sample." if flops else ""
     found = {name: chart(name, histories, note=note if name == "samples_per_s" else "") for name in asked}
     drawn: list[Section] = [each for each in found.values() if each is not None]

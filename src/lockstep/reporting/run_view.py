@@ -30,10 +30,10 @@ class RunView:
     """Everything that is known about a run folder.
 
     `job` is the ID of its last Slurm job, and `queued` is the state of that job as text. `recipe` contains the recipe
-    values as text, by dotted keys, and `placement` contains the placement values of the last start. Both are empty if
-    unknown. `failure` is the reason if the last start failed, and `machine` is a description of the machine. `notices`
-    contains the last notices, and `noticed` is the total number of notices. `is_whole` is false while a long log is
-    still being read.
+    values as text, by dotted keys, and `placement` contains the placement values with which the run was last started.
+    Both are empty if unknown. `failure` is the reason if the run failed when it was last started, and `machine` is a
+    description of the machine. `notices` contains the last notices, and `noticed` is the total number of notices.
+    `is_whole` is false while a long log is still being read.
     """
 
     folder: str
@@ -61,7 +61,7 @@ class RunView:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run continues without a new start."""
+        """Whether the run continues without being started again."""
         return self.state in _ACTIVE_STATES
 
 
@@ -69,8 +69,8 @@ def state(status: RunStatus, held: bool, submitted: float | None = None, job: st
     """Return the state of a run with a readable log.
 
     `held` is whether a process holds the lock of the run folder. `submitted` is the time of the last submission to
-    Slurm. `job` is the state of that job in Slurm. It is empty if Slurm no longer knows the job, and None if Slurm
-    isn't available.
+    Slurm. `job` is the state of that job in Slurm. The state is empty if Slurm no longer knows the job, and None if
+    Slurm isn't available.
     """
     if status.last == "done":
         return "done"
@@ -130,22 +130,22 @@ def eta(run: RunView) -> str:
 
 
 def figures(run: RunView) -> str:
-    """Return the speed and the last value of each metric as a line of text."""
+    """Return the training speed and the last value of each metric as a line of text."""
     words = [f"{value} {name}" if name == _SPEED else f"{name} {value}" for name, value in named_metrics(run)]
     return join(*words)
 
 
 def named_metrics(run: RunView) -> list[tuple[str, str]]:
-    """Return the speed and the last value of each metric as pairs of name and text."""
+    """Return the training speed and the last value of each metric as (name, text) pairs."""
     history, speed = run.history, run.status.samples_per_s
     names = [name for name in history.curves if name not in (*_HIDDEN_CURVES, *_SHOWN_CURVES)]
     names += [name for name in _SHOWN_CURVES if name in history.curves]
     speeds = [] if speed is None else [(_SPEED, f"{speed:,.0f}")]
-    return [*speeds, *((name, _figure(name, history)) for name in names[:_MAX_METRICS])]
+    return [*speeds, *((name, _format_last_value(name, history)) for name in names[:_MAX_METRICS])]
 
 
 def named_progress(run: RunView) -> list[tuple[str, str]]:
-    """Return the state, placement and progress of a run as pairs of name and text. Unknown values are omitted."""
+    """Return the state, placement and progress of a run as (name, text) pairs. Unknown values are omitted."""
     status = run.status
     found = [
         ("state", run.state if run.is_whole else "reading its log"),
@@ -192,7 +192,7 @@ def endings(runs: Sequence[RunView]) -> list[str]:
 
 
 def latest(runs: Iterable[RunView], most: int) -> list[tuple[str, Notice]]:
-    """Return the last notices of several runs, sorted by time, as pairs of run name and notice."""
+    """Return the last notices of several runs, sorted by time, as (run name, notice) pairs."""
     found = [(run.name, notice) for run in runs for notice in run.notices]
     return sorted(found, key=lambda each: each[1].time or 0.0)[-most:] if most else []
 
@@ -217,6 +217,6 @@ def _end_reason(run: RunView) -> str:
     return {"failed": f"failed: {run.failure}", "saved": stopped, "died": _NO_REASON}.get(run.state, "")
 
 
-def _figure(name: str, history: History) -> str:
+def _format_last_value(name: str, history: History) -> str:
     value = history.last_value(name)
     return "" if value is None else wording.format_metric(name, value, history.is_share(name))

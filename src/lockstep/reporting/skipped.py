@@ -13,7 +13,7 @@ from lockstep.training.events import Event, Skipped
 class SkippedFiles:
     """Appends to the file `path`, and creates it for the first skipped file.
 
-    Paths that an earlier start of the run has listed aren't listed again.
+    When the run resumes, paths that are already in the file aren't listed again.
     """
 
     def __init__(self, path: Path) -> None:

@@ -45,7 +45,7 @@ class Tables:
         """No-op, because the files are complete after each event."""
 
     def _resume_table(self, name: str, step: int) -> None:
-        """Keep the rows up to `step` of a table that an earlier start wrote. An incomplete last row is dropped."""
+        """Keep the rows up to `step` of a table that the run wrote before it resumed. Drop an incomplete last row."""
         path = self._folder / name
         try:
             lines = self._lines(path)

@@ -27,7 +27,7 @@ class TensorBoard:
             self._open(event, time)
         if self._file is None:
             return
-        # Imported lazily, because it takes time and only one process of a run needs it.
+        # Imported lazily, because the import takes time and only one process of a run needs it.
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -46,7 +46,7 @@ class TensorBoard:
 
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Two starts within the same second get different names, which sort in the order of the starts.
+        # If the run starts twice within a second, the files get different names, which sort in the order of creation.
         name = f"events.out.tfevents.{int(time):010d}.{time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._folder / name).open("xb")
         _append(self._file, Record(wall_time=time, file_version="brain.Event:2"))

@@ -33,12 +33,12 @@ def is_moving(console: Console) -> bool:
 def start_live(console: Console) -> Live:
     """Start a live display. Each update replaces the previous one, and stopping it clears the display.
 
-    It has no refresh thread. A thread would take time from training, and forking workers from a process with threads
-    isn't safe.
+    The display has no refresh thread. A thread would take time from training, and forking workers from a process with
+    threads isn't safe.
     """
     live = Live(console=console, auto_refresh=False, transient=True)
     live.start()
-    console.show_cursor(True)  # Live hides the cursor, and if the process is killed, it stays hidden
+    console.show_cursor(True)  # Live hides the cursor, and the cursor would stay hidden if the process is killed
     return live
 
 

@@ -7,7 +7,7 @@ import math
 from operator import attrgetter
 from typing import Final, NamedTuple, final
 
-_MAX_POINTS: Final = 2_000  # maximum number of points; with more, a page would be slow, and a screen can't show more
+_MAX_POINTS: Final = 2_000  # maximum number of points; more points would slow down a page, and a screen can't show them
 
 
 class Point(NamedTuple):
@@ -26,8 +26,9 @@ class Point(NamedTuple):
 class Thinned:
     """Stores points in order. Up to 2,000 points are all kept. Longer curves are thinned to 1,000 to 2,000 points.
 
-    A stretch is a number of consecutive points. This number doubles whenever there are too many stretches. Both ends of
-    the curve are kept. A non-finite point is only kept if its stretch has no finite points.
+    The curve is divided into stretches of consecutive points. The number of points in a stretch doubles whenever there
+    are too many stretches. Both ends of the curve are kept. A non-finite point is only kept if its stretch has no
+    finite points.
     """
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ class Mismatch:
     reference: str
     found: str
     cause: str
-    after: str = ""  # description of the run in which it occurred; empty for a plain run
+    after: str = ""  # text about the resumed checkpoint; empty if the run didn't resume
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class VerdictRow:
     strategy: str
     processes: int
     verdict: Verdict
-    reason: str = ""  # reason why it isn't possible, or why it failed
+    reason: str = ""  # the reason why the placement isn't possible, or why it failed
     exactness: str = "bits"
     largest: float | None = None
     tolerance: float | None = None
     seconds: float | None = None  # time of the steps only
     peak_bytes: tuple[int, ...] = ()  # peak memory of each rank
-    resumed_on: str = ""  # placement that resumed its checkpoint
+    resumed_on: str = ""  # the placement that resumed the checkpoint of this placement
     departure: Mismatch | None = None
     differing: int = 0  # number of metrics and tensors that differ, over all steps
 
@@ -97,7 +97,7 @@ class Verification:
 
 
 def to_json(verification: Verification) -> str:
-    """Return the full result as JSON. Non-finite values become strings, because JSON can't represent them."""
+    """Return the full result as JSON. Non-finite values become strings, because JSON has no NaN or infinity."""
     return json.dumps({"agree": verification.agree, **_plain(asdict(verification))}, indent=1) + "\n"
 
 

@@ -17,7 +17,7 @@ Row = tuple[str, str]
 _DETECTION_PROBABILITY: Final = 0.95  # probability that audits would have detected a fault
 _FP32_BYTES: Final = 4
 _MAX_FIXED_LOSS: Final = 1e6  # larger losses are shown without fixed decimals
-_MAX_LISTED_MICROBATCHES: Final = 4  # of each replica
+_MAX_LISTED_MICROBATCHES: Final = 4  # maximum number of micro-batches that are listed for each replica
 _NOTHING_KEPT: Final = "nothing is saved"
 _RANDOM: Final = (
     f"hash seed random: sets of strings change their order at each start; set {VARIABLE}=0 if your code depends on it"
@@ -103,7 +103,7 @@ def figures(event: Stepped, run: Started, last: str = "", means: Mapping[str, fl
     mean = f" ({loss(means['loss'])})" if "loss" in means else ""
     words = [f"loss {loss(event.loss)}{mean}", own, evaluated, f"lr {event.lr:.4g}", speed(event, run)]
     if event.samples_per_s > 0:
-        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # of a whole batch
+        words.append(f"{step_time(run.batch / event.samples_per_s)}/step")  # time of a full batch
     if event.flops_per_s is not None:
         words.append(f"{flops(event.flops_per_s)}/s")
     if event.mfu is not None:
@@ -172,7 +172,7 @@ def save_line(event: Saved) -> str:
 def stop_line(event: Stopped, run_dir: str | None, of_recipe: bool = True) -> str:
     """Return a line about why the run ends early and how to resume it.
 
-    A custom training loop has no overrides. Therefore, it is resumed by running the same script.
+    A custom training loop has no overrides. Therefore, the advice is to run the same script again.
     """
     again = f"the same command with run.dir={run_dir} resumes" if of_recipe else f"the same script resumes in {run_dir}"
     return f"stopped by {event.reason} after step {event.step:,}; {printable_line(again) if run_dir else _NOTHING_KEPT}"

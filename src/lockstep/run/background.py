@@ -1,4 +1,4 @@
-"""Training and evaluation in background processes from Python, e.g. in a notebook. This process doesn't change."""
+"""Training and evaluation in background processes, such as from a notebook, without side effects in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lockstep.run.training import train_here
 from lockstep.setup.completed import completed
 from lockstep.training.events import Evaluated, Event
 
-# Exit codes that aren't errors; events tell them apart.
+# Exit codes that aren't errors. The last event of the run shows which of these codes it was.
 _EXPECTED_CODES: Final = (EXIT_DONE, EXIT_SAVED, EXIT_INTERRUPTED)
 _END: Final = "end"
 _POLL_S: Final = 0.5
@@ -50,7 +50,7 @@ Train = Callable[[Loaded, Sink], int]  # returns the exit code
 def train(
     recipe: str | Path | Recipe, *, processes: int | None = None, overrides: Mapping[str, Any] | None = None
 ) -> Iterator[Event]:
-    """Train a recipe in background processes, and yield its events as they happen.
+    """Run the training that a recipe describes in background processes, and yield its events as they happen.
 
     `recipe` is the name of a built-in recipe, a file, or a `Recipe`. `overrides` have dotted keys, such as
     `{"recipe.epochs": 3, "run.dir": "runs/a"}`. `processes` sets `placement.processes`.
@@ -59,8 +59,8 @@ def train(
     resume it, pass the same run.dir. If the run is already complete, it only yields the last event, `Done`. Nothing is
     printed, and the models and random number generators of your process don't change.
 
-    Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine can't run it, and
-    TrainingError if training fails.
+    Raises UsageError if the recipe, the data or an override is invalid, PreflightError if the machine doesn't support
+    the training, and TrainingError if training fails.
     """
     override_words = as_words(overrides, processes)
     if isinstance(recipe, Recipe):
@@ -74,7 +74,7 @@ def train(
 
 
 def train_in_background(loaded: Loaded, body: Train = train_here) -> Generator[Event]:
-    """Train a configuration by calling `body` in background processes, and yield its events. See `train`."""
+    """Run the training of a configuration by calling `body` in background processes. Yield its events. See `train`."""
     for message in _messages(partial(body, loaded)):
         yield _event(message)
 
@@ -84,8 +84,8 @@ def evaluate(
 ) -> Evaluated:
     """Evaluate a run folder or a checkpoint on all validation samples, in background processes.
 
-    For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), they are used. Code
-    that the recipe of the run names is only executed if your `overrides` also name it, or with `trust=True`.
+    For a run folder, the newest checkpoint is evaluated. If the run has averaged weights (EMA), these are used. Code
+    that the recipe of the run names is only executed if your `overrides` also name that code, or with `trust=True`.
     `processes` and `overrides` work as in `train`.
 
     Raises the same errors as `train`.
@@ -161,7 +161,7 @@ def _raise(end: Mapping[str, Any]) -> None:
 @final
 @dataclass(frozen=True)
 class EventPipe:
-    """A sink that sends each event as JSON to the process that waits for it."""
+    """A sink that sends each event as JSON to the process that waits for the events."""
 
     connection: Connection
 

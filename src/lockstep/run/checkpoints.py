@@ -22,7 +22,7 @@ from lockstep.training.events import Saved
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run resumes from. It has been read, and checked to belong to the run."""
+    """The checkpoint that a run resumes from, which has been read and verified to belong to the run."""
 
     snapshot: store.Snapshot
     state: SavedState

@@ -116,7 +116,7 @@ def open_checkpoint(
 ) -> tuple[store.FoundCheckpoint, Loaded]:
     """Return a checkpoint and the configuration for evaluating it. Loads the checkpoint if `checkpoint` is None.
 
-    The location of the data comes from the config.yaml of the run folder, if there is one. Raises UsageError if the
+    The location of the data comes from the config.yaml of the run folder, if that file exists. Raises UsageError if the
     recipe names code that the user doesn't trust, or if the command ignores an override.
     """
     if request.command == "eval" and Path(request.path).is_file():
@@ -136,7 +136,7 @@ def open_checkpoint(
     code = check_code(request, loaded)
     _check_keys(request, [key for key, origin in loaded.origins.items() if origin == "override" and key not in code])
     key = signing_key(loaded.config.run.key_file)
-    if key is not None and is_new:  # the key wasn't known before; the state hasn't been used yet
+    if key is not None and is_new:  # the key is only known now, and the state hasn't been used yet
         signed_checkpoint = store.load(checkpoint.path, key=key)
         if signed_checkpoint.snapshot.state != checkpoint.snapshot.state:
             raise UsageError(f"{checkpoint.path}: changed while it was read; try again")
@@ -147,7 +147,7 @@ def open_checkpoint(
 def check_code(request: EvalRequest, loaded: Loaded) -> Mapping[str, str]:
     """Return the code that the recipe names, by key. Raises UsageError unless the user also names or trusts the code.
 
-    Otherwise, the author of the folder could run any code.
+    Without this check, the author of the folder could run any code.
     """
     recipe = loaded.config.recipe
     # In a timm model name, a colon separates the download location, so the name isn't an import path.

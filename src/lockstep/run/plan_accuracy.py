@@ -18,7 +18,7 @@ _FIRST_TIMED_STEP: Final = 7  # the first step whose time is measured instead of
 
 @final
 class StepMeasurements:
-    """Measures the steps of a rank. Create it before the engine, because memory counts from then on, as in a plan.
+    """Measures the steps of a rank. Create it before the engine, since memory is measured from then on, as in a plan.
 
     Time is measured in the steps that follow the memory measurement. `clock` excludes the time of loading data,
     evaluating and saving.
@@ -33,7 +33,7 @@ class StepMeasurements:
         self._before = 0.0  # seconds before the first step whose time is measured
 
     def left_out(self) -> AbstractContextManager[None]:
-        """Return a context manager for allocations that aren't part of a step. These don't count."""
+        """Return a context manager for allocations that aren't part of a step, and don't count for the peak memory."""
         return nullcontext() if self._live is None else self._live.left_out()
 
     def watch(self, steps: Iterator[T]) -> Iterator[T]:
@@ -50,7 +50,7 @@ class StepMeasurements:
             self._peak = max(self._peak, peak[0])
 
     def measured(self) -> dict[str, float]:
-        """Return the mean step time in seconds and the peak memory in bytes. Empty if there were too few steps."""
+        """Return the mean step time in seconds and the peak memory in bytes. Return {} if there were too few steps."""
         if self._steps < _FIRST_TIMED_STEP:
             return {}
         peak = self._peak if self._live is not None else torch.cuda.max_memory_allocated(self._device)
@@ -59,6 +59,6 @@ class StepMeasurements:
 
 
 def is_predicted(resolved: Resolved) -> bool:
-    """Return whether a plan has predicted this placement, and memory can be measured here, which requires glibc."""
+    """Return whether a plan has predicted this placement, and memory can be measured here (requires glibc)."""
     predicted, placement = resolved.run.predicted, (resolved.strategy_name, resolved.processes)
     return predicted is not None and (predicted.strategy, predicted.processes) == placement and can_count()

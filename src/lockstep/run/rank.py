@@ -71,13 +71,13 @@ class Rank:
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Switch to a phase while the block runs."""
-        before = self.phase
+        previous_phase = self.phase
         self.enter(phase)
         yield
-        self.enter(before)  # skipped after an error, because the error belongs to this phase
+        self.enter(previous_phase)  # skipped after an error, which occurred in `phase`
 
     def write_corrupted(self, error: CorruptionError) -> None:
-        """Write the event of an audit that found wrong results, which ends this start of the run."""
+        """Write the event of an audit that found wrong results, after which the ranks stop training."""
         self.write(Corrupted(**self.progress.at, ranks=tuple(error.ranks), text=str(error)))
 
     def write(self, event: Event) -> None:
@@ -96,11 +96,11 @@ class Rank:
             run_folder.conclude(self.folder, {**figures(event, now), **verdict})
 
     def keep_digests(self, engine: Engine, exactness: str, every: int | Literal["auto", "off"]) -> None:
-        """Save the digest of every `every`-th step from here on, if `exactness` is `bits`.
+        """Save the digest of every `every`-th step from now on, if `exactness` is `bits`.
 
-        With `auto`, the interval depends on the time that a digest takes.
+        With `auto`, the interval depends on the time that it takes to compute a digest.
 
-        Existing digests of steps that are repeated are removed, even if no more digests are saved.
+        Removes the existing digests of steps that this run repeats, even if it saves no new digests.
         """
         assert self.folder is not None
         path = self.folder / digest_file.DIGESTS
@@ -113,7 +113,7 @@ class Rank:
         self.digests = StepDigests(self.world, engine.gradients, append, period, self.rendezvous.rank_log.note)
 
     def last_step(self) -> int:
-        """Return the last step in the log of earlier starts, or 0 if there is none."""
+        """Return the last step in the existing log of the run, or 0 if there is no log."""
         return 0 if self.folder is None else last_step(self.folder / EVENTS)
 
     def warn(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Trains a recipe on a rank. Events are written to sinks, and the state is saved in checkpoints."""
+"""Runs the training that a recipe describes on one rank. Writes events to sinks, and saves the state in checkpoints."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,11 +54,11 @@ _MAX_FILES_PER_EVENT: Final = 100  # maximum number of unreadable files in an ev
 
 @dataclass(eq=False)
 class RankTraining:
-    """Trains a recipe on a rank.
+    """Runs the training that a recipe describes on one rank.
 
     - `start`, `resumed`: The run folder, and the checkpoint to resume from, if any.
     - `streams`: The terminal, and the log of this rank.
-    - `look`: Returns the findings of the probe at the start.
+    - `get_findings`: Returns the findings of the probe that runs before the first step.
     - `extra_sink`: A sink in addition to the sinks of the configuration.
     """
 
@@ -68,7 +68,7 @@ class RankTraining:
     start: RunStart
     resumed: Resumed | None
     streams: tuple[TextIO, TextIO]  # terminal and log
-    look: Look
+    get_findings: Look
     extra_sink: Sink | None
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class RankTraining:
         problem = replace(ready.problem, build_model=lambda: agreed(world, build(), _SEED_ADVICE))
         agreed_setup = replace(prepared, ready=replace(ready, problem=problem))
         self.engine, self.loader = start_engine(agreed_setup, world, resumes=self.resumed is not None)
-        self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._origin, ready.summary.buffers)
+        self.checkpoints = Checkpoints(self.rank, prepared.run, self.engine, self._run_settings, ready.summary.buffers)
 
     def run(self, stop: StopRequest) -> int:
         """Train, write all events to the sinks, and return the exit code. All ranks must call it."""
@@ -120,8 +120,8 @@ class RankTraining:
         rank, checkpoints = self.rank, self.checkpoints
         start = start_event(self.prepared, rank, self.start.checkpoint)
         with nullcontext() if self.grading is None else self.grading.left_out():
-            yield start  # sinks import their libraries when they get it
-        for finding in self.look():
+            yield start  # sinks import their libraries when they get this event
+        for finding in self.get_findings():
             yield Warned(**rank.progress.at, culprit=finding.culprit, text=finding.text)
         rank.enter("training")
         run, ready = self.prepared.run, self.prepared.ready
@@ -152,11 +152,11 @@ class RankTraining:
         yield self._done()
 
     def _batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
-        """Yield the steps starting at `first`, with the micro-batches of this rank. Waiting counts as data time."""
-        batches = self._fetched(first)
+        """Yield the steps from `first` on, with this rank's micro-batches. Waiting for a batch counts as data time."""
+        batches = self._fetch_batches(first)
         yield from batches if self.grading is None else self.grading.watch(batches)
 
-    def _fetched(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
+    def _fetch_batches(self, first: int) -> Iterator[tuple[Step, Sequence[MicroBatch]]]:
         batches = iter(self.loader.training(first))
         while True:
             with self.clock.during("data"):
@@ -175,7 +175,7 @@ class RankTraining:
         if report and self.world.rank == 0:
             run_folder.keep_last_evaluation(self.start.folder, report)
 
-    def _origin(self) -> dict[str, Any]:
+    def _run_settings(self) -> dict[str, Any]:
         """Return the settings and data facts that affect the results. They are saved in checkpoints."""
         recipe = comparable(values(self.prepared.recipe))
         return {"recipe": recipe, "data": model_facts(self.prepared.ready)}

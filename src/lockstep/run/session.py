@@ -115,16 +115,17 @@ def _stall_detector(rendezvous: Rendezvous, placement: Placement, device: torch.
         rendezvous.end(Failure(rank, info.size, host, text, time=time.time()))
 
     tell = end if placement.on_stall == "end" else rendezvous.rank_log.notice
-    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"  # with gloo, this thread waits
-    record = partial(_record_exchanges, rendezvous, nccl)
+    # With gloo, this thread waits for the other ranks.
+    nccl = resolve_backend(placement.backend, device.type == "cuda") == "nccl"
+    record = partial(_dump_flight_recorder, rendezvous, nccl)
     detector = StallDetector(rendezvous, placement.stall_timeout_s, tell, record, hidden=nccl)
     return detector
 
 
-def _record_exchanges(rendezvous: Rendezvous, nccl: bool) -> str:
-    """Write torch's flight record of the collectives of this rank next to its log.
+def _dump_flight_recorder(rendezvous: Rendezvous, nccl: bool) -> str:
+    """Write this rank's Flight Recorder dump next to its log.
 
-    Returns the path, or an empty string if there is no log or no record.
+    Returns the path of the dump, or an empty string if this rank has no log or torch has no record of its collectives.
     """
     log = rendezvous.rank_log.log
     path = log and log.with_name(f"exchanges-rank-{rendezvous.info.rank}.json")

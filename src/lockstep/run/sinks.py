@@ -44,7 +44,8 @@ def check_sinks(run: RunConfig) -> None:
             _check_options(index, sink, ())
         else:
             spec = find_spec(sink.name)
-            if spec is None or spec.origin is None:  # a namespace package, which may be any folder with this name
+            # No origin means a namespace package, which may be any folder with this name.
+            if spec is None or spec.origin is None:
                 raise UsageError(
                     f"sink {sink.name}: {sink.name} is not installed; pip install 'lockstep-train[{sink.name}]'"
                 )
@@ -66,7 +67,7 @@ def own_paths(run: RunConfig) -> list[str]:
 def open_sinks(
     run: RunConfig, recipe_values: Mapping[str, Any], rule: str, folder: Path, streams: Sequence[TextIO]
 ) -> Iterator[list[Sink]]:
-    """Open the sinks of a run while the block runs. Only rank 0 calls it. Sinks that can fail are opened first.
+    """Open the sinks of a run while the block runs. Only rank 0 calls it. Opens sinks that can fail first.
 
     - `recipe_values`: Settings by name, which services such as MLflow save with the metrics.
     - `rule`: The formula of the learning rate.

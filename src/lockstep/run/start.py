@@ -37,8 +37,8 @@ def run_launched_rank(
     """Join the other ranks that the launcher started, and do the work that `check` returns. Return its exit code.
 
     `check` runs all checks that are possible before the ranks join. If it raises a LockstepError, this rank exits. If
-    other ranks soon join the rendezvous that `override_words` specify, the error is reported to them, so that it is
-    only printed once.
+    other ranks soon join the rendezvous that `override_words` specify, the error is reported to these ranks, so that it
+    is only printed once.
     """
     try:
         placement, work = check()
@@ -90,14 +90,14 @@ def can_be_spawned(work: Callable[..., object]) -> bool:
     with _hide_main():
         try:
             ForkingPickler.dumps(work)
-        except Exception:  # pickling can raise any exception
+        except Exception:  # pickling a user's object can raise any exception
             return False
     return True
 
 
 @contextmanager
 def _hide_main() -> Iterator[None]:
-    """Hide this process's script from processes spawned in the block. Otherwise, they would run it first."""
+    """Hide this process's script from processes spawned in the block, which would otherwise run the script first."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:

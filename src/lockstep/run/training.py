@@ -49,9 +49,9 @@ from lockstep.training.checkpoint.signing import signing_key
 def train_here(loaded: Loaded, extra_sink: Sink | None = None) -> int:
     """Check everything in this process, then train in this process or in new processes. Return the exit code.
 
-    `extra_sink` is a sink in addition to the sinks of the configuration. It must be picklable for spawned processes. If
-    an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training continues without
-    these ranks.
+    `extra_sink` is a sink in addition to the sinks of the configuration. The sink must be picklable for spawned
+    processes. If an audit identifies ranks with wrong results and `placement.on_corruption` is `go_on`, training
+    continues without these ranks.
     """
     torch.set_num_threads(1)  # see run/start.py
     failures: list[Failure] = []
@@ -168,7 +168,7 @@ def run_rank(
         log.write(rank_line)
         if isinstance(placed, Placed):
             prepared = placed.open()
-            if start is None and info.rank == 0:  # otherwise, the parent process has already warned
+            if start is None and info.rank == 0:  # if `start` is set, the parent process has already warned
                 warn(prepared)
         else:
             prepared = placed
@@ -185,10 +185,12 @@ def run_rank(
             with add_key_positions(loaded):
                 check_beginning(prepared.ready)
         probes = info.rank == 0 and resumed is None and prepared.run.probe == "auto"
-        look = stack.enter_context(first_look(prepared.ready)) if probes else list
+        get_findings = stack.enter_context(first_look(prepared.ready)) if probes else list
         world = stack.enter_context(session.open_world())
         rank_sink = extra_sink if start is None or info.rank == 0 else None
-        training = RankTraining(prepared, rendezvous, world, run_start, resumed, (terminal, log), look, rank_sink)
+        training = RankTraining(
+            prepared, rendezvous, world, run_start, resumed, (terminal, log), get_findings, rank_sink
+        )
         return training.run(stop)
 
 

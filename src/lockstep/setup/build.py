@@ -58,15 +58,15 @@ class Setup:
     data: DataSet
     problem: Problem
     steps: Steps
-    summary: Summary  # summary of the model as it is trained
+    summary: Summary  # summary of the model that is trained
     parameter_settings: Mapping[str, dict[str, Any]]  # optimizer settings of individual parameters by name
     blank: Build  # builds the model with uninitialized weights
     uncut: Build  # builds the model with its initial weights, and without chunks
     warnings: tuple[str, ...]  # about settings that are valid but probably unintended
     source: Mapping[str, str]  # hashes of the user's source files
-    task_line: str = ""  # describes the task and why it was chosen
+    task_line: str = ""  # a description of the task, and the reason why it was chosen
     chunked: Mapping[str, Chunked] = field(default_factory=dict)  # parameters that the recipe splits into chunks
-    first: InitialWeights | None = None  # the initial weights, if they don't come from the seed
+    first: InitialWeights | None = None  # the initial weights, or None if the seed determines them
     fit: Fit | None = None  # how the initial weights match the model
     guarded: bool = True  # whether to reject code that makes results depend on the placement
 
@@ -145,7 +145,7 @@ def plain_model(recipe: Recipe, facts: Mapping[str, Any]) -> partial[nn.Module]:
 
 
 def tuning_of(recipe: Recipe) -> Tuning:
-    """Return the changes that the recipe makes to the model after it is built."""
+    """Return the recipe's changes to the model after its construction."""
     lora = None
     if (lora_config := recipe.model.lora) is not None:
         lora = Lora(
@@ -160,10 +160,10 @@ def tuning_of(recipe: Recipe) -> Tuning:
 
 
 def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
-    """Open the data of a recipe, and check its model, loss and optimizer with it.
+    """Open the data of a recipe, and use the data to check the model, the loss and the optimizer of the recipe.
 
     `first` is the source of the initial weights, if they don't come from the seed (setup/first_weights.py). If the
-    recipe contains a mistake, this raises UsageError before there is a process group.
+    recipe contains a mistake, raises UsageError before a process group is initialized.
     """
     if recipe.compile:
         check_compiler(gpu=torch.cuda.device_count() > 0)
@@ -208,9 +208,9 @@ def setup(recipe: Recipe, first: InitialWeights | None = None) -> Setup:
 class _Models(NamedTuple):
     """Functions that build the recipe's model. Each applies more of the recipe."""
 
-    plain: Build  # as in its library, with uninitialized weights
-    uncut: Build  # with adapters and frozen parameters
-    chunked: Build  # additionally split into chunks
+    plain: Build  # the model as its library defines it, with uninitialized weights
+    uncut: Build  # `plain` with adapters and frozen parameters
+    chunked: Build  # `uncut`, split into chunks
     first: Build  # `uncut` with its initial weights
 
 

@@ -30,8 +30,8 @@ from lockstep.strategies.base import CutsModel, ExternalEngine, replica_devices
 def check_placement(resolved: Resolved, *, training: bool = True) -> None:
     """Raise UsageError if the strategy rejects the number of processes, or the device doesn't support the recipe.
 
-    With `training=False`, it checks an evaluation. An evaluation can use more processes than a step has micro-batches,
-    because it doesn't split steps.
+    With `training=False`, this function checks an evaluation. An evaluation can use more processes than a step has
+    micro-batches, because it doesn't split steps.
     """
     recipe, placement, strategy = resolved.recipe, resolved.placement, resolved.strategy
     on_gpu = placement.device != "cpu" and torch.cuda.device_count() > 0
@@ -87,7 +87,7 @@ def _check_compile(resolved: Resolved) -> None:
 
 
 def _check_batchnorm(resolved: Resolved) -> None:
-    """Raise UsageError if the BatchNorm layers of all forwards of a step can't be synchronized."""
+    """Raise UsageError if BatchNorm can't be synchronized across all forward passes of a step."""
     recipe, strategy = resolved.recipe, resolved.strategy
     if recipe.batchnorm != "sync":
         return
@@ -112,7 +112,7 @@ def _check_batchnorm(resolved: Resolved) -> None:
 
 
 def _check_waiting(resolved: Resolved, key: str) -> None:
-    """Raise UsageError for settings that don't work if forwards wait for each other, as the setting `key` requires."""
+    """Raise UsageError for settings that don't work if forward passes wait for each other, which `key` requires."""
     placement = resolved.placement
     if resolved.recipe.compile:
         raise UsageError(
@@ -177,7 +177,7 @@ def needs_whole_updates(resolved: Resolved, ready: Setup) -> bool:
     """
     stored = stored_dtype(ready.recipe.precision)
     dtypes = {stored}
-    if stored is None:  # the model itself may have 16-bit weights
+    if stored is None:  # without a storage dtype, the model itself may have 16-bit weights
         dtypes |= {form.dtype for form in ready.summary.trained.values() if form.dtype in NARROW}
     return _check_updates(
         resolved, bool(ready.chunked), optimizer_factories(ready.recipe, ready.parameter_settings), dtypes

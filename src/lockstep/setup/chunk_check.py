@@ -1,4 +1,4 @@
-"""Compares a chunked model with the original model, because a valid plan can be wrong and layers can mix positions."""
+"""Compares a chunked model with the full model, because a valid plan can be wrong and layers can mix positions."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ Departure = tuple[str, float]  # name of the part that differs, and the relative
 
 
 def check_plan(ready: Setup) -> list[str]:
-    """Check with two samples in float32 that the chunked model computes the same function as the original model.
+    """Check with two samples in float32 that the chunked model computes the same function as the full model.
 
     Returns warnings. If a layer computes a different function, raises UsageError with the name of the first such layer.
     """
@@ -67,11 +67,11 @@ def check_chunks(ready: Setup, quickly: bool = False) -> None:
     if config.chunks == 1:
         return
     with preserve_generators(), drop_new_tensors():
-        whole = ready.uncut().eval()
+        full_model = ready.uncut().eval()
         _, batch = examples(ready.recipe, ready.data)
         inputs = ready.task.inputs(repeat_samples(batch, _SAMPLES))
         cut_features = partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
-        departure = (quick_departure if quickly else chunk_departure)(whole, cut_features, inputs)
+        departure = (quick_departure if quickly else chunk_departure)(full_model, cut_features, inputs)
     if departure:
         raise VerificationError(f"recipe.model.plan: {describe(departure, config.chunks)}; {ADVICE}")
 
@@ -107,13 +107,15 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
     if config.sequence_chunks == 1:
         return
     cut_features = (
-        partial(cut, chunks=config.chunks, plan=config.plan, name=config.name) if config.chunks > 1 else _keep_whole
+        partial(cut, chunks=config.chunks, plan=config.plan, name=config.name)
+        if config.chunks > 1
+        else _split_no_features
     )
     with preserve_generators(), drop_new_tensors():
         example, _ = examples(ready.recipe, ready.data)
         batch = repeat_samples(example, _SAMPLES)
-        whole = ready.uncut().eval()
-        departure = sequence_departure(whole, ready.task, batch, config.sequence_chunks, cut_features, bounds)
+        full_model = ready.uncut().eval()
+        departure = sequence_departure(full_model, ready.task, batch, config.sequence_chunks, cut_features, bounds)
     if departure:
         raise VerificationError(
             f"recipe.model.sequence_chunks: {name} computes different values in {config.sequence_chunks} chunks than "
@@ -124,15 +126,15 @@ def check_sequence_chunks(ready: Setup, bounds: Bounds = _BOUNDS) -> None:
 
 
 def quick_departure(
-    whole: nn.Module,
+    full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
 ) -> Departure | None:
-    """Run `chunk_departure` in float32 on two samples of the inputs, with integer sequences cropped.
+    """Run `chunk_departure` in float32 on two samples of the inputs, with integer sequences shortened.
 
-    If the model rejects the cropped inputs, it runs on two full samples. If the model rejects these too, it runs on all
-    inputs.
+    If the model rejects the shortened inputs, the comparison uses two full samples. If the model also rejects these
+    samples, the comparison uses all inputs.
     """
     first = next(iter(tensors_of(inputs)), None)
     samples = len(first) if first is not None and first.ndim else 0
@@ -140,48 +142,48 @@ def quick_departure(
     def first_samples(tensor: Tensor) -> Tensor:
         return tensor[:_SAMPLES] if tensor.ndim and len(tensor) == samples else tensor
 
-    def cropped(tensor: Tensor) -> Tensor:
+    def shortened_samples(tensor: Tensor) -> Tensor:
         sequence = tensor.ndim == 2 and not tensor.is_floating_point()
         return first_samples(tensor)[:, :_POSITIONS] if sequence else first_samples(tensor)
 
-    for select in (cropped, first_samples):
+    for select in (shortened_samples, first_samples):
         try:
-            return chunk_departure(whole, cut_features, map_tensors(select, inputs), run, QUICKLY)
+            return chunk_departure(full_model, cut_features, map_tensors(select, inputs), run, QUICKLY)
         except Exception:  # a user's model may raise any exception
             continue
-    return chunk_departure(whole, cut_features, inputs, run, QUICKLY)
+    return chunk_departure(full_model, cut_features, inputs, run, QUICKLY)
 
 
 def chunk_departure(
-    whole: nn.Module,
+    full_model: nn.Module,
     cut_features: Callable[[nn.Module], object],
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Split a copy of the model `whole` into chunks, and compare the outputs. See `feature_departure`.
+    """Split a copy of the model `full_model` into chunks, and compare the outputs. See `feature_departure`.
 
     Parameters that are all zero, such as those of a newly initialized last layer, could hide a difference. Therefore,
-    they get the same random values in both models.
+    such parameters get the same random values in both models.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in whole.parameters():
+        for parameter in full_model.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 parameter.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
-    in_chunks = copy.deepcopy(whole)
+    in_chunks = copy.deepcopy(full_model)
     cut_features(in_chunks)
-    return feature_departure(whole, in_chunks, inputs, run, bounds)
+    return feature_departure(full_model, in_chunks, inputs, run, bounds)
 
 
 def feature_departure(
-    whole: nn.Module,
+    full_model: nn.Module,
     in_chunks: nn.Module,
     inputs: T,
     run: Callable[[nn.Module, T], Any] = call,  # type: ignore[assignment]
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
-    """Return the first region whose outputs differ, or "" for the model itself. Return None if all outputs agree.
+    """Return the first region whose outputs differ, or "" for the full model. Return None if all outputs agree.
 
     `run` calls a model with the inputs.
     """
@@ -189,37 +191,37 @@ def feature_departure(
 
     def compare(batch: T) -> Iterator[Departure]:
         whole_outputs, chunk_outputs = (
-            _outputs(partial(run, model, batch), model, names) for model in (whole, in_chunks)
+            _outputs(partial(run, model, batch), model, names) for model in (full_model, in_chunks)
         )
         for name, outputs in whole_outputs.items():
             yield name, max(map(_distance, outputs, chunk_outputs[name]), default=0.0)
 
-    return _first_beyond_bound((whole, in_chunks), inputs, compare, bounds)
+    return _first_beyond_bound((full_model, in_chunks), inputs, compare, bounds)
 
 
-def _keep_whole(_: nn.Module) -> dict[str, Chunked]:
+def _split_no_features(_: nn.Module) -> dict[str, Chunked]:
     """Don't split the features of a model."""
     return {}
 
 
 def sequence_departure(
-    whole: nn.Module,
+    full_model: nn.Module,
     task: Task,
     batch: Batch,
     chunks: int,
-    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _keep_whole,
+    cut_features: Callable[[nn.Module], Mapping[str, Chunked]] = _split_no_features,
     bounds: Bounds = _BOUNDS,
 ) -> Departure | None:
     """Return the first difference of the loss or a gradient with sequence chunks, or None if there is none.
 
     `cut_features` splits a copy of the model into feature chunks in place, and returns how parameters are rearranged.
     """
-    in_chunks = copy.deepcopy(whole)
+    in_chunks = copy.deepcopy(full_model)
     chunked = cut_features(in_chunks)
 
     def compare(sample_batch: Batch) -> Iterator[Departure]:
-        whole_loss = sum_of_losses(task.loss(call(whole, task.inputs(sample_batch)), sample_batch))
-        loss, gradients = _loss_and_gradients(whole, whole_loss)
+        whole_loss = sum_of_losses(task.loss(call(full_model, task.inputs(sample_batch)), sample_batch))
+        loss, gradients = _loss_and_gradients(full_model, whole_loss)
         chunk_loss, chunk_gradients = _loss_and_gradients(
             in_chunks, torch.stack(losses_in(in_chunks, task, sample_batch, chunks)).sum()
         )
@@ -234,7 +236,7 @@ def sequence_departure(
                 _distance(expected, chunk_gradients.get(name, torch.zeros_like(expected)), scale),
             )
 
-    return _first_beyond_bound((whole, in_chunks), batch, compare, bounds)
+    return _first_beyond_bound((full_model, in_chunks), batch, compare, bounds)
 
 
 def _first_beyond_bound(
@@ -246,7 +248,7 @@ def _first_beyond_bound(
             model.to(dtype)
         inputs = map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch)  # noqa: B023
         try:
-            # This condition also holds for NaN.
+            # The negated comparison also holds for NaN.
             return next(((name, distance) for name, distance in compare(inputs) if not distance <= bound), None)
         except RuntimeError:
             if dtype is torch.float32:

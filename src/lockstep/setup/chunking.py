@@ -36,7 +36,7 @@ from lockstep.tasks.base import Build, MicroBatch, Task
 
 
 def chunk_layouts(build: Build, config: ModelConfig) -> Mapping[str, Chunked]:
-    """Return by name how each chunked parameter is rearranged. Empty if there is a single chunk.
+    """Return the rearrangement of each chunked parameter by name, or {} if there is a single chunk.
 
     Raises UsageError if the model can't be split, or if the recipe's plan doesn't match it.
     """
@@ -55,7 +55,7 @@ def cut(model: nn.Module, chunks: int, plan: Plan, name: str) -> dict[str, Chunk
     """Split a model into chunks in place. Return how parameters are rearranged.
 
     The recipe's plan takes precedence over the built-in plan of the model. `name` is the name of the model. If the
-    model can't be split, raises UsageError that names the keys of the recipe.
+    model can't be split, raises UsageError with the names of the recipe's keys.
     """
     built_in = {key: kind for key, kind in built_in_plan(model).items() if key not in plan}
     chunked = cut_into_chunks(model, {**plan, **built_in}, chunks)  # the first matching pattern applies
@@ -85,8 +85,8 @@ def check_loss(task: Task, outputs: Any, batch: Batch) -> None:
 def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: str) -> Inputs:
     """Check that the model and the task work with sequence chunks. Return the model's inputs for a batch.
 
-    Raises UsageError if they don't work. `batch` must contain real samples. The model runs on the meta device, or on
-    the CPU if that fails. `name` is the name of the model in errors.
+    Raises UsageError if the model or the task doesn't support chunks. `batch` must contain real samples. The model runs
+    on the meta device, or on the CPU if that fails. `name` is the name of the model in errors.
     """
     sequence_task(task)
 
@@ -99,7 +99,7 @@ def check_sequences(build: Build, task: Task, batch: Batch, chunks: int, name: s
             arguments = trial("meta")
         except LockstepError:
             raise
-        except Exception:  # a model may read values in its constructor or forward
+        except Exception:  # a model may read values in its constructor or forward method
             arguments = trial("cpu")
     return with_positions(task.inputs(batch), arguments)
 

@@ -1,4 +1,4 @@
-"""Detects that the requested run is already complete, and reports its hash. Fast, because it doesn't import torch."""
+"""Detects that the requested run is already complete, and reports its hash. To be fast, this doesn't import torch."""
 
 import re
 from collections.abc import Mapping
@@ -44,17 +44,17 @@ def completed(loaded: Loaded) -> Done | None:
     return _parse_done(last_event) if comparable(values(before)) == comparable(values(loaded.config.recipe)) else None
 
 
-def _parse_done(end: Mapping[str, Any]) -> Done | None:
-    """Return the event in a log line, without the fields by rank. Return None if the line is damaged."""
-    sha256 = end.get("weights_sha256")
-    progress: dict[str, Any] = {name: end.get(name) for name in ("step", "epoch", "samples")}
+def _parse_done(record: Mapping[str, Any]) -> Done | None:
+    """Return the event in a log line, without the per-rank fields. Return None if the line is damaged."""
+    sha256 = record.get("weights_sha256")
+    progress: dict[str, Any] = {name: record.get(name) for name in ("step", "epoch", "samples")}
     if (
         not isinstance(sha256, str)
         or not re.fullmatch("[0-9a-f]{64}", sha256)
         or {*map(type, progress.values())} != {int}
     ):
         return None
-    numbers: dict[str, Any] = {name: value for name, value in end.items() if type(value) in (int, float)}
+    numbers: dict[str, Any] = {name: value for name, value in record.items() if type(value) in (int, float)}
     counts = {name: numbers[name] for name in ("skipped_steps", "skipped_samples", "seconds") if name in numbers}
     extras = {name: value for name, value in numbers.items() if name not in _FIELDS}
     best = {name.removeprefix(_BEST): value for name, value in extras.items() if name.startswith(_BEST)}

@@ -1,4 +1,4 @@
-"""Facts about a dataset. Ranks compare them before a run, and checkpoints store them for resuming and inference."""
+"""Facts about a dataset. Ranks compare the facts, and checkpoints store the facts for resuming and inference."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,8 @@ from lockstep.setup.build import Setup
 from lockstep.tasks.batches import targets_or_batch
 from lockstep.training.sample_digest import digest_ends
 
-_RECIPE_FACTS: Final = ("mean", "std")  # facts that a recipe can set, and that are compared as part of the recipe
+# Facts that a recipe can set, and which are therefore compared as part of the recipe.
+_RECIPE_FACTS: Final = ("mean", "std")
 
 
 def setup_facts(ready: Setup) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def setup_facts(ready: Setup) -> dict[str, Any]:
 
 
 def model_facts(ready: Setup) -> dict[str, Any]:
-    """Return the facts about the data that the model needs for inference. Checkpoints store them with the weights."""
+    """Return the facts about the data that the model needs for inference, which checkpoints store with the weights."""
     config, facts = ready.recipe.data, ready.data.facts
     mean, std = config.mean or facts.get("mean"), config.std or facts.get("std")
     return {**facts, "mean": None if mean is None else list(mean), "std": None if std is None else list(std)}

@@ -1,4 +1,4 @@
-"""Example batches of the data, as the model gets them in training and in evaluation, for checks before a run."""
+"""Example batches of training and evaluation data, for checks before a run."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -20,7 +20,7 @@ _MAX_TRIED_SAMPLES: Final = 64  # maximum number of samples that are tried if th
 
 
 def transforms_of(recipe: Recipe, data: DataSet) -> DeviceTransforms:
-    """Return the transforms of batches on the device. These are no-ops unless the recipe or the data requests any."""
+    """Return the transforms of batches on the device. Without transforms in the recipe or the data, this is a no-op."""
     return device_transforms(values(recipe), data.facts) or NoTransforms()
 
 
@@ -41,7 +41,7 @@ def examples(recipe: Recipe, data: DataSet) -> tuple[Batch, Batch]:
 
 
 def _fetch_few(split: Split) -> tuple[Request, Batch]:
-    """Return a batch of a few readable samples. Unreadable files are reported later, when training reaches them."""
+    """Return a batch of a few readable samples. Training later reports the unreadable files."""
     request = Request(np.unique(np.linspace(0, len(split) - 1, _EXAMPLE_SAMPLES).astype(np.int64)), None)
     try:
         return request, split.fetch(*request)
@@ -68,7 +68,7 @@ def repeat_samples(batch: Batch, samples: int) -> Batch:
 
 
 def smallest_microbatch(recipe: Recipe, steps: Steps) -> int:
-    """Return the size of the smallest micro-batch. With sync BatchNorm, at least 2, unless a step has 1 sample."""
+    """Return the size of the smallest micro-batch. With sync BatchNorm, it is 2 or more unless a step has 1 sample."""
     first_and_last = _first_and_last(steps)
     smallest = min(min(map(len, step.microbatches(recipe.microbatches))) for step in first_and_last)
     return min(max(2, smallest), *(step.samples for step in first_and_last)) if recipe.batchnorm == "sync" else smallest

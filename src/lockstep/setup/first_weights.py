@@ -1,7 +1,7 @@
 """Initial weights of a run that come from a file or a different run instead of the seed.
 
-The recipe records the SHA-256 of their tensors, but not the location of the file or run. A run that resumes no longer
-needs them. Only tensors and JSON are read, so no code in a file or run folder is executed.
+The recipe records the SHA-256 of the tensors, but not the location of the file or run. A run that resumes no longer
+needs this file or run. Only tensors and JSON are read, so no code in a file or run folder is executed.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ _START: Final = "run.start_from"
 class InitialWeights:
     """Initial weights, by parameter name. Parameters that match a pattern in `fresh` keep their random initialization.
 
-    `checkpoint` is the checkpoint that the weights come from, if they come from a run. If `optimizer` is set, the
+    `checkpoint` is the checkpoint that contains the weights, if a run is their source. If `optimizer` is set, the
     optimizer state of the checkpoint is also used.
     """
 
@@ -75,8 +75,8 @@ class InitialWeights:
 def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
     """Return the configuration with the hashes of the initial weights in its recipe, and the initial weights.
 
-    The initial weights are None if the configuration specifies none. They are also None if they no longer exist and the
-    run folder contains a run that started from them. Raises UsageError if they can't be read or don't match the recipe.
+    The initial weights are None if the configuration specifies none, or if the file no longer exists and the run folder
+    contains a run that started from it. Raises UsageError if the weights can't be read or don't match the recipe.
     """
     recipe, run = loaded.config.recipe, loaded.config.run
     weights, start_from = recipe.model.weights, run.start_from
@@ -97,7 +97,7 @@ def load_first_weights(loaded: Loaded) -> tuple[Loaded, InitialWeights | None]:
 
 
 def weights_record(recipe: Recipe, first: InitialWeights | None, weights_fit: Fit | None) -> dict[str, Any]:
-    """Return the record of the initial weights for the run folder. It is empty if they come from the seed."""
+    """Return the record of the initial weights for the run folder. Return {} if the seed determines them."""
     weights, start = recipe.model.weights, recipe.start
     sha256 = weights.sha256 if weights is not None else start.weights_sha256 if start is not None else None
     if sha256 is None:
@@ -173,7 +173,7 @@ def _checkpoint(path: Path, run: RunConfig) -> FoundCheckpoint:
     key = read_key(Path(run.key_file)) if run.key_file is not None else None
     try:
         return store.load(path, key=key)
-    except TrainingError as error:  # here, damage is a user mistake, because the checkpoint belongs to a different run
+    except TrainingError as error:  # a damaged checkpoint of a different run is a mistake of the user
         raise UsageError(str(error)) from error
 
 

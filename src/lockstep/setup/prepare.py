@@ -23,7 +23,7 @@ from lockstep.strategies.base import Strategy
 @final
 @dataclass(frozen=True)
 class PreparedRun:
-    """A recipe on a placement. The data, the model and the optimizer are open and have been checked."""
+    """A recipe and its placement. The data, the model and the optimizer are open and have been checked."""
 
     resolved: Resolved
     ready: Setup
@@ -40,7 +40,7 @@ class PreparedRun:
 
     @property
     def placement(self) -> Placement:
-        """The placement section, which determines where and how fast the recipe is trained."""
+        """The placement section, which determines on which devices and how fast the model is trained."""
         return self.resolved.placement
 
     @property
@@ -72,7 +72,7 @@ class PreparedRun:
 @final
 @dataclass(frozen=True)
 class Placed:
-    """A configuration that has been checked against its placement, and its initial weights. Data isn't open yet."""
+    """A configuration that has been checked against its placement, and its initial weights. No dataset is open yet."""
 
     resolved: Resolved
     first: InitialWeights | None = None
@@ -88,7 +88,7 @@ class Placed:
 def check(loaded: Loaded, processes: int | None = None, *, training: bool = True) -> Resolved:
     """Resolve a configuration for `processes` processes. Defaults to the number that it requests on this machine.
 
-    Raises UsageError for mistakes that can be found from the configuration only. With `training=False`, it checks an
+    Raises UsageError for mistakes in the configuration itself. With `training=False`, this function checks an
     evaluation, which can use more processes than a step has micro-batches, because it doesn't split steps.
     """
     with add_key_positions(loaded):

@@ -21,12 +21,12 @@ _MAX_NAME_BYTES: Final = 200  # maximum name length in bytes, without the timest
 def claim(loaded: Loaded) -> Claim:
     """Lock the run folder of `loaded`, and decide from which checkpoint the run starts.
 
-    With `resume: auto`, a run in the folder is resumed if it has the same recipe. If it has a different recipe, raises
+    With `resume: auto`, a run in the folder is resumed if its recipe is the same. If its recipe is different, raises
     UsageError.
     """
     run = loaded.config.run
     key = signing_key(run.key_file)
-    # This must come before the run folder is created.
+    # The checkpoint must be loaded before the run folder is created.
     checkpoint = None if run.resume in ("auto", "never") else store.load(Path(run.resume), key=key)
     folder = Path(run.dir) if run.dir else new_run_folder(loaded)
     return claim_folder(folder, lambda: completion_notice(loaded), lambda: _find_start(loaded, folder, checkpoint, key))
@@ -66,12 +66,13 @@ def _find_start(
         )
     recipe = _read_recipe(folder / CONFIG)
     newest = store.newest(folder / store.FOLDER, key)
-    if newest is None:  # without a checkpoint, starting again with a different (such as fixed) recipe loses nothing
+    # Without a checkpoint, nothing is lost by starting over with a different recipe, such as a corrected one.
+    if newest is None:
         changed = recipe_differences(recipe, loaded.config.recipe)
         note = f"{folder}: the run in it saved no checkpoint; starting again"
         return None, [f"{note}{' with a different recipe:' if changed else ''}", *changed]
     check_recipe(folder, recipe, loaded.config.recipe)
-    # A checkpoint of a different run may have been copied here, which its hashes don't show.
+    # The hashes don't show whether the checkpoint of a different run was copied into this folder.
     check_recipe(newest.path, checkpoint_recipe(newest.path, newest.snapshot), loaded.config.recipe)
     return newest.path, checkpoint_warnings(newest)
 

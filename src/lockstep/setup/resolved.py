@@ -35,7 +35,7 @@ class Resolved:
 
     @property
     def placement(self) -> Placement:
-        """The placement section, which determines where and how fast the recipe is trained."""
+        """The placement section, which determines on which devices and how fast the model is trained."""
         return self.loaded.config.placement
 
     @property

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint belongs to a run: its recipe, its progress, and everything that depends on these.
+"""Checks that a checkpoint belongs to a run: its recipe, its progress, and all state that depends on these.
 
 Hashes detect damage, but not a checkpoint of a different run or a forged checkpoint. Therefore, Lockstep recomputes
 everything that the recipe determines and compares it: the name, shape and dtype of each tensor, the slots and numbers
@@ -63,7 +63,7 @@ def check_recipe(path: Path, before: Recipe, current: Recipe) -> None:
 
 
 def checkpoint_recipe(path: Path, snapshot: Snapshot) -> Recipe:
-    """Return the recipe of the checkpoint `path`. Raise UsageError if it has no valid recipe."""
+    """Return the recipe of the checkpoint `path`. Raise UsageError if the recipe is missing or invalid."""
     recipe = saved_state.parse_state(path, snapshot.state).recipe
     if "loop" in recipe:
         raise UsageError(
@@ -111,9 +111,8 @@ def evaluation_state(path: Path, snapshot: Snapshot, ready: Setup) -> SavedState
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Raise UsageError if the names or shapes of a checkpoint's tensors don't match a model."""
-    dtypes = {
-        name: tensors.get(name, tensor).dtype for name, tensor in expected.items()
-    }  # averaged weights may have a wider dtype
+    # Compare no dtypes, because averaged weights may have a wider dtype.
+    dtypes = {name: tensors.get(name, tensor).dtype for name, tensor in expected.items()}
     forms = {name: Form(tuple(tensor.shape), dtypes[name]) for name, tensor in expected.items()}
     _raise_problems(path, list(_forms_problems("model", _forms(tensors), forms)))
 
@@ -292,7 +291,8 @@ def _loss_scale_problems(state: SavedState, ready: Setup) -> Iterator[str]:
             yield f"loss scale: {saved_scale['scale']}, but {scale.static} at each step of this run"
         return
     ratio = saved_scale["scale"] / scale.initial
-    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:  # the scale only ever doubles or halves
+    # Only doubling and halving change the scale.
+    if ratio <= 0 or not math.isfinite(ratio) or math.frexp(ratio)[0] != 0.5:
         yield f"loss scale: {saved_scale['scale']} is not {scale.initial} times a power of two"
     if saved_scale["_growth_tracker"] not in range(scale.growth_interval):
         most_steps = scale.growth_interval - 1
@@ -326,10 +326,10 @@ def _flat(slots: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _trial(ready: Setup, steps: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a new optimizer after `steps` steps. Uses the meta device, or the CPU if that fails."""
+    """Return the state of a new optimizer after `steps` steps. Uses the meta device, or the CPU as a fallback."""
     try:
         return _after_steps(ready, steps, "meta")
-    except Exception:  # some optimizers read values in their step
+    except Exception:  # some optimizers read tensor values in `step`, which fails on the meta device
         return _after_steps(ready, steps, "cpu")
 
 

@@ -21,7 +21,7 @@ def find_rate(recipe: Recipe, steps: Steps) -> Rate:
     """Return the learning rate as a function of the number of samples seen.
 
     A custom schedule is a function `(epoch, epochs, **options) -> factor`, where `factor` scales the base learning
-    rate. If it fails, it raises UsageError.
+    rate. If this function fails, calling the schedule raises UsageError.
     """
     name = recipe.schedule.name
     return planning.rate(recipe, steps, _custom_shape(recipe) if ":" in name else None)

@@ -56,7 +56,8 @@ def find_strategy(placement: Placement, processes: int) -> tuple[str, Strategy]:
 def recompute_interval(placement: Placement, strategy: Strategy) -> int:
     """Return k if every k-th block recomputes its activations, or 0 if no block does.
 
-    This applies before the strategy gets the model. If the strategy handles recomputation itself, also returns 0.
+    Recomputation is applied before the strategy wraps the model. If the strategy has its own recomputation option,
+    returns 0.
     """
     has_own_option = any(field.name == "recompute" for field in fields(strategy))  # type: ignore[arg-type]
     if placement.recompute == "none" or has_own_option:
@@ -80,7 +81,7 @@ def check_strategy(name: str, strategy: Strategy, processes: int, microbatches: 
 
 
 def _import_strategy(path: str) -> type[Any]:
-    """Return a custom strategy class. Raise UsageError if it lacks a required member."""
+    """Return a custom strategy class. Raise UsageError if the class lacks a required member."""
     kind = import_object(path, "strategy")
     if not isinstance(kind, type) or not is_dataclass(kind):
         problem = "is a class, but not a dataclass" if isinstance(kind, type) else f"has type {type(kind).__name__}"

@@ -23,8 +23,9 @@ from lockstep.common.version import PACKAGE
 from lockstep.config.recipe import Recipe
 from lockstep.config.recorded import mixed
 
-_CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")  # attributes set here aren't state of a forward
-# Calls of these names, as statements, only display a value.
+# Attributes that are set in these methods aren't state of a forward pass.
+_CONSTRUCTORS: Final = ("__init__", "__new__", "__post_init__")
+# Statements that only call one of these functions only display a value.
 _DISPLAY_FUNCTIONS: Final = (
     *("print", "log", "debug", "info", "warning", "write", "add_scalar", "add_scalars"),
     *("set_postfix", "set_postfix_str", "set_description"),
@@ -45,13 +46,13 @@ def import_paths(recipe: Recipe) -> dict[str, str]:
     }
     all_names |= {f"metrics.{index}": name for index, name in enumerate(recipe.metrics)}
     names = {part: name for part, name in all_names.items() if ":" in name}
-    if recipe.model.source != "auto":  # if the source is set, the colon is part of a timm name
+    if recipe.model.source != "auto":  # with an explicit source, a colon is part of a timm model name
         names.pop("model", None)
     return names
 
 
 def _dataset_names(section: str, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the section and name of a dataset, and of all datasets that it mixes."""
+    """Yield the section and name of a dataset, and of all datasets in a mixture."""
     yield section, name
     for label, source in mixed(name, options).items():
         yield from _dataset_names(f"{section}.options.of.{label}", source["name"], source.get("options") or {})
@@ -79,13 +80,13 @@ def place_of(target: object) -> str:
         unwrapped = type(unwrapped)
     try:
         file, (_, line) = inspect.getsourcefile(unwrapped), inspect.getsourcelines(unwrapped)
-    except (TypeError, OSError):  # written in C, or entered in an interpreter
+    except (TypeError, OSError):  # raised for code that is written in C or was entered in an interpreter
         return ""
     return location(file, line) if file and not is_library_file(file) else ""
 
 
 def place_of_attribute(kind: type, name: str) -> str:
-    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if it can't be found."""
+    """Return the line where a method of a class or its bases changes `self.<name>`, or "" if there is no such line."""
     for base in kind.__mro__:
         file = _file(base)
         if file is None or not is_own(file):
@@ -146,7 +147,8 @@ def is_used(scope: ModuleType | CodeType, name: str) -> bool:
         return True
     lines, _ = inspect.getsourcelines(scope)
     tree = ast.parse(textwrap.dedent("".join(lines)))
-    root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree  # the function itself, or the module
+    # The syntax tree of the function, or of the module.
+    root = tree.body[0] if isinstance(scope, CodeType) and tree.body else tree
     scopes = ast.For, ast.AsyncFor, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
     return any(_uses(node, name) for node in ast.walk(root) if node is not root and isinstance(node, scopes))
 
@@ -171,7 +173,7 @@ def _uses(node: ast.AST, name: str) -> bool:
 def _accesses(node: ast.AST, name: str, conditional: bool = False) -> Iterator[tuple[bool, bool]]:
     """Yield each access to a variable in evaluation order: whether it is a read, and whether it is conditional."""
     nodes: list[ast.AST] = []
-    conditional_nodes: list[ast.AST] = []  # nodes that may not run
+    conditional_nodes: list[ast.AST] = []  # nodes that aren't always executed
     match node:
         case ast.Name():
             if node.id == name:

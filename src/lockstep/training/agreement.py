@@ -1,7 +1,7 @@
 """Compares weights and buffers across ranks, and identifies the rank that differs.
 
 Unsharded tensors must be equal on all ranks. Sharded tensors must be equal on all ranks that hold the same rows. In the
-common case, the ranks only compare two digests each. If the digests differ, the ranks compare each tensor separately.
+common case, each rank only sends two digests. If the digests differ, the ranks compare each tensor separately.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ _DIGEST_BYTES: Final = 16
 
 @dataclass(frozen=True)
 class Disagreement:
-    """The tensors that differ between ranks, although they should be equal.
+    """The tensors that should be equal on all ranks, but differ.
 
     `odd` holds the ranks that differ from the majority. It is None if there is no majority. `hosts` holds the host name
     of each rank.

@@ -28,7 +28,7 @@ _MAX_INTERVAL: Final = 1 << 12
 
 
 class Digest(NamedTuple):
-    """The digest after `step` updates: of the gradient of the last update, or of the weights if `weights` is set."""
+    """A digest after `step` updates. It covers the gradient of the last update, or the weights if `weights` is set."""
 
     step: int
     value: int  # unsigned, 64 bits
@@ -96,13 +96,13 @@ class StepDigests:
         self._parts.append((step, weights, self._digests.of_model(tensors, self._owned_names(tensors))))
 
     def _owned_names(self, tensors: NamedTensors) -> frozenset[str]:
-        """Return the names of the tensors that this rank digests. The unsharded tensors are divided among the ranks."""
+        """Return the names of the tensors whose digests this rank computes. Ranks divide the unsharded tensors."""
         names = tuple(tensors)
         if names not in self._owned:
             whole_sizes = {name: value.numel() for name, value in tensors.items() if not isinstance(value, Shard)}
             total, offset, owned = max(1, sum(whole_sizes.values())), 0, set()
             for name, length in whole_sizes.items():
-                middle = offset + length / 2  # if all tensors of a model are empty, rank 0 digests them
+                middle = offset + length / 2  # if all tensors of a model are empty, rank 0 computes their digest
                 offset += length
                 if int(middle * self.world.size / total) == self.world.rank:
                     owned.add(name)
@@ -110,7 +110,7 @@ class StepDigests:
         return self._owned[names]
 
     def _wanted_interval(self) -> Tensor:
-        """Return the interval that keeps digests within `PRICE`, or 0 if it is unknown or on other ranks than 0."""
+        """Return the interval that keeps digests within `PRICE`. Return 0 if unknown, and on all ranks except 0."""
         every = 0
         if self.world.rank == 0 and self.every is None and len(self._digest_seconds) == _TIMED_DIGESTS:
             target_interval = median(self._digest_seconds) / (PRICE * median(self._steps))

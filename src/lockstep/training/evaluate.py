@@ -36,13 +36,14 @@ def batch_sums(task: Task, outputs: Any, batch: Batch, weight: Weight) -> dict[s
 
 
 def task_metrics(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the loss and the metrics of the task by name, as an evaluation reports them.
+    """Return the loss and the metrics of the task by name, in the format of an evaluation event.
 
     The loss comes first, followed by the mean of each of several losses.
     """
     sums = with_total(sums)
     figures = task.figures(sums)
-    weight = max(int(sums[WEIGHT]), 1) if WEIGHT in sums else 1  # several losses are already divided
+    # Without a common weight, each of several losses is already divided by its own weight.
+    weight = max(int(sums[WEIGHT]), 1) if WEIGHT in sums else 1
     loss = figures.pop(LOSS, float(sums[LOSS]) / weight)
     return {LOSS: loss, **loss_means(sums), **figures}
 

@@ -1,4 +1,4 @@
-"""The events of a run. The training loop yields events, and sinks write them.
+"""The events of a run, which the training loop yields and sinks write.
 
 Units: `time` is in seconds since 1970, `seconds` is a duration in seconds, and `peak_bytes` is in bytes. `lr` is the
 learning rate. `loss` is the sum of the losses divided by the weight of the step or evaluation. `samples_per_s` is the
@@ -65,7 +65,7 @@ class Started(_Event):
     peak_flops_per_s: float | None = None  # sum over all devices of the run, if known
     backend: str = ""  # communication backend, if there are several ranks
     sharing: list[list[int]] = field(default_factory=list)  # groups of ranks that share a device
-    replicas: list[str] = field(default_factory=list)  # the device of each, if one process has several
+    replicas: list[str] = field(default_factory=list)  # the device of each replica, if a process has several replicas
     hash_seed: str = ""  # Python's hash seed: PYTHONHASHSEED, or "random"
     name: Literal["started"] = "started"
 
@@ -121,7 +121,7 @@ class Logged(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped(_Event):
-    """Files that couldn't be read. Each file is reported once per start, and its samples get weight 0."""
+    """Files that couldn't be read. Each start of the run reports a file once. Its samples have weight 0."""
 
     files: tuple[str, ...]
     name: Literal["skipped"] = "skipped"
@@ -129,7 +129,7 @@ class Skipped(_Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted(_Event):
-    """An audit of the step after `step` found wrong results. The step isn't applied, and this start of the run ends.
+    """An audit of the step after `step` found wrong results. The update isn't applied, and all ranks stop training.
 
     `ranks` are the ranks that computed wrong results, if a majority identifies them. With `placement.on_corruption:
     go_on`, the run continues without these ranks.
@@ -168,12 +168,13 @@ class Done(_Event):
     best: dict[str, float] = field(default_factory=dict)
     skipped_steps: int = 0
     skipped_samples: int = 0
-    audited: int = 0  # number of steps that were audited in this start of the run
+    audited: int = 0  # number of steps that were audited since the run was last started
     seconds: float = 0.0
     seconds_by_rank: dict[str, list[float]] = field(default_factory=dict)  # by activity (device/clock.py)
     peak_bytes_by_rank: list[int] = field(default_factory=list)
     predicted: dict[str, float] = field(default_factory=dict)  # values predicted by a plan: step_s and peak_bytes
-    measured: dict[str, float] = field(default_factory=dict)  # the same values as measured in this start of the run
+    # The same values as measured since the run was last started.
+    measured: dict[str, float] = field(default_factory=dict)
     name: Literal["done"] = "done"
 
 

@@ -1,4 +1,4 @@
-"""A lock that allows a single process per run folder. The kernel releases it when the process ends."""
+"""A lock that allows a single process per run folder. The kernel releases the lock when the process ends."""
 
 import fcntl
 import os
@@ -44,8 +44,8 @@ class Lock(AbstractContextManager["Lock"]):
 def lock(run_dir: Path) -> Lock:
     """Lock a run folder for this process. Create the folder if needed. Raise UsageError if the folder is in use.
 
-    Exactly one process of a run must call it, and it must be the last process of the run to end. Releasing the lock
-    doesn't remove the lock file. Otherwise, two processes could hold locks on two files with the same name.
+    Exactly one process of a run must call it, and this process must end last. Releasing the lock doesn't remove
+    the lock file. Otherwise, two processes could hold locks on two files with the same name.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = plainfile.descriptor(run_dir / LOCK, os.O_RDWR | os.O_CREAT)
@@ -68,7 +68,8 @@ def _acquire_for_run(descriptor: int, run_dir: Path) -> None:
             f"{run_dir}: this file system cannot lock files ({error.strerror}), so a second run in this folder would "
             "not be detected; choose a run.dir on a different file system"
         ) from error
-    if not os.fstat(descriptor).st_nlink:  # another start created the folder, failed, and removed it
+    # Another process created the folder, failed to start the run, and removed the folder.
+    if not os.fstat(descriptor).st_nlink:
         raise UsageError(f"{run_dir}: another run that failed to start removed the folder; start again")
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)

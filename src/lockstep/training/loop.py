@@ -15,7 +15,7 @@ from lockstep.training.turn import Turn
 
 
 class Stop(Protocol):
-    """The source of stop requests. `level` is 0, or a level of ranks/signals.py."""
+    """The source of stop requests. `level` is 0 without a request, or a level of ranks/signals.py."""
 
     @property
     def level(self) -> int: ...

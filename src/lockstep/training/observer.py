@@ -1,4 +1,4 @@
-"""Observes every operation of a micro-batch, in forward and backward, to find the first non-finite value.
+"""Observes every operation in the forward and backward pass of a micro-batch, to find the first non-finite value.
 
 An observer reads the results of operations. It never changes them.
 """
@@ -91,7 +91,7 @@ class StepObservations:
 
 @final
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes each operation in the forward and backward of a micro-batch, and the module that runs it.
+    """Observes each operation in the forward and backward pass of a micro-batch, and the module that runs it.
 
     `tensors` receives the inputs of the micro-batch and the results of all modules and operations.
     """
@@ -103,7 +103,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors = tensors
         self._modules: list[str] = []
         self._paused = False
-        self._backward_module = LOSS  # the module whose backward is running
+        self._backward_module = LOSS  # the module whose backward pass is running
         self._note("batch", "", "", microbatch.batch)
         self._check_batch()
 
@@ -116,7 +116,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with torch.no_grad(), self.paused():
             for sample in range(samples):
                 select = partial(map_tensors, partial(_sample, sample, samples))
-                try:  # fails if the loss needs the full batch, or for custom output types
+                try:  # raises an exception if the loss needs the full batch, or if the output type is custom
                     value = float(sum_of_losses(loss(select(outputs), select(batch))))
                 except (RuntimeError, ValueError, IndexError, TypeError):
                     value = math.nan
@@ -168,7 +168,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         if self._paused or name.startswith(_COLLECTIVE_PREFIXES):
             return func(*args, **kwargs)
-        # Inspect the inputs first, because an operation may write its result into them.
+        # Inspect the inputs first, because an operation may write its result in place.
         is_checked = self._examined.nonfinite is None and not name.startswith(_FILL_OPS)
         input_kinds = [*map(_find_nan_and_inf, tensors_of((args, kwargs)))] if is_checked else []
         outputs = func(*args, **kwargs)
@@ -198,7 +198,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return
 
     def _check_batch(self) -> None:
-        """Record a NaN in the samples. Infinities are ignored, because they may be intended, as in a mask."""
+        """Record a NaN in the samples. Infinities are ignored, because a mask may contain them on purpose."""
         tensors = tensors_of(self._microbatch.batch)
         if self._examined.nonfinite is None and any(nan for nan, _ in map(_find_nan_and_inf, tensors)):
             index = self._microbatch.index
@@ -224,13 +224,13 @@ def _sample(index: int, samples: int, tensor: Tensor) -> Tensor:
 
 
 def _node_metadata(node: Any) -> dict[str, Any]:
-    """Return the metadata of an autograd node. The stubs of torch declare it as a function."""
+    """Return the metadata of an autograd node. The stubs of torch declare `metadata` as a function."""
     notes: dict[str, Any] = node.metadata
     return notes
 
 
 def _find_nan_and_inf(tensor: Tensor) -> tuple[bool, bool]:
-    """Return whether a tensor contains NaN, and whether it contains infinities."""
+    """Return two flags: whether a tensor contains NaN, and whether it contains infinities."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False, False
     tensor = tensor.detach()

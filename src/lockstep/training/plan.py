@@ -37,7 +37,8 @@ class Plan:
     rate: Rate | None  # None if the caller of the loop sets the learning rate
     monitor: Monitor = LOSS
     figures: Callable[[Mapping[str, Tensor]], Figures] | None = None  # computes the metrics of a step from its sums
-    weighs: bool = False  # whether the weight of a step isn't its number of samples; then both speeds are reported
+    # Whether the weight of a step differs from its number of samples; if so, both speeds are reported.
+    weighs: bool = False
     recipe: EngineRecipe | None = None
     stop_on_nonfinite: bool = True
     log: Interval = Interval(steps=10)

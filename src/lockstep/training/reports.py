@@ -76,9 +76,9 @@ class StepReports:
         self._meter.restart()
 
     def _figures(self, step: Step, sums: Sums) -> dict[str, float]:
-        """Return the metrics of the task for a step, except the loss. The weights before the update determine them.
+        """Return the metrics of the task for a step, except the loss. They describe the weights before the update.
 
-        Also returns the means of several losses.
+        If the task has several losses, the result also contains the mean of each loss.
         """
         if self.plan.figures is None and not sums.named:
             return {}

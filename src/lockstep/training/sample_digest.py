@@ -18,13 +18,13 @@ def _full_batch(batch: Batch) -> Batch:
 
 
 def digest_ends(split: Split, select: Callable[[Batch], Any] = _full_batch) -> str:
-    """Return a digest of the first and last sample of a split. `select` returns the part of a batch to digest."""
+    """Return a digest of the first and last sample of a split. `select` returns the part of a batch to include."""
     try:
         # Fetch each sample as a separate batch, because samples of different lengths can't be stacked.
         batches = [split.fetch(np.array([number]), None) for number in sorted({0, len(split) - 1})]
-    except TrainingError:  # training reports the unreadable file when it reaches the sample
+    except TrainingError:  # training reports an unreadable file when it reads the sample
         return "unreadable"
     samples = [tensors_of(select(batch)) for batch in batches]
-    # Digest tensor by tensor, as if both samples were stacked, so that digests in existing checkpoints stay comparable.
+    # Order the tensors as if both samples were stacked, so that digests in existing checkpoints stay comparable.
     tensors = [tensor for pair in zip_longest(*samples) for tensor in pair if tensor is not None]
     return hashlib.sha256(b"".join(tensorfile.raw(tensor) for tensor in tensors)).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A step of the training loop, and its results once it has run."""
+"""A step of the training loop, with its results after the step has run."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lockstep.training.progress import Progress
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A step that must run now, with the micro-batches of this rank.
+    """The next step to run, with the micro-batches of this rank.
 
     `turns` yields it. The caller runs the step and records its results with `done`.
     """

@@ -1,4 +1,4 @@
-"""The norms of the weights before an update, of their gradient and of the change, for each parameter."""
+"""The norms of each parameter before an update, of its gradient, and of its change by the update."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from lockstep.parallel.engine import Update
 from lockstep.training.observer import LayerNorms
 
-Wholes = Iterable[tuple[str, Tensor]]  # by name; only rank 0 gets all tensors, see parallel/layouts/base.py
+# (name, tensor) pairs; only rank 0 gets all tensors (parallel/layouts/base.py).
+FullTensors = Iterable[tuple[str, Tensor]]
 
 
 def measure_update(
-    update: Callable[[], Update], gradients: Wholes, before: Wholes, after: Wholes
+    update: Callable[[], Update], gradients: FullTensors, before: FullTensors, after: FullTensors
 ) -> tuple[Update, list[LayerNorms]]:
     """Run `update`. Return its result, and the norms of each trained parameter.
 
@@ -26,7 +27,7 @@ def measure_update(
         LayerNorms(
             name,
             _norm(weights[name]),
-            # the backward has already divided the gradient by the weight of the step
+            # The backward pass has already divided the gradient by the weight of the step.
             norms[name] / (updated.loss_scale or 1.0),
             _norm(weight.double() - weights[name].double()),
         )

@@ -36,14 +36,15 @@ class NonFiniteCheck:
         """
         if self._unchecked:
             totals = torch.stack([sums.total for _, _, sums in self._unchecked]).tolist()
-            # A step of weight 0 changed nothing. Its loss is the sum of no losses, which is 0, and has no meaning.
+            # A step with weight 0 has no losses and no update. The sum of its losses is 0, which isn't a valid loss.
             losses = [total / max(sums.weight, 1) for total, (_, _, sums) in zip(totals, self._unchecked, strict=True)]
             self._last_loss = losses[-1]
             if self._stop:
                 for loss, (step, lr, sums) in zip(losses, self._unchecked, strict=True):
                     if not math.isfinite(loss):
                         if self._digests is not None:
-                            self._digests.collect()  # digests up to this step, since a user may want to inspect them
+                            # Write the digests up to this step, so that a user can inspect them.
+                            self._digests.collect()
                         raise TrainingError(self._describe(loss, step, lr, sums))
             self._unchecked.clear()
         return self._last_loss

@@ -1,9 +1,9 @@
 """Runs the cases of a verification one by one, and compares each case with the reference.
 
 Each case runs in separate processes. They are forked from this process after it has imported everything and opened the
-data. Halfway, each case saves its state. If the case matches so far, the next matching case resumes from this state, in
-new processes and on a different placement. If a case differs, it runs a second time to get the values of the differing
-tensors.
+data. Halfway, each case saves its state. If the results match the reference, the next matching case resumes from this
+state, in new processes and on a different placement. If a case differs, it runs a second time to get the values of the
+differing tensors.
 """
 
 import shlex
@@ -47,7 +47,7 @@ _NEUTRAL_SETTINGS: Final = {
     "recompute": "none",
     "offload_activations": False,
     "workers": 0,
-}  # must not change the results
+}  # settings that must not change the results
 _MAX_PROCESSES: Final = 4  # maximum number of processes with --all
 _EVALUATED_BATCHES: Final = 4  # number of full validation batches; a short batch follows
 
@@ -72,7 +72,7 @@ class VerifyCase:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case: the traces of its ranks, or the error message if it failed."""
+    """The outcome of a case: the traces of its ranks, or the error message if the case failed."""
 
     job: TraceJob
     code: int
@@ -110,7 +110,7 @@ def verify(loaded: Loaded, everything: bool, steps: int, tell: Callable[[str], N
 def verify_on(loaded: Loaded, places: Sequence[tuple[str | Mapping[str, Any], int]], steps: int) -> Verification:
     """Compare strategies on the given numbers of processes with a single process over `steps` steps.
 
-    Combinations that aren't possible are reported as such.
+    Combinations that aren't possible have the verdict "not possible".
     """
     setup = _open(loaded)
     strategies = [
@@ -139,15 +139,15 @@ def _verify_cases(
     samples = 0 if setup.data.validation is None else len(setup.data.validation)
     batch = evaluation_batch(recipe)
     evaluated = min(samples, _EVALUATED_BATCHES * batch + max(1, batch // 2))
-    if len(cases) > 2:  # otherwise, there are only the single process and the requested placement
+    if len(cases) > 2:  # with two cases, only the requested placement is compared with a single process
         import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
         numbers = select_steps(setup.steps, steps)
         single_case = _case(loaded, _SINGLE, 1, _NEUTRAL_SETTINGS)
         job = TraceJob(single_case.resolved, numbers, evaluated, Path(folder))
         comparison = _Comparison(job, single_case, with_validation(setup, evaluated), tell)
-        probed = comparison.look()
-        rows = [] if probed.refused else comparison.rows(cases)  # if it was refused, the model can't run at all
+        probed = comparison.run_probe()
+        rows = [] if probed.refused else comparison.rows(cases)  # if the probe refused the model, no case can run
     departed = any(row.departure is not None and row.departure.what != EVALUATED for row in rows)
     return Verification(
         recipe=loaded.name,
@@ -187,7 +187,8 @@ def _default_cases(loaded: Loaded, count: int) -> list[VerifyCase]:
 def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
     """Return all bit-exact strategies and the requested strategy, on all possible numbers of processes."""
     placement = loaded.config.placement
-    separate_devices = placement.device != "cpu" and placement.backend != "gloo"  # one device per process
+    # NCCL needs a separate device for each process.
+    separate_devices = placement.device != "cpu" and placement.backend != "gloo"
     gpus = torch.cuda.device_count() if separate_devices else 0
     sizes = range(1, min(_MAX_PROCESSES, gpus or _MAX_PROCESSES) + 1)
     requested = placement.strategy.name
@@ -198,7 +199,7 @@ def _all_cases(loaded: Loaded, setup: Setup) -> list[VerifyCase]:
 
 
 def _case_of(loaded: Loaded, name: str, processes: int) -> VerifyCase:
-    """Return a case with this strategy. If it is the strategy of the placement, use the placement's options."""
+    """Return a case with strategy `name`. If the placement uses this strategy, keep the placement's options."""
     strategy = loaded.config.placement.strategy
     return _case(loaded, strategy if strategy.name == name else StrategyConfig(name=name), processes, {})
 
@@ -241,7 +242,7 @@ class _Comparison:
         self._half = save_point(job)
         self._facts = ProbeResult()
 
-    def look(self) -> ProbeResult:
+    def run_probe(self) -> ProbeResult:
         """Probe the data, the model and the loss in a separate process."""
         self._tell("data, model and loss")
         job = self._new_job(self._single, self._job)
@@ -255,7 +256,7 @@ class _Comparison:
         self._tell("the reference, single on 1")
         self._reference = self._require_success(self._run(self._single, self._job))
         rows: list[VerdictRow] = []
-        waiting: tuple[int, Outcome] | None = None  # last matching case, whose checkpoint still has to be resumed
+        waiting: tuple[int, Outcome] | None = None  # the last matching case, whose checkpoint hasn't been resumed yet
         carriers = [self._single]
         for number, case in enumerate(cases):
             row, outcome = self._compare(case)
@@ -272,7 +273,7 @@ class _Comparison:
         return rows
 
     def _compare(self, case: VerifyCase) -> tuple[VerdictRow, Outcome | None]:
-        """Run a case from the beginning. Return its row, and its outcome if it matches the reference."""
+        """Run a case from the beginning. Return its row, and its outcome if the traces match the reference."""
         name, exactness = case.resolved.strategy_name, case.resolved.strategy.traits.exactness
         row = VerdictRow(name, case.processes, "not possible", case.reason, exactness)
         if case.reason:
@@ -306,7 +307,7 @@ class _Comparison:
         return row
 
     def _judge(self, row: VerdictRow, case: VerifyCase, outcome: Outcome, after: str) -> VerdictRow:
-        """Compare an outcome with the reference. If they differ, run both again to get the differing values."""
+        """Compare an outcome with the reference. If the traces differ, rerun both cases to get the differing values."""
         found_differences = differences(self._reference.traces[0], outcome.traces, outcome.job.first)
         if not found_differences:
             return row
@@ -387,7 +388,7 @@ class _Comparison:
         """Return the tolerance for different summation orders. See core/tolerance.py."""
         model, recipe = self._ready.problem.build_model(), self._ready.recipe
         matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-        # A forward uses each weight at most once for each position of a sample.
+        # A forward pass uses each weight at most once for each position of a sample.
         inputs = [tensor[0, 0].numel() for tensor in tensors_of(self._ready.problem.example) if tensor.ndim > 2]
         positions = recipe.batch * max([1, *inputs])
         length = max([positions, *(parameter.numel() // len(parameter) for parameter in matrices)])
@@ -414,13 +415,13 @@ class _Comparison:
         job: TraceJob,
         hashes: str | None = None,
     ) -> tuple[int, str]:
-        """Run a job in separate processes. Return the exit code and the error message if it failed."""
+        """Run a job in separate processes. Return the exit code, and the error message if the job failed."""
         work = partial(_with_own_streams, partial(body, job))
         code, text = run_in_workers(work, self._ready, case.resolved.placement, case.processes, hashes)
         return code, text.partition("error: ")[2] if code == EXIT_USAGE else text
 
     def _require_success(self, outcome: Outcome) -> Outcome:
-        """Return the outcome if it succeeded, or raise its error. The comparison can't continue without it."""
+        """Return the outcome if it succeeded, or raise its error, because the comparison can't continue without it."""
         if outcome.code == EXIT_USAGE:
             raise UsageError(f"reference on one process: {outcome.message}")
         if outcome.code != EXIT_DONE:

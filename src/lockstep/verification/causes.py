@@ -40,9 +40,9 @@ _BY_KIND: Final = {
 class Diagnosis:
     """The first difference, and everything known about it.
 
-    - `resumed`: It occurred after a checkpoint was loaded.
-    - `again`: A second run showed the same difference.
-    - `hashes`: It occurred in a process with a different hash seed.
+    - `resumed`: Whether the difference occurred after a checkpoint was loaded.
+    - `again`: Whether a second run showed the same difference.
+    - `hashes`: Whether the difference occurred in a process with a different hash seed.
     - `distance`: The largest difference in the tensor, if known.
     - `command`: The command that verifies only this placement.
     """

@@ -1,4 +1,4 @@
-"""Compares the traces of a case with the reference: finds the differing values, in the order in which they arose."""
+"""Compares the traces of a case with the reference, and finds the differing values in order of computation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Difference:
 
     @property
     def wanted(self) -> TensorRequest | None:
-        """The tensor to request in order to get the values. None if the values are known or only exist on one side."""
+        """The tensor to request in order to get the values. None if they are known, or if only one side exists."""
         if self.position is None or self.what not in TENSOR_KINDS or MISSING_VALUE in (self.reference, self.found):
             return None
         return TensorRequest(self.position, self.what, self.name)
@@ -60,7 +60,7 @@ class Values:
 
 
 def differences(reference: Trace, ranks: Sequence[Trace], first: int = 0) -> list[Difference]:
-    """Return all differences in the order in which they arose. `first` is the position at which the case started."""
+    """Return all differences in order of computation. `first` is the position at which the case started."""
     found_differences: list[Difference] = []
     for position, expected in enumerate(reference.steps[first:], first):
         for kind in KINDS:
@@ -115,7 +115,7 @@ def values(difference: Difference, reference: Path, found: Path) -> Values | Non
     `reference` and `found` are the folders of the two cases.
     """
     if difference.wanted is None:
-        return _figures(difference)
+        return _metric_values(difference)
     expected = trace.load_tensor(reference, 0, difference.wanted)
     actual = trace.load_tensor(found, difference.ranks[0], difference.wanted)
     return None if expected is None or actual is None else most_different_elements(expected, actual)
@@ -163,11 +163,12 @@ def largest(pairs: Sequence[tuple[Difference, Values]]) -> float | None:
     return max((distance / scale if scale else math.inf for distance, scale in ratios), default=None)
 
 
-def _figures(difference: Difference) -> Values:
+def _metric_values(difference: Difference) -> Values:
     """Compare metrics, which the differences contain as hexadecimal text."""
     expected, actual = _float(difference.reference), _float(difference.found)
     if expected is None or actual is None:
-        return Values(None, difference.reference[:200], difference.found[:200], None)  # an engine's state can be long
+        # Truncated, because the state of an engine can be long.
+        return Values(None, difference.reference[:200], difference.found[:200], None)
     distance = abs(expected - actual)
     return Values(None, repr(expected), repr(actual), math.inf if math.isnan(distance) else distance, abs(expected))
 

@@ -1,4 +1,4 @@
-"""Finds the tensors that a script's variable refers to, in modules, containers and objects, even of libraries."""
+"""Finds the tensors that a script's variable refers to, in modules, containers and (library) objects."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -42,9 +42,9 @@ class LostState(NamedTuple):
 class Kept:
     """The state of a training loop between two steps.
 
-    Variables that each step assigns again aren't state. Variables that are modified in place are state. Tensors that a
-    step reads before it assigns them are also state, such as the hidden state of an RNN that is carried from batch to
-    batch.
+    A variable that each step assigns again isn't state. A variable that is modified in place is state. A tensor that a
+    step reads before assigning its variable is also state, such as the hidden state of an RNN that is carried from
+    batch to batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -100,14 +100,15 @@ class Kept:
             tensors = digest_of(held_tensors(value, placed_ids))
             if isinstance(value, nn.Module):
                 texts[name] = f"module {tensors} {value.training}"
-            else:  # separate from the text of the value, which may contain the time
+            else:  # stored separately from the text of the value, which may contain the time
                 texts[f"{_TENSORS}{name}"] = f"{type(value).__name__} {tensors}"
         return texts
 
     def likelihoods(self) -> dict[str, int]:
-        """Return a number for each variable that ranks how likely it is to affect later steps. Lower is more likely.
+        """Return how likely each variable is to affect later steps, as a number. Lower numbers are more likely.
 
-        Metrics that a loop accumulates are probably only displayed, and certainly so if no other code reads them.
+        Metrics that a loop accumulates are probably only displayed. If no other code reads a metric, it can't affect a
+        step.
         """
         placed_ids, likelihoods = self._placed_ids(), {}
         for name, value in self._variables.items():
@@ -189,22 +190,24 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _likelihood(value: Any, placed_ids: Collection[int]) -> int:
-    if _is_figure(value):
+    if _is_metric(value):
         return _FIGURE
     if held_tensors(value, placed_ids):
         return _TENSOR
     return _COUNT if isinstance(value, int) and not isinstance(value, bool) else _STATE
 
 
-def _is_figure(value: Any, depth: int = 2) -> bool:
+def _is_metric(value: Any, depth: int = 2) -> bool:
     """Return whether a value is a float, or contains only numbers, of which at least one is a float."""
     if isinstance(value, float):
         return True
     if isinstance(value, Tensor):
         return not value.ndim and value.is_floating_point()
     items = list(parts(value)) if depth and not isinstance(value, nn.Module | str | int) else []
-    figures = [_is_figure(item, depth - 1) for item in items]
-    return any(figures) and all(figure or isinstance(item, int) for figure, item in zip(figures, items, strict=True))
+    are_metrics = [_is_metric(item, depth - 1) for item in items]
+    return any(are_metrics) and all(
+        is_metric or isinstance(item, int) for is_metric, item in zip(are_metrics, items, strict=True)
+    )
 
 
 def _sorted(entries: Mapping[str, tuple[int, str]]) -> list[tuple[str, tuple[int, str]]]:

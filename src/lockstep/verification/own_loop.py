@@ -1,7 +1,7 @@
 """`lockstep.verify`: checks that a custom training loop gives the same results on all placements.
 
 The function or script runs once per placement, in separate processes. After each step, rank 0 writes the loss and a
-digest of each tensor of the model. These are compared with a run on a single process.
+digest of each tensor of the model. The losses and digests are compared with a run on a single process.
 
 In addition, one placement is stopped between two steps as if by a signal, which saves a checkpoint, and a different
 placement resumes from it. If the checkpoint lacks some state, the following steps differ.
@@ -48,7 +48,7 @@ from lockstep.verification.kept import Kept, LostState
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3")
 _TRACE_FILE: Final = "trace.jsonl"
-_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches errors that only some strategies raise
+_STRATEGY_ERROR: Final = re.compile(r"\bstrategy\b(?!\.)")  # matches messages of errors that only some strategies raise
 _OBSERVATIONS_FILE: Final = "witnessed-{}.json"  # formatted with the rank
 _RUN_FOLDER: Final = "run"  # run folder of a placement
 _STATE_FILE: Final = "state.json"  # state of the script in the stopped run
@@ -120,7 +120,7 @@ def verify(
 
     `function` joins a run and iterates over its steps. Instead of a function, you can pass the name or file of a
     recipe, or the file of a script. The function runs in separate processes, once per placement, and is ended after
-    `steps` steps. If you don't set `steps`, a function runs to its end, and a recipe runs for 4 steps.
+    `steps` steps. If you don't set `steps`, a function runs to its end, and the training of a recipe runs for 4 steps.
 
     `strategies` contains names, or mappings with `name` and options. They replace the strategy that the function passes
     to `run.place`. Each strategy runs on each number of `processes` above 1, and data_parallel on one process. If
@@ -168,7 +168,7 @@ def _verify_recipe(
 def _places(processes: Sequence[int], strategies: Sequence[StrategyChoice]) -> list[tuple[StrategyChoice, int]]:
     """Return each strategy on each number of processes above 1, preceded by one process if `processes` contains 1.
 
-    A strategy that needs one process runs on one, whatever `processes` contains.
+    A strategy that requires a single process always runs on one process, regardless of `processes`.
     """
     single: list[tuple[StrategyChoice, int]] = [("single", 1)] if 1 in processes else []
     alone = [
@@ -191,10 +191,10 @@ def check_placements(
 ) -> Iterator[Checked]:
     """Yield the result of each placement as soon as it is known, and the result of stopping and resuming a placement.
 
-    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, so these show in the results. This
-    is only for tests of the comparison, because an error that names the line is more useful to users. Errors that no
-    comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided by a constant gives
-    the same weights on every placement.
+    Without `guarded`, the guard (loop/guard.py) doesn't reject changes to the model, so that the comparison must detect
+    these changes. Use this only in tests of the comparison, because an error that names the line is more useful to
+    users. Errors that no comparison can find are still raised (loop/loss_check.py). For example, a loss that is divided
+    by a constant gives the same weights on every placement.
     """
     import_for_all()
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
@@ -242,7 +242,7 @@ def _resume(loop: "_Loop", reference: Trace, agreeing: Sequence[tuple[StrategyCh
     """Stop the last matching placement after a step, resume on a different placement, and compare the steps."""
     last = len(reference.first_run) - 1
     strategy, count = agreeing[-1] if last > 1 else ("single", 1)
-    # Several ranks agree to stop while the next step is running, so they can't stop after the first step.
+    # Several ranks agree to stop while the next step is running. Therefore, a stop after the first step is impossible.
     stop_step = Random(seed).randint(min(count, 2), last)
     candidates = [placement for placement in agreeing if placement[1] != count]
     carrier, size = candidates[0] if candidates else ("single", 1)
@@ -367,7 +367,7 @@ class _Loop:
         stop: int | None = None,
         resumes: str | None = None,
     ) -> tuple[int, str]:
-        """Run the function. Return the exit code, and the error message if it failed.
+        """Run the function. Return the exit code, and the error message if the function failed.
 
         `hashes` is a hash seed for Python. It defaults to the seed of this process. With `witness`, the processes
         record the values that the function reads and keeps. If `stop` is set, the run is saved and stopped after this
@@ -416,7 +416,7 @@ class _Loop:
     def witnessed(
         self, strategy: StrategyChoice, count: int, name: str
     ) -> tuple[Mapping[str, str], Mapping[str, str], Sequence[str]]:
-        """Run the function again. Return the values that it reads, the state that it keeps, and its model's traits.
+        """Run the function again. Return the values it reads, the state it keeps, and its model's traits.
 
         The values that it reads exclude its batches, and are given with their lines. The traits are parts of the model
         that may depend on the strategy.
@@ -519,8 +519,8 @@ def _record_reads(
     """Record all reads of the rank in the block, and other reads only in micro-batches, with their lines.
 
     Before the first micro-batch, the state of the loop is added to `states`. From then on, the `traits` of the model
-    are recorded. Outside of micro-batches, random generators are seeded by the run and before each sample of a dataset.
-    Draws from PyTorch's generators aren't recorded, because these are seeded for each micro-batch.
+    are recorded. Outside of micro-batches, the run seeds the random number generators, also before each sample of a
+    dataset. Draws from PyTorch's generators aren't recorded, because these are seeded for each micro-batch.
     """
 
     def computing() -> int:

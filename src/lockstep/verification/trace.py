@@ -18,7 +18,7 @@ NORM: Final = "norm of the gradient"
 MODEL: Final = "model"  # weights and buffers
 OPTIMIZER: Final = "optimizer state"
 AVERAGE: Final = "averaged weight"
-SCALARS: Final = "figures of the engine"  # non-tensor state as JSON
+SCALARS: Final = "figures of the engine"  # non-tensor state of the engine as JSON
 KINDS: Final = (DATA, OWN_LOSS, LOSS, GRADIENT, NORM, MODEL, OPTIMIZER, AVERAGE, SCALARS)  # in order of occurrence
 TENSOR_KINDS: Final = (GRADIENT, MODEL, OPTIMIZER, AVERAGE)
 
@@ -35,7 +35,7 @@ class TensorRequest(NamedTuple):
 
 @dataclass
 class StepTrace:
-    """The observations of a step: by kind, and then by micro-batch index, tensor name, or ""."""
+    """The observations of a step, by kind and then by micro-batch index, by tensor name, or under the key ""."""
 
     number: int  # number in the run, counted from 0
     seen: dict[str, dict[str, str]] = field(default_factory=dict)

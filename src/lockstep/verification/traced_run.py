@@ -1,4 +1,4 @@
-"""A case of a verification: a placement in separate processes that records its results.
+"""A case of a verification: trains on a placement in separate processes, and records the results.
 
 The training loop (training/loop.py) drives it, over selected steps instead of all steps.
 
@@ -56,8 +56,8 @@ FACTS: Final = "facts.json"
 class TraceJob:
     """The job of a case. `numbers` are the numbers of the steps that it runs, in order.
 
-    The case starts at position `first` in `numbers`. If `resume` is set, it starts from this checkpoint. If
-    `save_after` is set, it saves a checkpoint after this number of its steps.
+    The case starts at position `first` in `numbers`. If `resume` is set, the case starts from this checkpoint.
+    If `save_after` is set, the case saves a checkpoint after this number of its steps.
     """
 
     resolved: Resolved
@@ -124,7 +124,7 @@ class FirstSamples:
 
 @final
 class _TracedRun:
-    """A rank of a case. The training loop calls it like an engine, and it records the results of its engine."""
+    """A rank of a case. The training loop calls this object like an engine. It records the engine's results."""
 
     def __init__(self, job: TraceJob, prepared: PreparedRun, world: World) -> None:
         self._job = job
@@ -168,7 +168,7 @@ class _TracedRun:
         data = {str(microbatch.index): digest(tensors_of(microbatch.batch)) for microbatch in microbatches}
         start = time.perf_counter()
         sums = self._engine.forward_backward(microbatches, step, observe)
-        loss = trace.text(float(sums.total))  # waits for the device
+        loss = trace.text(float(sums.total))  # converting to float waits for the device
         self._seconds += time.perf_counter() - start
         observations = {trace.DATA: data, trace.OWN_LOSS: self._own_losses(sums, microbatches), trace.LOSS: {"": loss}}
         self._steps.append(StepTrace(step.number, observations))

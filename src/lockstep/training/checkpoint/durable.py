@@ -12,7 +12,7 @@ from lockstep.common.platforms import reserve
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The hash and size of a written file, as needed to verify it later."""
+    """The hash and size of a written file, for verifying the file later."""
 
     sha256: str
     bytes: int

@@ -35,7 +35,7 @@ from lockstep.training.progress import Progress
 @final
 @dataclass(eq=False)
 class Saver:
-    """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks create it and make the same calls.
+    """Writes checkpoints into `folder`, and keeps the newest `keep`. All ranks must make the same calls.
 
     `buffers` are the names of tensors that aren't parameters, for the message if ranks disagree. If `key` is set, each
     checkpoint is signed with it.

@@ -50,7 +50,7 @@ def save(
 
     def publish(temporary: Path) -> str:
         files = {name: durable.hash_file(temporary / name) for name in frames}
-        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # memory-mapped
+        weights = store.weights_sha256(safetensors.torch.load_file(temporary / store.MODEL))  # a memory-mapped file
         store.publish(final, files, weights, snapshot.state, keep, best, key)
         return weights
 
@@ -65,7 +65,7 @@ def save(
 
 
 def _all_succeed(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on all ranks and return its result. If it fails on any rank, raise OSError on all ranks."""
+    """Run `action` on all ranks and return its result. If `action` fails on any rank, raise OSError on all ranks."""
     failed = torch.zeros(world.size, dtype=torch.int64)
     result: T | OSError
     with world.without_timeout():  # a write may take longer than the timeout of a collective

@@ -12,7 +12,8 @@ from lockstep.errors import UsageError, os_error_as
 _MIN_KEY_BYTES: Final = 32  # bytes; a shorter key could be guessed
 _MAX_KEY_BYTES: Final = 4096
 _KEY_ADVICE: Final = "create a key with: (umask 077; head -c 32 /dev/urandom > FILE)"
-_PURPOSE: Final = b"lockstep checkpoint manifest\n"  # makes a signature of other data with this key invalid
+# Prevents the reuse of a signature that this key made for other data.
+_PURPOSE: Final = b"lockstep checkpoint manifest\n"
 
 
 def signing_key(file: str | None) -> bytes | None:
@@ -49,5 +50,5 @@ def signature(key: bytes, data: bytes) -> str:
 
 
 def is_signed(key: bytes, data: bytes, claimed: str) -> bool:
-    """Return whether `claimed` is the signature of `data`. Takes constant time."""
+    """Return whether `claimed` is the signature of `data`. Compares in constant time."""
     return hmac.compare_digest(signature(key, data).encode(), claimed.encode())

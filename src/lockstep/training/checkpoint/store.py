@@ -12,8 +12,8 @@
 └── best -> step-00000060
 
 The content of a checkpoint depends only on the snapshot, so two runs that agree write identical manifests. All files
-are safetensors or JSON, so loading a checkpoint from a stranger runs no code. A single process writes, and it holds the
-lock of the run.
+are safetensors or JSON, so loading a checkpoint from a stranger runs no code. Only the process that holds the lock of
+the run writes checkpoints.
 
 A save has these phases:
 1. `prepare` removes the leftovers of killed runs, and creates a temporary folder, `.step-N.tmp-PID`.
@@ -23,8 +23,8 @@ A save has these phases:
 4. `publish` points `latest` and, for the best evaluation, `best` to the new checkpoint. Then it removes checkpoints
    that are no longer needed.
 
-A damaged checkpoint raises DataError, a TrainingError, and `newest` falls back to an older checkpoint. A checkpoint
-that is intact but doesn't belong here raises UsageError.
+A damaged checkpoint raises DataError, which is a TrainingError, and `newest` falls back to an older checkpoint. A
+valid checkpoint that doesn't belong to the run raises UsageError.
 """
 
 import errno
@@ -98,7 +98,7 @@ class Snapshot:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no tensor is sharded."""
+        """Whether the snapshot is unsharded, so that this rank holds all tensors in full."""
         return not any(isinstance(value, Shard) for tensors in self.files.values() for value in tensors.values())
 
 
@@ -148,7 +148,7 @@ def step_name(step: int) -> str:
 
 def prepare(final: Path) -> Path:
     """Remove leftovers, and create the temporary folder for writing the checkpoint `final`."""
-    final.parent.mkdir(exist_ok=True)  # fails if the run folder doesn't exist, because then it was removed
+    final.parent.mkdir(exist_ok=True)  # fails if the run folder was removed
     _remove_leftovers(final.parent)
     temporary = _hidden_path(final, "tmp")
     temporary.mkdir()
@@ -307,8 +307,8 @@ def step_of(path: Path) -> int | None:
 def weights_sha256(model: NamedTensors) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and bytes of all tensors of a model, in the order of their names.
 
-    It doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, it covers the
-    local shards of this rank.
+    The hash doesn't depend on the device, the memory format or the storage of the tensors. For a sharded model, the
+    hash covers the local shards of this rank.
     """
     digest = hashlib.sha256()
     for name in sorted(model):
@@ -325,7 +325,7 @@ def _json(content: Mapping[str, JSON]) -> bytes:
 
 def _install(final: Path) -> None:
     # Two renames are needed, because a rename can't replace a folder that isn't empty. If the process is killed between
-    # them, the previous checkpoint of the step keeps its .old name, and `newest` finds it there.
+    # the two renames, the previous checkpoint of the step keeps its .old name, and `newest` finds it there.
     if final.exists():
         os.rename(final, _hidden_path(final, "old"))
     os.rename(_hidden_path(final, "tmp"), final)
@@ -366,7 +366,7 @@ def find_surplus(folder: Path, keep: int) -> list[Path]:
 
     These are the leftovers of killed saves, and all checkpoints except the newest `keep` and those that `latest` and
     `best` point to. The caller must hold the lock of the run. If there are checkpoints to remove, the newest checkpoint
-    is verified first. If it is damaged, raises TrainingError, because an older checkpoint is needed then.
+    is verified first. If the newest checkpoint is damaged, raises TrainingError, because a run needs an older one.
     """
     unneeded = _removable_checkpoints(folder, keep)
     if unneeded:
@@ -385,10 +385,11 @@ def size(path: Path) -> int:
 def remove(path: Path) -> None:
     """Remove a checkpoint or a leftover of a killed save. The next save removes anything that couldn't be removed."""
     if _STEP.fullmatch(path.name):
-        # Rename it first, so that a kill during the removal doesn't leave a partial checkpoint under a valid name.
-        doomed = _hidden_path(path, "tmp")
-        os.rename(path, doomed)
-        path = doomed
+        # Rename the folder first, so that a kill during the removal doesn't leave a partial checkpoint under a valid
+        # name.
+        hidden_path = _hidden_path(path, "tmp")
+        os.rename(path, hidden_path)
+        path = hidden_path
     _remove(path)
 
 
