@@ -27,7 +27,7 @@ def test_the_words_are_the_strategys_own(name):
 
 
 def test_on_a_terminal_the_table_holds_the_same_names(capsys):
-    listing.draw([listing.row(name) for name in names()])
+    listing.print_table([listing.row(name) for name in names()])
     printed = capsys.readouterr().out
     assert all(name in printed for name in names())
 

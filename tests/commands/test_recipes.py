@@ -24,7 +24,7 @@ def test_every_recipe_begins_with_its_description():
 @pytest.mark.parametrize("columns", [30, 60, 80, 140])
 def test_a_narrow_terminal_gets_whole_words(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    recipes.draw([recipes.row(each) for each in list_shipped_recipes().values()])
+    recipes.print_table([recipes.row(each) for each in list_shipped_recipes().values()])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
     said = " ".join(" ".join(lines).split())
