@@ -1,6 +1,7 @@
 """Evaluation in a custom loop: iteration over `run.each`, and reduction of the results with `run.sum`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any, final
 
 from lockstep.common.own_code import calling, refusal
@@ -27,6 +28,7 @@ class Evaluation:
         self._meeting = meeting
         self._seed = seed
         self._pass = EvaluationPass()
+        self._batches: Generator[Batch, None, None] | None = None  # the iterator of the last evaluation pass
         self._warned = False
         self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
@@ -44,6 +46,19 @@ class Evaluation:
 
     def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
+        self._batches = self._generate(placed, loader, samples)
+        return self._batches
+
+    def close_pass(self) -> None:
+        """End an evaluation pass that the script left suspended, for example by an exception that it keeps.
+
+        Otherwise, garbage collection would end the pass at any later time, and would then enable gradients and seed the
+        random number generators.
+        """
+        if self._batches is not None and getgeneratorstate(self._batches) == GEN_SUSPENDED:
+            self._batches.close()
+
+    def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
         self.end_pass()
         current_pass = self._pass = EvaluationPass(loader.validation_batches(samples))

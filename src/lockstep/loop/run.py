@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from pathlib import Path
@@ -309,6 +310,8 @@ class Run:
                     finish(self._rank, self._require_placed(), checkpoints)
         except LockstepError as raised:
             error = raised
+        with nullcontext() if error is None else suppress(Exception):  # after an error, the engine may be unusable
+            self._evaluation.close_pass()
         if error is None:
             self._evaluation.end_pass()
             self._rank.enter("ending")
