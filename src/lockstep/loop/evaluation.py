@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterator
 from inspect import GEN_SUSPENDED, getgeneratorstate
 from typing import Any, final
+from weakref import ref
 
 from lockstep.common.own_code import calling, refusal
 from lockstep.core import random
@@ -28,7 +29,8 @@ class Evaluation:
         self._meeting = meeting
         self._seed = seed
         self._pass = EvaluationPass()
-        self._batches: Generator[Batch, None, None] | None = None  # the iterator of the last evaluation pass
+        # The iterator of the last evaluation pass. Only a weak reference, because a pass ends when a loop drops it.
+        self._batches: ref[Generator[Batch, None, None]] | None = None
         self._warned = False
         self.default_batch = 0  # samples per batch if the script doesn't pass `batch`
 
@@ -46,8 +48,9 @@ class Evaluation:
 
     def batches(self, placed: PlacedModel, loader: Loader, samples: int) -> Iterator[Batch]:
         """Yield this rank's batches of `samples` samples, with the model in evaluation mode and gradients disabled."""
-        self._batches = self._generate(placed, loader, samples)
-        return self._batches
+        batches = self._generate(placed, loader, samples)
+        self._batches = ref(batches)
+        return batches
 
     def close_pass(self) -> None:
         """End an evaluation pass that the script left suspended, for example by an exception that it keeps.
@@ -55,8 +58,9 @@ class Evaluation:
         Otherwise, garbage collection would end the pass at any later time, and would then enable gradients and seed the
         random number generators.
         """
-        if self._batches is not None and getgeneratorstate(self._batches) == GEN_SUSPENDED:
-            self._batches.close()
+        batches = None if self._batches is None else self._batches()
+        if batches is not None and getgeneratorstate(batches) == GEN_SUSPENDED:
+            batches.close()
 
     def _generate(self, placed: PlacedModel, loader: Loader, samples: int) -> Generator[Batch, None, None]:
         self._meeting.refuse_within_batch("run.each")  # overlapping passes would leave gradients disabled
