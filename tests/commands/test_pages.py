@@ -82,7 +82,8 @@ def test_fine_tuning(run) -> None:
 
 def test_a_task_of_ones_own(run, tmp_path: Path) -> None:
     tasks = section("models.md", "Tasks")
-    (code,), (command,) = blocks(tasks), COMMAND.findall(tasks)
+    (code, several), (command,) = blocks(tasks), COMMAND.findall(tasks)
+    compile(several, "models.md", "exec")  # tests/parallel/test_losses.py trains such a task
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "tasks.py").write_text(code, encoding="utf-8")
     one = run(*shlex.split(command), "placement.processes=1")
