@@ -84,7 +84,7 @@ class Server:
 
 
 def main() -> int:
-    """Run what is asked for, print a line for each verdict, and write all of them."""
+    """Run the selected programs, print a line for each verdict, and write all verdicts to the JSON file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.zoo", description="run public bug reports as programs")
     parser.add_argument("--only", type=_names(PROGRAMS), default=[*PROGRAMS], metavar="NAMES", help="of programs")
     parser.add_argument("--contestants", type=_names(CONTESTANTS), default=[*CONTESTANTS], metavar="NAMES")

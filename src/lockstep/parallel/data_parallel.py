@@ -55,7 +55,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.isolated_grads import IsolatedGradients
 from lockstep.parallel.layouts.base import CutsGradients, GathersWeights, Layout, MakeLayout, Slots, take_over
 from lockstep.parallel.layouts.owned import OwnedLayout
-from lockstep.parallel.losses import Losses, losses_of_task
+from lockstep.parallel.losses import Losses, loss_values, losses_of_task
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from lockstep.parallel.optimizer_step import Updates, gradient, share
@@ -182,12 +182,7 @@ class DataParallelEngine:
             return
         self._run_backward_pass(microbatch, loss, self._step, weight)
         counts_at_home = None if counts is None else self._replicas.at_home(counts)
-        self._totals.add(
-            microbatch,
-            self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach()),
-            weight,
-            counts_at_home,
-        )
+        self._totals.add(microbatch, self._replicas.at_home(loss_values(loss)), weight, counts_at_home)
 
     def end(self) -> Sums:
         """See Phased."""
@@ -224,9 +219,7 @@ class DataParallelEngine:
             self._totals.show(microbatch, loss)
         self._run_backward_pass(microbatch, loss, step, microbatch.weight if mean else 1)
         if self._replicas is not None:
-            self._totals.show(
-                microbatch, self._replicas.at_home(loss.sums if isinstance(loss, Losses) else loss.detach())
-            )
+            self._totals.show(microbatch, self._replicas.at_home(loss_values(loss)))
         for buffer, saved, version in self._saved_buffers:
             if buffer._version != version:  # skip unchanged buffers, because BufferGuard watches their versions
                 buffer.copy_(saved)

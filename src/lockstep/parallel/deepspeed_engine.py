@@ -46,7 +46,7 @@ from lockstep.parallel.engine import Predict, State, Sums, Update
 from lockstep.parallel.groups import SCALE
 from lockstep.parallel.layerwise import whole_norms
 from lockstep.parallel.layouts.base import take_over, trainable_parameters
-from lockstep.parallel.losses import Losses, losses_of_task, named_totals, total_loss
+from lockstep.parallel.losses import Losses, loss_values, losses_of_task, named_totals, total_loss
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
 from lockstep.parallel.optimizer_state import GROUP, numbers_of
 from lockstep.parallel.optimizer_step import keep_ratios
@@ -120,7 +120,7 @@ class DeepSpeedEngine:
             with torch.set_grad_enabled(bool(step.weight)):  # a step of weight 0 needs no gradients
                 loss = self._loss_of(microbatch, step, observed)
             if not microbatch.dummy:
-                own_losses.append(loss.sums if isinstance(loss, Losses) else loss.detach())
+                own_losses.append(loss_values(loss))
                 statistics.push(microbatch.index, self._running.with_loss(own_losses[-1], microbatch.samples))
             if step.weight:
                 self._backward(loss, microbatch.dummy, last=number == len(microbatches) - 1)

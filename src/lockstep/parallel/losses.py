@@ -88,6 +88,11 @@ def losses_of_task(loss: Loss, step: Step) -> Tensor | Losses:
     return Losses([Root(loss[name], 1, weight) for name, weight in step.weights.items()])
 
 
+def loss_values(loss: Tensor | Losses) -> Tensor:
+    """Return the sum of a loss over its micro-batch, or the vector of the sums of several losses, without a graph."""
+    return loss.sums if isinstance(loss, Losses) else loss.detach()
+
+
 def named_totals(sums: Tensor, step: Step) -> dict[str, NamedLoss]:
     """Return the losses of a step by name, given the vector of their sums."""
     assert step.weights is not None
