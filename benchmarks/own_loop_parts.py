@@ -38,7 +38,7 @@ _PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("is the loss what it is called?", LossCheck, "check"),
     ("is the optimizer as it was, on all ranks?", PlacedModel, "agree"),
     ("keys of random numbers", random, "extend_key"),
-    ("samples and micro-batches of the step", Loader, "_send"),
+    ("samples and micro-batches of the step", Loader, "_start_transfer"),
     ("which samples, planned in blocks", Loader, "_plan"),
     ("the loss of the step, checked every 10 steps", StepReports, "report"),
     ("begin the step", DataParallelEngine, "begin"),

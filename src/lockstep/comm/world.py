@@ -170,8 +170,10 @@ class World:
 
     def seed(self, key: int) -> None:
         """Seed all `generators` with a key from core/random.py."""
-        for generator in self.generators():
-            generator.manual_seed(random.torch_seed(key))
+        seed = random.torch_seed(key)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
 
     def add_(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks in place. Only for integers and disjoint entries, because the order isn't fixed.

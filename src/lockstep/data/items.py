@@ -1,9 +1,10 @@
 """Wraps user-defined map-style datasets and splits, and checks the samples and batches that they return."""
 
+import _random
 import random as python_random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from lockstep.errors import UsageError
 from lockstep.tasks.facts import check_pair
 
 Collate = Callable[[list[Any]], Batch]
+
+_PYTHON_GENERATOR: Final[Any] = python_random.seed.__self__  # type: ignore[attr-defined]  # the global generator
 
 
 @final
@@ -134,7 +137,10 @@ def seed_generators(key: int) -> None:
 
 def seed_python_and_numpy(key: int) -> None:
     """Seed the global generators of Python and NumPy."""
-    python_random.seed(key)
+    # The same as random.seed(key). That function first checks the type of its argument in Python code, which takes as
+    # long as seeding, and a custom loop seeds three times per step.
+    _random.Random.seed(_PYTHON_GENERATOR, key)
+    _PYTHON_GENERATOR.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)  # NumPy's global generator only accepts a 32-bit seed
 
 

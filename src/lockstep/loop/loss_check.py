@@ -352,15 +352,16 @@ class _LossGraph:
 
 def _last_operations(node: Node) -> list[type]:
     """Return the types of the last operations of a loss, last operation first."""
-    operations = []
-    for _ in range(_COMPARED):
-        operations.append(type(node))
-        for below, _ in node.next_functions:
-            if below is not None:
-                node = below
-                break
-        else:
+    operations = [type(node)]
+    while len(operations) < _COMPARED:
+        inputs = node.next_functions
+        below = inputs[0][0] if inputs else None
+        if below is None:
+            below = next((node for node, _ in inputs if node is not None), None)
+        if below is None:
             break
+        node = below
+        operations.append(type(node))
     return operations
 
 
