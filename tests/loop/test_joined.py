@@ -714,7 +714,7 @@ def weighed_too_much(run: Any) -> None:
 
 def test_a_weight_that_float64_has_not_is_refused():
     with (
-        pytest.raises(lockstep.UsageError, match=r"weight: returned 4611686018427387904; .* below 2\*\*53"),
+        pytest.raises(lockstep.UsageError, match=r"weight: returned 4611686018427387904 \(.*:\d+\); .* below 2\*\*53"),
         joined() as run,
     ):
         weighed_too_much(run)

@@ -277,6 +277,7 @@ NAMES = r"the names first, second"
         (weights, lambda a, b: {"mean": {"first": a}, "sum": b}, rf"a loss without a name, .* {NAMES}"),
         (weights, lambda a, b: {}, rf"received no loss, but .* {NAMES} .*pass each loss by its name"),
         (weights, lambda a, b: {"mean": {"first": a}}, r"no loss second, .*return the weight 0 for it"),
+        (weights, lambda a, b: {"mean": {"first": a, "secnd": b}}, rf"a loss secnd and no loss second, .*{NAMES}"),
         (weights, lambda a, b: {"mean": {"first": a, "second": b, "x": b}}, r"a loss x, .* no weight for it"),
         (weights, lambda a, b: {"mean": {"first": a, "second": b}, "sum": {"first": a}}, r"first in mean= and in sum="),
         (weights, lambda a, b: {"mean": {"first": a, "second": 1.0}}, "received a float for second"),
@@ -289,7 +290,7 @@ NAMES = r"the names first, second"
         ),
         (lambda batch: {}, None, "weight: returned an empty mapping"),
         (lambda batch: {"a b": 1}, None, "weight: returned the name 'a b'; name losses by letters"),
-        (lambda batch: {"first": 1.5}, None, "weight: returned 1.5 for first; return an integer"),
+        (lambda batch: {"first": 1.5}, None, r"weight: returned 1.5 for first \(.*test_own_losses.py:\d+\); return an integer"),
         (
             lambda batch: {f"n{int(batch[0][0, 0] > 0)}": 1},
             None,

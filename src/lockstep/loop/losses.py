@@ -55,14 +55,22 @@ def named_arguments(
             f"step {number}: step.backward received {repeated[0]} in mean= and in sum=", "pass each loss in one of them"
         )
     passed_names = {str(name) for name in (*means, *sums)}
-    if unpassed := [name for name in weights if name not in passed_names]:
+    unpassed = [name for name in weights if name not in passed_names]
+    unknown = sorted(passed_names - weights.keys())
+    if unpassed and unknown:  # probably a typo
+        raise refusal(
+            f"step {number}: step.backward received a loss {unknown[0]} and no loss {unpassed[0]}, but weight= of "
+            f"run.steps returns {describe_names(tuple(weights), '')}",
+            "use the same names in step.backward and in weight=",
+        )
+    if unpassed:
         raise refusal(
             f"step {number}: step.backward received no loss {unpassed[0]}, but weight= of run.steps returns a weight "
             f"for it",
             f"pass a loss for each name ({names}) in every micro-batch; if a micro-batch has nothing to learn for a "
             f"name, return the weight 0 for it",
         )
-    if unknown := sorted(passed_names - weights.keys()):
+    if unknown:
         raise refusal(
             f"step {number}: step.backward received a loss {unknown[0]}, but weight= of run.steps returns no weight "
             f"for it",

@@ -17,7 +17,6 @@ from lockstep.core.several_losses import Weight, check_weights
 from lockstep.core.work import default_microbatches
 from lockstep.data.items import Items
 from lockstep.data.weigh import Weigh
-from lockstep.errors import UsageError
 from lockstep.training.plan import Interval, Plan
 
 _WEIGHT_LIMIT: Final = 1 << 53  # losses are divided in float64, which represents integers below this number exactly
@@ -128,5 +127,5 @@ def _count(result: Any, of_loss: str) -> int:
     if isinstance(result, Tensor) and not result.ndim and not result.is_floating_point():
         result = int(result)
     if type(result) is not int or not 0 <= result < _WEIGHT_LIMIT:
-        raise UsageError(f"weight: returned {result!r}{of_loss}; return an integer from 0 to below 2**53")
+        raise refusal(f"weight: returned {result!r}{of_loss}", "return an integer from 0 to below 2**53")
     return result
