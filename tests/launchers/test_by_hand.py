@@ -108,3 +108,22 @@ def test_a_worker_that_fails_ends_all(tmp_path: Path) -> None:
     assert "[rank 1 of 2" in done.stderr
     assert "ValueError: a mistake" in done.stderr
     assert "rank 0 is at run.sum" not in done.stderr
+
+
+def test_a_worker_that_fails_within_a_step_is_told_to_see_its_traceback(tmp_path: Path) -> None:
+    run(tmp_path, "true")
+    loop = (tmp_path / "loop.py").read_text(encoding="utf-8")
+    backward = next(line for line in loop.splitlines() if "step.backward" in line)
+    indent = backward[: -len(backward.lstrip())]
+    failing = f"{indent}if run.rank == 1:\n{indent}    raise ValueError('a mistake')\n{backward}"
+    # Without the `with` statement, the run doesn't learn of the exception, which torch's worker catches.
+    join = next(line.strip() for line in loop.splitlines() if "with lockstep.join" in line)
+    plain = join.removeprefix("with ").removesuffix(" as run:")
+    loop = loop.replace(join, f"run = {plain}\n    if run:").replace(backward, failing)
+    (tmp_path / "loop.py").write_text(loop, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "spawn.py"], cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "ValueError: a mistake" in done.stderr
+    assert "if an exception ended this process, see its traceback; otherwise let `for batch in step`" in done.stderr

@@ -7,6 +7,7 @@ micro-batches, and not in the update.
 """
 
 from collections.abc import Callable, Iterator
+from multiprocessing import parent_process
 from typing import final
 
 from lockstep.common.own_code import refusal
@@ -90,13 +91,16 @@ class StepPass:
     def unfinished(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""
         number = self._turn.step.number + 1
+        # A child of multiprocessing, as of mp.spawn, catches an exception of the script itself, and reports it only after
+        # the run is closed.
+        cause = "if an exception ended this process, see its traceback; otherwise " if parent_process() else ""
         if not self.complete:
             return refusal(
                 f"step {number}: the loop left the step after {self.done} of {self.expected} micro-batches",
-                "let `for batch in step` run to its end, with a step.backward for each micro-batch, because other "
-                "ranks wait for them",
+                f"{cause}let `for batch in step` run to its end, with a step.backward for each micro-batch, because "
+                f"other ranks wait for them",
                 self.left_at,
             )
         return refusal(
-            f"step {number}: the loop left the step without step.update", "call step.update once for each step"
+            f"step {number}: the loop left the step without step.update", f"{cause}call step.update once for each step"
         )
