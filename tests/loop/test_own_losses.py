@@ -290,7 +290,11 @@ NAMES = r"the names first, second"
         ),
         (lambda batch: {}, None, "weight: returned an empty mapping"),
         (lambda batch: {"a b": 1}, None, "weight: returned the name 'a b'; name losses by letters"),
-        (lambda batch: {"first": 1.5}, None, r"weight: returned 1.5 for first \(.*test_own_losses.py:\d+\); return an integer"),
+        (
+            lambda batch: {"first": 1.5},
+            None,
+            r"weight: returned 1.5 for first \(.*test_own_losses.py:\d+\); return an integer",
+        ),
         (
             lambda batch: {f"n{int(batch[0][0, 0] > 0)}": 1},
             None,

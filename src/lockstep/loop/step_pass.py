@@ -91,8 +91,7 @@ class StepPass:
     def unfinished(self) -> Exception:
         """Return the error to raise if the loop leaves the step before its update."""
         number = self._turn.step.number + 1
-        # A child of multiprocessing, as of mp.spawn, catches an exception of the script itself, and reports it only after
-        # the run is closed.
+        # In a worker of mp.spawn, torch catches an exception of the script, and reports it after the run is closed.
         cause = "if an exception ended this process, see its traceback; otherwise " if parent_process() else ""
         if not self.complete:
             return refusal(
