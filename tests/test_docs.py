@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from datetime import date, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -274,6 +275,19 @@ def test_the_runs_that_prove_the_bits_are_counted_with_their_date_and_commit() -
         sentence = page.partition("(benchmarks/results/bits.json)")[2][:300]
         for said in (str(len(proof["rows"])), proof["date"], proof["commit"], *counts):
             assert re.search(rf"(?<!\w){said}(?!\w)", sentence), said
+
+
+def test_the_figures_of_the_readme_are_at_most_30_days_older_than_the_commit() -> None:
+    """So that old figures are measured again. The age counts from the commit, so that a checkout passes on any day."""
+    log = subprocess.run(["git", "log", "-1", "--format=%cs"], cwd=ROOT, capture_output=True, text=True, check=True)
+    committed = date.fromisoformat(log.stdout.strip())
+    for name in ("README.md", "README.zh.md"):
+        figures = (
+            (ROOT / name).read_text(encoding="utf-8").partition("<!-- benchmarks -->")[2].partition("<!-- end -->")[0]
+        )
+        measured = [date.fromisoformat(each) for each in re.findall(r"\d{4}-\d\d-\d\d", figures)]
+        assert measured, name
+        assert committed - min(measured) <= timedelta(days=30), name
 
 
 def test_the_picture_of_the_readme_shows_the_hash_of_the_first_steps() -> None:
