@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.verification.own_loop import check_placements, script
+from lockstep.probe.witness import CLOCK, RANK
+from lockstep.verification.own_loop import _likely_cause, check_placements, script
 
 pytestmark = pytest.mark.slow("other programs, or minutes")
 
@@ -89,6 +90,14 @@ def test_the_first_departure_is_named():
     )
     with pytest.raises(lockstep.VerificationError, match=told):
         lockstep.verify(loops.by_rank, processes=(2,), strategies=("ddp",))
+
+
+def test_a_read_of_the_rank_is_named_after_other_causes():
+    reads = {RANK: "loop.py:3", CLOCK: "loop.py:9"}
+    assert _likely_cause(reads, {"best": "a float"}) == (
+        "; likely cause: the loop reads the clock (loop.py:9), and keeps best (a float) from one step to the next, and "
+        "reads the rank or the number of ranks (loop.py:3); make the loop depend only on its data and its model"
+    )
 
 
 def test_a_recipe_is_verified_by_its_name():

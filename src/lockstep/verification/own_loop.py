@@ -32,7 +32,7 @@ from lockstep.errors import EXIT_DONE, EXIT_SAVED, EXIT_USAGE, UsageError, Verif
 from lockstep.loop.model import explain_errors
 from lockstep.loop.script import run_script
 from lockstep.probe.traits import ModelTraits
-from lockstep.probe.witness import NUMPY, PYTHON, TORCH, record_reads
+from lockstep.probe.witness import NUMPY, PYTHON, RANK, TORCH, record_reads
 from lockstep.ranks.rendezvous import Rendezvous
 from lockstep.reporting.jsonl import EVENTS, JsonLines, read
 from lockstep.reporting.sink import Sink
@@ -312,12 +312,17 @@ def _run_again(loop: "_Loop", reference: Trace, spawned: bool) -> Checked:
 
 
 def _likely_cause(reads: Mapping[str, str], changes: Mapping[str, str]) -> str:
-    causes = [f"{source} ({location})" for source, location in reads.items()]
-    cause = f"the loop reads {' and '.join(causes)}" if causes else ""
+    """Return the likely cause as text: values that the loop reads, and state that it keeps between steps."""
+    sources = [f"{source} ({location})" for source, location in reads.items() if source != RANK]
+    causes = [f"reads {' and '.join(sources)}"] if sources else []
     if changes:
         names = [f"{name} ({change})" for name, change in changes.items()]
-        cause += f"{', and ' if cause else 'the loop '}keeps {list_some(names, _MAX_NAMES)} from one step to the next"
-    return f"; likely cause: {cause}; make the loop depend only on its data and its model" if cause else ""
+        causes.append(f"keeps {list_some(names, _MAX_NAMES)} from one step to the next")
+    if RANK in reads:  # last, because most scripts read their rank only to print or to save
+        causes.append(f"reads {RANK} ({reads[RANK]})")
+    if not causes:
+        return ""
+    return f"; likely cause: the loop {', and '.join(causes)}; make the loop depend only on its data and its model"
 
 
 def _model_cause(traits: Sequence[str], command: str) -> str:
