@@ -56,15 +56,15 @@ def mesh_engine(
         make_layout = fsdp_layout(world, mesh, keep_gathered, offload, chunks)
     elif spreads:
         from lockstep.parallel.layouts.sequence_parallel import sequence_parallel_layout
-        from lockstep.parallel.tensor.sequence_parallel import sequence_parallel_leaves
+        from lockstep.parallel.tensor.sequence_parallel import make_sequence_parallel_units
 
         make_layout = sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
-        work_mesh, make_leaves = mesh.spread, partial(sequence_parallel_leaves, mesh)
+        work_mesh, make_leaves = mesh.spread, partial(make_sequence_parallel_units, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
-        from lockstep.parallel.tensor.slices import own_slice, slice_layout
+        from lockstep.parallel.tensor.slices import build_slice, make_slice_layout
 
-        problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        make_layout = slice_layout(world, mesh, make_layout)
+        problem = replace(problem, build_model=partial(build_slice, problem.build_model, world, mesh))
+        make_layout = make_slice_layout(world, mesh, make_layout)
     return DataParallelEngine(problem, make_optimizer, world, numerics, work_mesh, make_layout, make_leaves=make_leaves)

@@ -54,7 +54,7 @@ from lockstep.parallel.pipeline.schedule import Action, actions
 from lockstep.parallel.pipeline.stage import BackwardInputs, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeights
-from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
+from lockstep.parallel.tensor.slices import Slice, keep_local_chunks
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
@@ -132,7 +132,7 @@ class PipelineEngine:
     def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
         """Keep only the tensors that this rank's stages own or borrow. Returns this rank's slice of them."""
         if self._pipe.tensor > 1:
-            keep_own_chunks(self._model, self._world, self._place.mesh)
+            keep_local_chunks(self._model, self._world, self._place.mesh)
         own_slice = Slice.for_rank(self._model, self._world, self._place.mesh)
         memory_format = torch.channels_last if self._numerics.channels_last else torch.preserve_format
         keep_only(self._model, cut_model.own | cut_model.borrowed, self._world.device, memory_format)
