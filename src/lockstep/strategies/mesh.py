@@ -17,7 +17,7 @@ from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
-from lockstep.parallel.pipeline.place import PipelineShape
+from lockstep.parallel.pipeline.placement import PipelineShape
 from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_on_each_rank
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers

@@ -10,7 +10,7 @@ from lockstep.core.batch import Inputs
 from lockstep.parallel.pipeline.call_trace import MetaModel
 from lockstep.parallel.pipeline.cut import line_of, ownership, replay_parts, stage_module
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
-from lockstep.parallel.pipeline.place import StagePlace
+from lockstep.parallel.pipeline.placement import StagePlace
 from lockstep.parallel.pipeline.replay import Replay
 
 # The arguments are the values that enter a stage (for the first stage, the tensors of the inputs) and the inputs of the

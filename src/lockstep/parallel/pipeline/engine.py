@@ -49,7 +49,7 @@ from lockstep.parallel.pipeline.cut_model import CutModel
 from lockstep.parallel.pipeline.layout import StageLayout
 from lockstep.parallel.pipeline.links import Links
 from lockstep.parallel.pipeline.part import keep_only, part_of
-from lockstep.parallel.pipeline.place import PipelineShape, StagePlace
+from lockstep.parallel.pipeline.placement import PipelineShape, StagePlace
 from lockstep.parallel.pipeline.schedule import Action, actions
 from lockstep.parallel.pipeline.stage import BackwardInputs, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable

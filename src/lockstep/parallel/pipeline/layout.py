@@ -16,7 +16,7 @@ from lockstep.parallel.layouts.base import Layout, Norms, norms_of_rows, trainab
 from lockstep.parallel.layouts.rows import RowLayout
 from lockstep.parallel.optimizer_step import gradient
 from lockstep.parallel.pipeline.part import absent
-from lockstep.parallel.pipeline.place import StagePlace
+from lockstep.parallel.pipeline.placement import StagePlace
 from lockstep.parallel.tensor.slices import Slice
 from lockstep.parallel.weights import Weights
 

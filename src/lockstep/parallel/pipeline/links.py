@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lockstep.comm.p2p import PointToPoint, Values
 from lockstep.comm.world import World
-from lockstep.parallel.pipeline.place import StagePlace
+from lockstep.parallel.pipeline.placement import StagePlace
 from lockstep.parallel.pipeline.tied_weights import TiedWeight, TiedWeights
 
 
