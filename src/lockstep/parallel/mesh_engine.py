@@ -16,7 +16,7 @@ from functools import partial
 
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -43,7 +43,7 @@ def mesh_engine(
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
-    work_mesh, make_leaves = mesh, leaves_of
+    work_mesh, make_leaves = mesh, make_work_units
     # Import the code of an axis only if the mesh uses it: importing fully_shard takes a second and 45 MiB on each rank.
     if mesh.expert > 1:
         from lockstep.parallel.layouts.experts import expert_layout, own_experts

@@ -148,5 +148,7 @@ def test_a_region_whose_last_layer_is_not_called_says_so() -> None:
 @pytest.mark.parametrize("layer", ["first", "last"])
 def test_a_layer_that_is_called_from_elsewhere_says_so(layer: str) -> None:
     region = cut(Region(), 2)
-    with pytest.raises(RuntimeError, match="layer of the model was called from outside the model, so the model cannot be split"):
+    with pytest.raises(
+        RuntimeError, match="layer of the model was called from outside the model, so the model cannot be split"
+    ):
         region.get_submodule(layer)(torch.ones(2, 6 if layer == "first" else 4))

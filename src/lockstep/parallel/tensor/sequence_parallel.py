@@ -134,7 +134,7 @@ class SequenceParallelUnits:
     """Work units for all chunks of a sequence. Chunks of other ranks are dummies, which only visit regions."""
 
     def __init__(self, sequences: SequenceChunks, forwards: "SequenceForwards") -> None:
-        self.count, self.around = sequences.count, sequences.around
+        self.count, self.forward_context = sequences.count, sequences.forward_context
         self.inputs, self.evaluation_inputs = sequences.inputs, sequences.evaluation_inputs
         self._sequences = sequences
         self._forwards = forwards
@@ -142,12 +142,12 @@ class SequenceParallelUnits:
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         leaves = self._sequences.units_for(microbatch, microbatches)
-        return [replace(leaf, dummy=number not in self._forwards.local_indices) for number, leaf in enumerate(leaves)]
+        return [replace(unit, dummy=number not in self._forwards.local_indices) for number, unit in enumerate(leaves)]
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
+    def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
-        if leaf.dummy:
-            with self.around():
+        if unit.dummy:
+            with self.forward_context():
                 self._forwards.visit_regions()
             return None
         loss = compute()
