@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.nn import functional as F
 
-from lockstep.parallel.pipeline.cut import find_cut, stage_module
+from lockstep.parallel.pipeline.cut import build_stage_module, find_cut
 
 SAMPLE: Final = (3, 32, 32)
 # Torch's schedule, whether it takes a list of stages, and how many there are on each rank.
@@ -43,7 +43,7 @@ def pipelined(
     kind, several, each = SCHEDULES[schedule]
     cut = find_cut(model, ranks * each, (torch.empty(2, *SAMPLE, device="meta"),))
     numbers = range(rank, ranks * each, ranks)
-    parts = nn.ModuleList([_Stage(stage_module(model.train(), cut, number)) for number in numbers])
+    parts = nn.ModuleList([_Stage(build_stage_module(model.train(), cut, number)) for number in numbers])
     device = torch.device("cpu")
     stages = [PipelineStage(part, number, ranks * each, device) for part, number in zip(parts, numbers, strict=True)]
     run = kind(stages if several else stages[0], microbatches, loss_fn=F.cross_entropy)

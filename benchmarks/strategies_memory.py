@@ -46,7 +46,7 @@ from benchmarks.report import Result, Target, compare
 from lockstep.comm.world import World
 from lockstep.device.live_bytes import LiveBytes
 from lockstep.parallel.blocks import find_units
-from lockstep.parallel.pipeline.cut import find_cut, stage_module
+from lockstep.parallel.pipeline.cut import build_stage_module, find_cut
 
 MEMBERS: Final = {
     "zero1": (2, 2),
@@ -92,7 +92,7 @@ def memory_of_pipeline(when: When, turns: int) -> Result:
     values: list[Tensor] = [work.batch(0).batch[0]]
     expected = []
     for rank in range(ranks):
-        stage = stage_module(model, cut, rank)
+        stage = build_stage_module(model, cut, rank)
         sizes = Sizes.of(stage, work, values[0])
         expected.append(sizes.expected_of_stage(microbatches, min(ranks - rank, microbatches), when))
         values = [value.detach() for value in stage(*values)]

@@ -24,7 +24,7 @@ def test_the_engine_is_told(words: list[str], monkeypatch: pytest.MonkeyPatch) -
         told.append(offload)
         return inner
 
-    monkeypatch.setattr(data_parallel, "around_forward", note)
+    monkeypatch.setattr(data_parallel, "training_forward_context", note)
     loaded = load("digits", words)
     start_engine(prepare(loaded, 1), World(ALONE, torch.device("cpu")))
     assert told == [bool(words)]

@@ -16,7 +16,7 @@ from toys import Trace
 
 from lockstep.comm.world import World
 from lockstep.parallel import activations, data_parallel
-from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, around_forward
+from lockstep.parallel.activations import Elements, Kept, Moved, Offload, Packing, training_forward_context
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.pipeline import engine
 
@@ -75,8 +75,8 @@ def forced() -> Iterator[list[Kept | Moved]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Packing, "pack", noted)
-        patch.setattr(data_parallel, "around_forward", always)
-        patch.setattr(engine, "around_forward", always)
+        patch.setattr(data_parallel, "training_forward_context", always)
+        patch.setattr(engine, "training_forward_context", always)
         yield packed
 
 
@@ -120,9 +120,9 @@ def test_a_cpu_has_nothing_to_move() -> None:
     """Engines are then given the very context that they have without."""
     inner: AbstractContextManager[None] = nullcontext()
     model = nn.Linear(2, 2)
-    assert around_forward(inner, model, CPU, True) is inner
-    assert around_forward(inner, model, torch.device("cuda", 0), False) is inner
-    assert isinstance(around_forward(inner, model, torch.device("cuda", 0), True), Offload)
+    assert training_forward_context(inner, model, CPU, True) is inner
+    assert training_forward_context(inner, model, torch.device("cuda", 0), False) is inner
+    assert isinstance(training_forward_context(inner, model, torch.device("cuda", 0), True), Offload)
 
 
 def blocks(count: int) -> nn.Sequential:
@@ -307,7 +307,7 @@ def test_a_gpu_has_less_to_hold() -> None:
     inputs = torch.randn(8, 16, 128, 128, device=device)
     found = []
     for offload in (False, True):
-        with around_forward(nullcontext(), model, device, offload):
+        with training_forward_context(nullcontext(), model, device, offload):
             before = torch.cuda.memory_allocated()
             loss = model(inputs).square().sum()
         held = torch.cuda.memory_allocated() - before

@@ -25,7 +25,7 @@ _LEAST_BYTES: Final = 1 << 16
 _ALIGNED_BYTES: Final = 512  # the alignment of a storage in torch's GPU allocator
 
 
-def around_forward(
+def training_forward_context(
     inner: AbstractContextManager[None], model: nn.Module, device: torch.device, offload: bool
 ) -> AbstractContextManager[None]:
     """Return the context for forward passes in training: `inner`, wrapped in activation offloading if `offload` is set.

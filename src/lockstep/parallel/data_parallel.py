@@ -44,11 +44,11 @@ from lockstep.core.mesh import Mesh
 from lockstep.core.order import Step
 from lockstep.core.shard import MaybeSharded, NamedTensors, local_tensor
 from lockstep.device.precision import autocast
-from lockstep.parallel.activations import around_forward
+from lockstep.parallel.activations import training_forward_context
 from lockstep.parallel.batchnorm import RunningStatistics
 from lockstep.parallel.blocks import recompute
 from lockstep.parallel.buffer_guard import BufferGuard
-from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import evaluating, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
@@ -84,7 +84,7 @@ class DataParallelEngine:
         mesh: Mesh,
         make_layout: MakeLayout,
         on_close: Callable[[], None] | None = None,
-        make_leaves: MakeWorkUnits = leaves_of,
+        make_leaves: MakeWorkUnits = make_work_units,
         devices: Sequence[torch.device] = (),
         home: int = 0,
     ) -> None:
@@ -126,7 +126,7 @@ class DataParallelEngine:
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device, unowned)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._training = self._around_forward()
+        self._training = self._training_forward_context()
         self._forward_key = random.key(random.FORWARD, numerics.seed)
         self._first = mesh.data_rank(world.rank).first
         self._on_close = on_close
@@ -168,7 +168,7 @@ class DataParallelEngine:
         self._running.before_forward()
         self._world.seed(random.extend_key(self._forward_key, step.number, microbatch.index))
         alone = self._step_sums is None and self._leaves.count == 1
-        within = _NestedContexts(self._guarded(), self._training if alone else self._around_forward())
+        within = _NestedContexts(self._guarded(), self._training if alone else self._training_forward_context())
         return within if self._replicas is None else _NestedContexts(self._replicas, within)
 
     def backward(
@@ -330,7 +330,7 @@ class DataParallelEngine:
 
     def _loss_of(self, microbatch: MicroBatch, step: Step, observed: NamedSums) -> Tensor | Losses:
         inputs = self._numerics.prepare_inputs(self._leaves.inputs(microbatch))
-        with self._model_code, self._leaves.around():
+        with self._model_code, self._leaves.forward_context():
             outputs = call(self._model, inputs)
         prepared = self._numerics.prepare_outputs(outputs)
         loss = losses_of_task(self._problem.task.loss(prepared, microbatch.batch), step)
@@ -342,8 +342,10 @@ class DataParallelEngine:
             observed.add(microbatch.index, sums)
         return loss
 
-    def _around_forward(self) -> AbstractContextManager[None]:
-        return around_forward(self._autocast, self._model, self._world.device, self._numerics.offload_activations)
+    def _training_forward_context(self) -> AbstractContextManager[None]:
+        return training_forward_context(
+            self._autocast, self._model, self._world.device, self._numerics.offload_activations
+        )
 
     def _rounds(self, microbatches: MicroBatches, leaves: int) -> Sequence[MicroBatches]:
         """Return the rounds of the step. Forward passes within a round run interleaved, and rounds run in sequence."""

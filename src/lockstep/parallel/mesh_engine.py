@@ -16,7 +16,7 @@ from functools import partial
 
 from lockstep.comm.world import World
 from lockstep.core.mesh import Mesh
-from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.data_parallel import DataParallelEngine
 from lockstep.parallel.layouts.replicated import replicated
 from lockstep.parallel.numerics import MakeOptimizer, Numerics
@@ -43,7 +43,7 @@ def mesh_engine(
     """
     bucket_bytes, chunks = int(bucket_mib * 2**20), numerics.recipe.model.sequence_chunks
     spreads = sequence_parallel and mesh.tensor > 1
-    work_mesh, make_leaves = mesh, leaves_of
+    work_mesh, make_leaves = mesh, make_work_units
     # Import the code of an axis only if the mesh uses it: importing fully_shard takes a second and 45 MiB on each rank.
     if mesh.expert > 1:
         from lockstep.parallel.layouts.experts import expert_layout, own_experts
@@ -56,15 +56,15 @@ def mesh_engine(
         make_layout = fsdp_layout(world, mesh, keep_gathered, offload, chunks)
     elif spreads:
         from lockstep.parallel.layouts.sequence_parallel import sequence_parallel_layout
-        from lockstep.parallel.tensor.sequence_parallel import sequence_parallel_leaves
+        from lockstep.parallel.tensor.sequence_parallel import make_sequence_parallel_units
 
         make_layout = sequence_parallel_layout(world, mesh, bucket_bytes, chunks)
-        work_mesh, make_leaves = mesh.spread, partial(sequence_parallel_leaves, mesh)
+        work_mesh, make_leaves = mesh.spread, partial(make_sequence_parallel_units, mesh)
     else:
         make_layout = replicated(world, mesh, bucket_bytes, chunks=chunks)
     if mesh.tensor > 1:
-        from lockstep.parallel.tensor.slices import own_slice, slice_layout
+        from lockstep.parallel.tensor.slices import build_slice, make_slice_layout
 
-        problem = replace(problem, build_model=partial(own_slice, problem.build_model, world, mesh))
-        make_layout = slice_layout(world, mesh, make_layout)
+        problem = replace(problem, build_model=partial(build_slice, problem.build_model, world, mesh))
+        make_layout = make_slice_layout(world, mesh, make_layout)
     return DataParallelEngine(problem, make_optimizer, world, numerics, work_mesh, make_layout, make_leaves=make_leaves)

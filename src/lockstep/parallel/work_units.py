@@ -1,4 +1,4 @@
-"""The work units of a rank in a micro-batch: leaves of the reduction tree (core/tree.py) that run interleaved."""
+"""Work units: the parts of a micro-batch that are separate leaves of the reduction tree (core/tree.py)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,40 +16,44 @@ T = TypeVar("T")
 
 
 class WorkUnits(Protocol):
-    """Splits micro-batches into leaves of the reduction tree, and provides the inputs and the context of each leaf.
+    """Splits micro-batches into work units, and provides the model inputs and the context for each unit.
 
-    `count` is the number of leaves of the reduction tree per micro-batch, over all ranks.
+    Each unit is a leaf of the reduction tree (core/tree.py). `count` is the number of units per micro-batch, over all
+    ranks.
     """
 
     count: int
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
-        """Return this rank's leaves of the reduction tree for a micro-batch. Their `index` is the index of the leaf.
+        """Return this rank's units of a micro-batch. The `index` of a unit is its leaf index in the reduction tree.
 
         `microbatches` is the number of micro-batches in the step.
         """
 
-    def inputs(self, leaf: MicroBatch) -> Inputs:
-        """Return the model inputs for a leaf of the tree."""
+    def inputs(self, unit: MicroBatch) -> Inputs:
+        """Return the model inputs for a unit."""
 
-    def around(self) -> AbstractContextManager[object]:
-        """Return the context for the forward pass of a leaf, or for a part of this forward pass."""
+    def forward_context(self) -> AbstractContextManager[object]:
+        """Return a context manager for the forward pass of a unit, or for a stage of this forward pass."""
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
-        """Return the result of `compute` for a leaf. If it belongs to another rank, take part and return None."""
+    def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
+        """Return the loss of a unit, which `compute` returns.
+
+        If another rank owns the unit, take part in its collective operations and return None.
+        """
 
     def evaluation_inputs(self, inputs: Inputs) -> Inputs:
-        """Return the model inputs for an evaluation, which uses full samples, given the `inputs` of the task."""
+        """Return the model inputs for evaluation on full samples, given the `inputs` from the task."""
 
 
-# Arguments: the problem, the model, the number of chunks of a sequence, the world, the mesh, and the Cooperative that
-# runs the forward passes interleaved.
+# Creates the work units of a rank. Arguments: the problem, the model, the number of chunks per sequence, the world, the
+# mesh, and the Cooperative that interleaves the forward passes.
 MakeWorkUnits = Callable[[Problem, nn.Module, int, World, Mesh, Cooperative], WorkUnits]
 
 
 @final
 class WholeMicroBatches:
-    """The default work units: each micro-batch is one leaf of the reduction tree."""
+    """The default work units: each micro-batch is a single unit."""
 
     def __init__(self, problem: Problem) -> None:
         self.count = 1
@@ -59,15 +63,15 @@ class WholeMicroBatches:
         """See WorkUnits."""
         return [microbatch]
 
-    def inputs(self, leaf: MicroBatch) -> Inputs:
+    def inputs(self, unit: MicroBatch) -> Inputs:
         """See WorkUnits."""
-        return self._problem.task.inputs(leaf.batch)
+        return self._problem.task.inputs(unit.batch)
 
-    def around(self) -> AbstractContextManager[object]:
+    def forward_context(self) -> AbstractContextManager[object]:
         """See WorkUnits."""
         return nullcontext()
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
+    def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
         return compute()
 

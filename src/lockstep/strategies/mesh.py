@@ -17,8 +17,8 @@ from lockstep.parallel.layouts.experts import check_experts
 from lockstep.parallel.mesh_engine import mesh_engine
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
-from lockstep.parallel.pipeline.place import PipelineShape
-from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_on_each_rank
+from lockstep.parallel.pipeline.placement import PipelineShape
+from lockstep.parallel.pipeline.schedule import Schedule, check_stages, resolve_stages_per_rank
 from lockstep.parallel.tensor.sequence_parallel import check_sequence_parallel
 from lockstep.parallel.tensor.slices import check_shared, cut_layers
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Mib, Numerics, Problem, Traits, World
@@ -156,7 +156,7 @@ class Strategy:
         )
 
     def _per_rank(self) -> int:
-        return stages_on_each_rank(self.schedule, self.stages_per_rank)
+        return resolve_stages_per_rank(self.schedule, self.stages_per_rank)
 
     def _replicas(self, processes: int) -> int:
         return self.replicate or processes // (self.pipe * self.shard * self.expert * self.tensor * self.context)

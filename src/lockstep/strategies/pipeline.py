@@ -12,8 +12,8 @@ from lockstep.device.meta import on_meta
 from lockstep.errors import UsageError
 from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.engine import PipelineEngine
-from lockstep.parallel.pipeline.place import PipelineShape
-from lockstep.parallel.pipeline.schedule import Schedule, check_stages, stages_on_each_rank
+from lockstep.parallel.pipeline.placement import PipelineShape
+from lockstep.parallel.pipeline.schedule import Schedule, check_stages, resolve_stages_per_rank
 from lockstep.strategies.base import Count, Engine, Inputs, MakeOptimizer, Mesh, Numerics, Problem, Traits, World
 from lockstep.tasks.base import Build
 
@@ -92,4 +92,4 @@ class Strategy:
         return self.replicate * self.shard
 
     def _per_rank(self) -> int:
-        return stages_on_each_rank(self.schedule, self.stages_per_rank)
+        return resolve_stages_per_rank(self.schedule, self.stages_per_rank)

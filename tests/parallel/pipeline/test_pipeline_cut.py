@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep.errors import UsageError
-from lockstep.parallel.pipeline.cut import find_cut, ownership, stage_module
+from lockstep.parallel.pipeline.cut import build_stage_module, find_cut, find_owners
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
-from lockstep.parallel.pipeline.part import keep_only, part_of
+from lockstep.parallel.pipeline.part import extract_part, keep_only
 
 SAMPLE = (torch.empty(2, 3, 6, 6, device="meta"),)
 
@@ -23,8 +23,8 @@ def costs(model: nn.Module, cut: PipelineCut, shape: tuple[int, ...]) -> list[tu
     """Return operations and parameters of each stage, by running the stages on real tensors."""
     found = []
     values = [torch.zeros(2, *shape)]
-    for number in range(len(cut.begins) + 1):
-        stage = stage_module(model, cut, number)
+    for number in range(len(cut.stage_starts) + 1):
+        stage = build_stage_module(model, cut, number)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             values = stage(*values)
         found.append((counter.get_total_flops(), sum(p.numel() for p in stage.parameters())))
@@ -47,7 +47,7 @@ def test_shipped_models_are_cut_into_four_stages_of_like_cost(name: str, size: i
     with torch.device("meta"):
         blank = timm.create_model(name, num_classes=5)
     cut = find_cut(blank, 4, (torch.empty(2, 3, size, size, device="meta"),))
-    assert len(cut.begins) == 3
+    assert len(cut.stage_starts) == 3
     model = timm.create_model(name, num_classes=5)
     found = costs(model, cut, (3, size, size))
     operations, parameters = (sum(column) for column in zip(*found, strict=True))
@@ -62,7 +62,7 @@ def test_stages_one_after_the_other_are_the_model(name: str, training: bool) -> 
     model = toys.build(pipeline_models.recipe(name)).train(training)
     size = 32 if name == "resnet18" else 6
     cut = find_cut(model, 3, (torch.empty(2, 3, size, size, device="meta"),))
-    stages = [stage_module(model, cut, number) for number in range(3)]
+    stages = [build_stage_module(model, cut, number) for number in range(3)]
     for samples in (2, 3):
         images = torch.randn(samples, 3, size, size)
         before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -94,7 +94,7 @@ def test_a_model_is_left_as_it_was() -> None:
 def test_a_cut_by_hand_begins_where_it_says() -> None:
     model = pipeline_models.mlp()
     cut = find_cut(model, 3, SAMPLE, ("4", "10"))
-    assert {name: stage for name, stage in ownership(model, cut).owner.items() if name.endswith("weight")} == {
+    assert {name: stage for name, stage in find_owners(model, cut).owner.items() if name.endswith("weight")} == {
         "1.weight": 0, "4.weight": 1, "7.weight": 1, "10.weight": 2, "13.weight": 2, "16.weight": 2, "19.weight": 2,
         "21.weight": 2,
     }  # fmt: skip
@@ -114,11 +114,11 @@ class Wrapped(nn.Module):
 def test_modules_are_entered_where_they_must_be() -> None:
     model = Wrapped(Wrapped(pipeline_models.Skipping()))
     cut = find_cut(model, 3, SAMPLE)
-    assert {"inner", "inner.inner"} <= cut.entered
+    assert {"inner", "inner.inner"} <= cut.expanded
     by_hand = find_cut(model, 2, SAMPLE, ("inner.inner.mix",))
-    assert by_hand.entered == {"inner", "inner.inner"}
-    assert ownership(model, by_hand).owner["inner.inner.norm.weight"] == 0
-    assert ownership(model, by_hand).owner["inner.inner.mix.weight"] == 1
+    assert by_hand.expanded == {"inner", "inner.inner"}
+    assert find_owners(model, by_hand).owner["inner.inner.norm.weight"] == 0
+    assert find_owners(model, by_hand).owner["inner.inner.mix.weight"] == 1
 
 
 class Straight(nn.Module):
@@ -174,8 +174,8 @@ def splitting(model: nn.Module, x: Tensor) -> Tensor:
             by_value,
             r"its code at .*test_pipeline_cut.py:\d+, `return model.second\(x\) if x.sum\(\) > 0 else x`, depends",
         ),
-        (drawing, "its own forward draws random numbers"),
-        (tying, r"its forward calls 4 modules .*not before second, since first.bias is used on both sides"),
+        (drawing, "its forward method draws random numbers"),
+        (tying, r"its forward pass calls 4 modules .*not before second, since first.bias is used on both sides"),
         (splitting, "not before second, since code between modules also uses an output of first after second"),
     ],
 )
@@ -189,8 +189,8 @@ def test_code_that_no_trace_can_follow_is_run(between: Callable[[nn.Module, Tens
     model = Straight(between)
     cut = find_cut(model, 3, SAMPLE)
     assert cut.replayed
-    assert cut.begins == ("second", "third")
-    assert set(ownership(model, cut).owner.values()) == {0, 1, 2}
+    assert cut.stage_starts == ("second", "third")
+    assert set(find_owners(model, cut).owner.values()) == {0, 1, 2}
 
 
 def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
@@ -200,7 +200,7 @@ def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
     with warnings.catch_warnings(action="ignore"):
         nn.utils.weight_norm(inner.linear1)  # type: ignore[no-untyped-call]
     model.second = inner
-    assert find_cut(model, 3, SAMPLE).begins == ("second", "third")
+    assert find_cut(model, 3, SAMPLE).stage_starts == ("second", "third")
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_what_modules_keep_of_a_computation_is_no_obstacle() -> None:
     [
         (3, ("mix",), "cut: the number of modules must be 2 for 3 stages, got 1"),
         (2, ("mixx",), "the model has no module mixx; did you mean 'mix'"),
-        (2, ("stem",), "stage 0 has no trainable parameter"),
-        (3, ("twice", "mix"), "no stage can begin at mix; name modules in the order of their calls: stem, norm, drop"),
+        (2, ("stem",), "stage 0 has no trainable parameters; list different modules in cut"),
+        (3, ("twice", "mix"), "no stage can begin at mix; list modules in the order of their calls: stem, norm, drop"),
         (2, ("twice.again",), "no stage can begin at twice.again: twice.once.weight is used on both sides"),
-        (3, ("act", "twice"), "stage 1 has no trainable parameter"),
+        (3, ("act", "twice"), "stage 1 has no trainable parameters"),
     ],
 )
 def test_a_cut_by_hand_that_cannot_be_says_why(stages: int, names: tuple[str, ...], said: str) -> None:
@@ -229,7 +229,7 @@ def test_a_part_keeps_names_and_order_and_the_rest_has_no_memory() -> None:
     names = [name for name, _ in model.named_parameters()]
     own = {"position", "norm.weight", "norm.running_mean", "twice.unused", "head.weight", "head.bias"}
     keep_only(model, own, torch.device("cpu"), torch.preserve_format)
-    part = part_of(model, own)
+    part = extract_part(model, own)
     assert {name for name, tensor in model.state_dict().items() if not tensor.is_meta} == own
     assert part.state_dict().keys() == own
     assert part.head is model.head  # itself, with all it can do

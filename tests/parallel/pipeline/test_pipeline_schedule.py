@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from lockstep.parallel.pipeline.schedule import Action, Schedule, actions
+from lockstep.parallel.pipeline.schedule import Action, Schedule, schedule_actions
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 def all_actions(schedule: Schedule, ranks: int, each: int, microbatches: int) -> list[list[Action]]:
-    return [actions(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
+    return [schedule_actions(schedule, rank, ranks, each, microbatches) for rank in range(ranks)]
 
 
 def played(plans: list[list[Action]], stages: int) -> tuple[list[list[Action]], int]:

@@ -132,5 +132,5 @@ def test_groups_that_only_some_ranks_have_keep_their_numbers(held: str) -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     trained = parameters("abcd")
     foreign = {"e/exp_avg": torch.zeros(1)}
-    with pytest.raises(UsageError, match="has e, which is not in this model"):
+    with pytest.raises(UsageError, match="contains e, which is not a parameter of this model"):
         names_of_all().load(slots(trained), grouped(trained), foreign, {"slots": {}, "groups": [{}, {}]})

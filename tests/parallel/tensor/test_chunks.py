@@ -32,8 +32,8 @@ def cut(region: nn.Module, count: int) -> nn.Module:
 
 def shared(region: nn.Module, rank: int, ranks: int) -> nn.Module:
     """Leave a region the chunks of one rank; nothing adds over ranks here."""
-    chunks = region.first.chunks
-    chunks.share(rank, ranks, Alone(chunks))
+    chunks = region.first.region
+    chunks.distribute(rank, ranks, Alone(chunks))
     for layer in (region.first, region.last):
         layer.weight = nn.Parameter(layer.weight.detach().tensor_split(ranks)[rank].clone())
     region.first.bias = nn.Parameter(region.first.bias.detach().tensor_split(ranks)[rank].clone())
@@ -47,7 +47,7 @@ class Alone:
         self._chunks = chunks
 
     def __call__(self, pieces: Any, leaves: int, like: Tensor) -> Tensor:
-        assert leaves == self._chunks.count
+        assert leaves == self._chunks.num_chunks
         return torch.stack(list(pieces.values())).sum(0)
 
 
@@ -148,5 +148,7 @@ def test_a_region_whose_last_layer_is_not_called_says_so() -> None:
 @pytest.mark.parametrize("layer", ["first", "last"])
 def test_a_layer_that_is_called_from_elsewhere_says_so(layer: str) -> None:
     region = cut(Region(), 2)
-    with pytest.raises(RuntimeError, match="layer of the model was called outside of it, so it cannot be split"):
+    with pytest.raises(
+        RuntimeError, match="layer of the model was called from outside the model, so the model cannot be split"
+    ):
         region.get_submodule(layer)(torch.ones(2, 6 if layer == "first" else 4))

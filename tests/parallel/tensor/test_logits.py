@@ -18,7 +18,7 @@ ENTRIES = 65  # chunks of 17, 16, 16 and 16
 
 def in_chunks(whole: Tensor) -> Logits:
     chunks = Region(4, "head")
-    return Logits([whole[..., rows.start : rows.stop] for rows in chunks.rows(ENTRIES)], chunks, ENTRIES)
+    return Logits([whole[..., rows.start : rows.stop] for rows in chunks.row_ranges(ENTRIES)], chunks, ENTRIES)
 
 
 def with_gradient(compute: Callable[[Tensor], Tensor], whole: Tensor, cut: bool) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lockstep.models.gpt import gpt
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
-from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, by_chunk
+from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, split_by_chunk
 from lockstep.parallel.tensor.plan import cut_into_chunks
 
 
@@ -65,7 +65,7 @@ def test_a_chunk_has_the_bits_that_it_has_by_itself() -> None:
     """Of a product with a single row, on a CPU: there the address of a matrix matters."""
     chunks, inputs = Region(4, ""), torch.randn(64, 1, 11)
     weight = torch.randn(4 * 5, 11)  # chunks of 220 bytes
-    for chunk, own in zip(by_chunk(weight, chunks), weight.tensor_split(4), strict=True):
+    for chunk, own in zip(split_by_chunk(weight, chunks), weight.tensor_split(4), strict=True):
         for each in inputs:
             assert torch.equal(each @ chunk.t(), each @ own.clone().t())
 

@@ -23,7 +23,7 @@ from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.tensor.built_in import built_in_plan
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.plan import cut_into_chunks
-from lockstep.parallel.tensor.sequence_parallel import Spread, check_sequence_parallel
+from lockstep.parallel.tensor.sequence_parallel import SequenceForwards, check_sequence_parallel
 from lockstep.parallel.tensor.slices import cut_layers
 
 FORWARDS = 2
@@ -55,9 +55,9 @@ def _net(together: Cooperative, spread: bool) -> nn.Module:
     cut_into_chunks(net, PLAN, 2)
     if spread:
         alone = CanonicalSum(0, [DataRank()], None)
-        found = Spread(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
+        found = SequenceForwards(FORWARDS, 0, 1, alone, None, together, [torch.default_generator])
         for layer in cut_layers(net).values():
-            layer.chunks.visited = found
+            layer.region.sequence_forwards = found
     return net
 
 
@@ -90,12 +90,14 @@ def test_one_node_for_all_forwards_computes_what_one_for_each_does() -> None:
 
 def test_forwards_that_come_to_different_regions_are_refused() -> None:
     together = Cooperative([])
-    spread = Spread(FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator])
+    spread = SequenceForwards(
+        FORWARDS, 0, 1, CanonicalSum(0, [DataRank()], None), None, together, [torch.default_generator]
+    )
 
     def forward(number: int) -> None:
         spread.enter(Region(2, f"layer {number}"), partial(torch.relu))
 
-    with pytest.raises(UsageError, match="has reached layer 0, but that of another chunk has not"):
+    with pytest.raises(UsageError, match="has reached layer 0, but the forward pass of another chunk has not"):
         together.run([partial(forward, number) for number in range(FORWARDS)], lambda _: None)
 
 
@@ -141,7 +143,7 @@ WHOLE = {f"blocks.0.attention{name}": "whole" for name in ("", ".queries_keys_va
             {"embedding.tokens": "vocab", "head": "vocab"},
             "embedding.tokens is split by rows or experts, and its inputs",
         ),
-        (WHOLE, "the model attends outside of the layers that recipe.model.chunks splits"),
+        (WHOLE, "the model calls attention outside the layers that recipe.model.chunks splits"),
     ],
     ids=["known", "vocab", "attention"],
 )

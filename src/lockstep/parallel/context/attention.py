@@ -1,9 +1,9 @@
-"""Attention over full sequences when each forward pass only has one chunk of a sequence.
+"""Attention over full sequences for forward passes that each have one chunk of a sequence.
 
-If a model calls torch's scaled_dot_product_attention, the forward passes of all chunks first exchange queries, keys and
-values (parallel/context/exchange.py). After this exchange, each forward pass has some of the heads, for all positions.
-It computes attention for these heads as usual. A second exchange then returns the outputs for all heads and the
-positions of the chunk.
+When a model calls torch's scaled_dot_product_attention, the forward passes of all chunks first exchange queries, keys
+and values (parallel/context/exchange.py). After this exchange, each forward pass has some of the heads, for all
+positions, and computes attention for these heads as usual. In a second exchange, each forward pass gets back the
+outputs of all heads for the positions of its chunk.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from lockstep.parallel.context.exchange import Exchange
 from lockstep.parallel.cooperative import Cooperative
 
 KEY: Final = "recipe.model.sequence_chunks"
-_HEADS, _POSITIONS = 1, 2  # dims of [n, heads, positions, channels]
+_HEAD_DIM, _POSITION_DIM = 1, 2  # dims of [n, heads, positions, channels]
 
 
 @final
@@ -69,20 +69,20 @@ class SequenceAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """Replace scaled_dot_product_attention. The arguments are the same."""
-        if isinstance(query, FakeTensor):  # a pipeline runs earlier stages without values, to get shapes
+        if isinstance(query, FakeTensor):  # a pipeline runs earlier stages on fake tensors, only for the shapes
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         self.calls += 1
-        _check(query, key, value, attn_mask, self._exchange.chunks)
+        _check_arguments(query, key, value, attn_mask, self._exchange.chunks)
 
-        by_heads = partial(self._exchange, cut=_HEADS, join=_POSITIONS)
-        by_positions = partial(self._exchange, cut=_POSITIONS, join=_HEADS)
+        by_heads = partial(self._exchange, split_dim=_HEAD_DIM, concat_dim=_POSITION_DIM)
+        by_positions = partial(self._exchange, split_dim=_POSITION_DIM, concat_dim=_HEAD_DIM)
         label = f"attention {self.calls}"
         inputs = query, key, value
         query, key, value = self._cooperative.exchange(f"the inputs of {label}", by_heads, inputs)
-        # With grouped-query attention, each key head keeps its query heads, because the exchange distributes both kinds
-        # of heads in order.
+        # Grouped-query attention works: the exchange distributes query heads and key heads in order, so each key head
+        # is still with its query heads.
         outputs = F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -91,7 +91,7 @@ class SequenceAttention(TorchFunctionMode):
         return output
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
+def _check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunks: int) -> None:
     if mask is not None:
         raise UsageError(
             f"{KEY}: the model passes a mask to torch's attention, but the mask only covers one chunk; use causal or "

@@ -1,9 +1,9 @@
 """All-to-all between sequence chunks, which changes the dim along which tensors are split.
 
-Each chunk splits its tensor along the dim `cut` and sends one part to every chunk. It then concatenates the received
-parts along the dim `join`. For example, with c chunks a tensor of shape [n, h, l / c, d] becomes a tensor of shape
-[n, h / c, l, d]. The first tensor has all heads and some positions, and the second tensor has some heads and all
-positions. The reverse exchange swaps the dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
+Each chunk splits its tensor along `split_dim` and sends one part to every chunk. It then concatenates the received
+parts along `concat_dim`. For example, with c chunks a tensor of shape [n, h, l / c, d] becomes a tensor of shape [n, h
+/ c, l, d]. The input has all heads and some positions, and the result has some heads and all positions. The reverse
+exchange swaps the dims (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509, section 3.1).
 
 An exchange only moves elements, and its backward pass moves the gradients back. Nothing is added, so the result has the
 same bits regardless of how the chunks are distributed over processes.
@@ -40,53 +40,62 @@ class Exchange:
         self._local_count = chunks // ranks
         self._carrier = carrier
 
-    def __call__(self, inputs: Sequence[Sequence[Tensor]], cut: int, join: int) -> list[tuple[Tensor, ...]]:
+    def __call__(self, inputs: Sequence[Sequence[Tensor]], split_dim: int, concat_dim: int) -> list[tuple[Tensor, ...]]:
         """Exchange the tensors of all chunks, and return the exchanged tensors of each local chunk.
 
-        `inputs` are the tensors of each local chunk. All chunks have the same number of tensors. Each tensor is split
-        along the dim `cut`, and the received parts are concatenated along the dim `join`.
+        `inputs` contains the tensors of each local chunk. All chunks have the same number of tensors. Each tensor is
+        split along `split_dim`, and the received parts are concatenated along `concat_dim`.
         """
-        forward, backward = partial(self.deal, cut=cut, join=join), partial(self.deal, cut=join, join=cut)
+        forward, backward = (
+            partial(self.exchange_flat, split_dim=split_dim, concat_dim=concat_dim),
+            partial(self.exchange_flat, split_dim=concat_dim, concat_dim=split_dim),
+        )
         parts = linear_map(forward, backward, [tensor for tensors in inputs for tensor in tensors])
         count = len(inputs[0])
         return [parts[first : first + count] for first in range(0, len(parts), count)]
 
-    def deal(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
-        """Exchange tensors without autograd.
+    def exchange_flat(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
+        """Exchange a flat list of tensors, without autograd.
 
-        `tensors` is the flat list of the tensors of the first local chunk, then of the second, and so on. The result
-        has the same order.
+        `tensors` contains all tensors of the first local chunk, then all tensors of the second local chunk, and so on.
+        The result has the same order.
         """
-        kinds = len(tensors) // self._local_count
-        results = [self._join(tensors[kind::kinds], cut, join) for kind in range(kinds)]
+        tensors_per_chunk = len(tensors) // self._local_count
+        results = [
+            self._exchange_one_per_chunk(tensors[index::tensors_per_chunk], split_dim, concat_dim)
+            for index in range(tensors_per_chunk)
+        ]
         return [result[chunk] for chunk in range(self._local_count) for result in results]
 
-    def _join(self, tensors: Sequence[Tensor], cut: int, join: int) -> list[Tensor]:
-        """Exchange one tensor per local chunk, for example the queries, and return the results in the same order."""
-        parts = [tensor.chunk(self.chunks, cut) for tensor in tensors]
-        arrived = self._swap(parts)
+    def _exchange_one_per_chunk(self, tensors: Sequence[Tensor], split_dim: int, concat_dim: int) -> list[Tensor]:
+        """Exchange one tensor of each local chunk, for example the queries. The result has the same order."""
+        parts = [tensor.chunk(self.chunks, split_dim) for tensor in tensors]
+        arrived = self._send_parts(parts)
         local_parts = [
-            part for chunk_parts in parts for part in chunk_parts[self._first(self._rank) : self._first(self._rank + 1)]
+            part
+            for chunk_parts in parts
+            for part in chunk_parts[self._first_chunk(self._rank) : self._first_chunk(self._rank + 1)]
         ]
         by_rank = [local_parts if rank == self._rank else [*arrived[rank]] for rank in range(self._ranks)]
         # The result is contiguous and never a view, so that its layout does not depend on the number of processes.
         return [
             torch.cat(
-                [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], join
+                [part for rank_parts in by_rank for part in rank_parts[chunk :: self._local_count]], concat_dim
             ).contiguous()
             for chunk in range(self._local_count)
         ]
 
-    def _swap(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
-        """Send every other rank the parts for its chunks, in the order of this rank's chunks.
-
-        Returns the received parts by sender rank, stacked along dim 0.
-        """
+    def _send_parts(self, parts: Sequence[Sequence[Tensor]]) -> dict[int, Tensor]:
+        """Send each peer the parts for its chunks. Returns the parts from each peer, stacked along dim 0."""
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sent = [
             (
                 torch.stack(
-                    [part for chunk_parts in parts for part in chunk_parts[self._first(rank) : self._first(rank + 1)]]
+                    [
+                        part
+                        for chunk_parts in parts
+                        for part in chunk_parts[self._first_chunk(rank) : self._first_chunk(rank + 1)]
+                    ]
                 ),
                 rank,
             )
@@ -97,5 +106,5 @@ class Exchange:
             move(self._carrier, sent, [(tensor, rank) for rank, tensor in arrived.items()])
         return arrived
 
-    def _first(self, rank: int) -> int:
+    def _first_chunk(self, rank: int) -> int:
         return rank * self._local_count

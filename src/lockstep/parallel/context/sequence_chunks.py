@@ -1,8 +1,8 @@
 """Splits the sequences of a micro-batch into chunks, with one forward pass for each chunk.
 
-A layer always sees the positions of a single chunk, regardless of the rank that computes the chunk. Each chunk is a
-separate leaf of the reduction tree (core/tree.py), with its own random numbers and gradients. The forward passes of the
-chunks of a micro-batch run interleaved (parallel/cooperative.py), and only exchange data in attention
+A layer always sees the positions of a single chunk, on whichever rank the chunk is computed. Each chunk is a separate
+leaf of the reduction tree (core/tree.py), with its own random numbers and gradients. The forward passes of the chunks
+of a micro-batch run interleaved (parallel/cooperative.py), and only exchange data in attention
 (parallel/context/attention.py).
 
 In a step with M micro-batches, leaf c * M + m of the reduction tree is chunk c of micro-batch m.
@@ -29,12 +29,12 @@ from lockstep.tasks.base import CutsSequences, MicroBatch, MicroBatches, Problem
 
 T = TypeVar("T")
 
-POSITIONS: Final = "position_ids"  # the name of the argument in transformers and in other models
+POSITIONS: Final = "position_ids"  # the argument name that transformers models use
 
 
 @final
 class SequenceChunks:
-    """Work units that are chunks of sequences. Implements WorkUnits.
+    """Work units that each contain one chunk of the sequences of a micro-batch. See WorkUnits.
 
     - `task`: Extracts a chunk from a batch.
     - `arguments`: The argument names of the model's forward method, in order.
@@ -68,15 +68,15 @@ class SequenceChunks:
             for chunk in self._local_chunks
         ]
 
-    def inputs(self, leaf: MicroBatch) -> Inputs:
-        """See WorkUnits. The position ids of a chunk are its positions in the full sequence."""
-        return with_positions(self._task.inputs(leaf.batch), self._arguments, leaf.index // self._microbatches)
+    def inputs(self, unit: MicroBatch) -> Inputs:
+        """See WorkUnits. The position ids of a chunk count from the start of the full sequence."""
+        return with_positions(self._task.inputs(unit.batch), self._arguments, unit.index // self._microbatches)
 
-    def around(self) -> SequenceAttention:
+    def forward_context(self) -> SequenceAttention:
         """See WorkUnits."""
         return SequenceAttention(self._exchange, self._cooperative)
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
+    def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
         return compute()
 
@@ -84,19 +84,19 @@ class SequenceChunks:
         """See WorkUnits."""
         return with_positions(inputs, self._arguments)
 
-    def call(self, model: nn.Module, leaf: MicroBatch) -> Any:
+    def call(self, model: nn.Module, unit: MicroBatch) -> Any:
         """Run the full model on one chunk and return its outputs.
 
         Raises UsageError if the model does not call scaled_dot_product_attention.
         """
-        with self.around() as attention:
-            outputs = call(model, self.inputs(leaf))
+        with self.forward_context() as attention:
+            outputs = call(model, self.inputs(unit))
         attention.check()
         return outputs
 
 
 def with_positions(inputs: Inputs, arguments: Sequence[str], chunk: int = 0) -> Inputs:
-    """Return the inputs of the forward method by argument name, with the position ids of the chunk added."""
+    """Return `inputs` by argument name, with the position ids of chunk number `chunk` added."""
     ids = tensors_of(inputs)[0]
     first = chunk * ids.shape[1]
     positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
@@ -109,12 +109,12 @@ def argument_names(model: nn.Module) -> Sequence[str]:
     return [*inspect.signature(model.forward).parameters]
 
 
-def leaves_of(
+def make_work_units(
     problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
 ) -> WorkUnits:
-    """Return the work units of this rank for sequences of `chunks` chunks.
+    """Return the work units of this rank if each sequence is split into `chunks` chunks.
 
-    Every rank must call this function with the same arguments.
+    All ranks must call this function with the same arguments.
     """
     if chunks == 1:
         return WholeMicroBatches(problem)
@@ -126,7 +126,7 @@ def leaves_of(
 
 
 def sequence_task(task: Task) -> CutsSequences:
-    """Return the task if it supports chunks of sequences, and raise UsageError if it does not."""
+    """Return `task` if it can split sequences into chunks. Otherwise, raise UsageError."""
     if not isinstance(task, CutsSequences):
         raise UsageError(
             f"{KEY}: task {type(task).__name__} does not support chunks of sequences; use task language without "

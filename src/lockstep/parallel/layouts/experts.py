@@ -27,12 +27,20 @@ from lockstep.errors import UsageError
 from lockstep.parallel.gradients import Gradients, sum_dtype
 from lockstep.parallel.layouts.base import GradientSum, Layout, MakeLayout, trainable_parameters
 from lockstep.parallel.tensor.experts import Dispatch, Experts
-from lockstep.parallel.tensor.slices import CutLayer, Slice, SlicedLayout, check_shared, cut_layers, keep_part, places
+from lockstep.parallel.tensor.slices import (
+    Slice,
+    SlicedLayout,
+    SplitLayer,
+    check_shared,
+    cut_layers,
+    keep_rows_of_rank,
+    row_locations,
+)
 from lockstep.parallel.weights import Weights
 from lockstep.tasks.base import Build, MicroBatch, MicroBatches
 
 
-def expert_layers(model: nn.Module) -> dict[str, CutLayer]:
+def expert_layers(model: nn.Module) -> dict[str, SplitLayer]:
     """Return the expert modules that are split into groups, by name."""
     layers = cut_layers(model)
     return {name: layer for name, layer in layers.items() if isinstance(layer.module.forward, Experts)}
@@ -43,7 +51,7 @@ def check_experts(build: Build, ranks: int, strategy: str) -> None:
     _expert_layers(on_meta(build), ranks, strategy)
 
 
-def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, CutLayer]:
+def _expert_layers(model: nn.Module, ranks: int, strategy: str = "expert") -> dict[str, SplitLayer]:
     """Return the expert modules of a model. Raises UsageError if `ranks` ranks can't share their groups evenly."""
     experts = expert_layers(model)
     if cut_layers(model) and not experts:
@@ -59,40 +67,40 @@ def own_experts(build: Build, world: World, mesh: Mesh) -> nn.Module:
     """Build a model and keep only this rank's experts. All ranks must call this function."""
     model, rank = build(), mesh.coordinate(world.rank).expert
     layers = _expert_layers(model, mesh.expert)
-    keep_part(layers.values(), rank, mesh.expert)
+    keep_rows_of_rank(layers.values(), rank, mesh.expert)
     for layer in layers.values():
         experts = layer.module.forward
         assert isinstance(experts, Experts)
-        experts.make = Dispatch(experts, rank, mesh.expert, world.carrier(mesh, "expert", side_stream=False))
+        experts.compute_groups = Dispatch(experts, rank, mesh.expert, world.carrier(mesh, "expert", side_stream=False))
     return model
 
 
 def expert_layout(world: World, mesh: Mesh, bucket_bytes: int) -> MakeLayout:
     """Return a function that creates the layout of a model that `own_experts` built."""
 
-    def make(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
+    def make_layout(model: nn.Module, stream: CommStream, dtype: torch.dtype | None) -> tuple[Layout, GradientSum]:
         weights, layers = Weights(model, dtype), expert_layers(model)
         rank = mesh.coordinate(world.rank).expert
-        row_places = places(model, layers, rank, mesh.expert)
+        locations = row_locations(model, layers, rank, mesh.expert)
         other_parameters = [
-            (name, parameter) for name, parameter in trainable_parameters(model) if name not in row_places
+            (name, parameter) for name, parameter in trainable_parameters(model) if name not in locations
         ]
         sums = Gradients(other_parameters, world.canonical(mesh, "replicate", "expert"), stream, False, bucket_bytes)
         [step_ranks] = [ranks for ranks in mesh.groups("expert") if world.rank in ranks]
         data_ranks = [mesh.data_rank(rank_index) for rank_index in step_ranks]
-        expert_slice = Slice(row_places, rank, primary=not mesh.coordinate(world.rank).replicate)
+        expert_slice = Slice(locations, rank, primary=not mesh.coordinate(world.rank).replicate)
         across = world.canonical(mesh, "replicate", side_stream=False)
         experts = [_expert_sums(layer, across) for layer in layers.values()]
         return SlicedLayout(world, expert_slice, weights), _ExpertGradients(sums, experts, data_ranks)
 
-    return make
+    return make_layout
 
 
-def _expert_sums(layer: CutLayer, across: Sum) -> "_ExpertSums":
+def _expert_sums(layer: SplitLayer, across: Sum) -> "_ExpertSums":
     experts = layer.module.forward
     assert isinstance(experts, Experts)
-    assert isinstance(experts.make, Dispatch)
-    return _ExpertSums(experts.make, layer.module, across)
+    assert isinstance(experts.compute_groups, Dispatch)
+    return _ExpertSums(experts.compute_groups, layer.module, across)
 
 
 @dataclass(eq=False)

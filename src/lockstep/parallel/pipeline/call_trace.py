@@ -1,11 +1,11 @@
-"""Records the forward pass of a model as a sequence of module calls, by running its code without values.
+"""Records the forward pass of a model as a sequence of module calls, by running its code with fake tensors.
 
-This is for models that can't be traced. Code between modules can use shapes, Python values and all values that only
-depend on the inputs, such as a padding mask. Each stage runs this code again. The code can't use values that modules
-have computed.
+This is for models that torch.fx can't trace. Code between modules can use shapes, Python values and all values that
+only depend on the inputs, such as a padding mask. Each stage runs this code again. The code can't use the values of
+module outputs.
 
-The code runs on a meta model, whose tensors only have a shape, a dtype and a device. A stage of such a model runs the
-forward method of the full model, and calls modules of the meta model in place of the modules on other ranks
+The code runs on a meta model, whose tensors have a shape, a dtype and a device, but no values. A stage of such a model
+runs the forward method of the full model, and calls modules of the meta model in place of the modules on other ranks
 (replay.py).
 """
 
@@ -26,18 +26,18 @@ from lockstep.common.own_code import describe_error
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs, map_tensors
 from lockstep.errors import LockstepError
-from lockstep.parallel.pipeline.graph_trace import PipelineCut, UntraceableError, generators
-from lockstep.parallel.pipeline.part import tensors_in_attributes, tensors_of
+from lockstep.parallel.pipeline.graph_trace import PipelineCut, UntraceableError, get_rng_states
+from lockstep.parallel.pipeline.part import named_tensors, tensors_in_attributes
 
 
 @dataclass
 class _TracedCall:
-    """A call to a module that is never split, together with the computation between this call and the next call."""
+    """A call to a leaf module, which is never split, and the code that runs between this call and the next call."""
 
     name: str
-    arguments: dict[str, int] = field(default_factory=dict)  # path -> identity of each argument without values
-    produced: set[int] = field(default_factory=set)  # identities of the tensors without values that it creates
-    read_after: set[int] = field(default_factory=set)  # identities of the tensors that the code after it uses
+    arguments: dict[str, int] = field(default_factory=dict)  # path -> id of each fake tensor in the arguments
+    produced: set[int] = field(default_factory=set)  # ids of the fake tensors that the call and the code create
+    read_after: set[int] = field(default_factory=set)  # ids of the fake tensors that the code after the call uses
     operations: int = 0
 
 
@@ -45,8 +45,8 @@ class _TracedCall:
 class CallTrace:
     """A recorded forward pass, with the same methods as GraphTrace.
 
-    `training` selects the mode of the model: training or evaluation. Raises UsageError if the code of the model can't
-    run without values.
+    The model is recorded in training mode if `training` is set, and in evaluation mode otherwise. Raises UsageError if
+    the model's code can't run on fake tensors.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -56,23 +56,23 @@ class CallTrace:
         self._meta = MetaModel(model, torch.device("cpu"))
         self._leaves = dict(leaf_modules(self._meta.model, cut))
         self._names = {id(fake): name for name, fake in self._meta.tensors.items()}
-        self._tensors = dict(tensors_of(model))
+        self._tensors = dict(named_tensors(model))
         self._alive: list[Any] = []  # keeps tensors alive, so that their ids aren't reused
         self._calls: list[_TracedCall] = []
-        self._inside = False
-        # Ones are valid indices into embedding tables, and masks that mask nothing.
+        self._inside_module = False
+        # Use ones as inputs: they are valid indices into embedding tables, and a mask of ones masks nothing.
         ones = batches.map_tensors(lambda tensor: torch.ones(tensor.shape, dtype=tensor.dtype), cut.example)
         self.outputs: Any = self._run(ones)
         self.used = [self._tensors_of_call(call) for call in self._calls]
         self.calls: dict[str, int] = {}
-        for place, call in enumerate(self._calls):
-            self.calls.setdefault(call.name, place)
+        for position, call in enumerate(self._calls):
+            self.calls.setdefault(call.name, position)
 
-    def obstacle(self, place: int) -> str | None:
+    def find_obstacle(self, position: int) -> str | None:
         """See GraphTrace."""
-        producers = {key: call.name for call in self._calls[:place] for key in call.produced}
-        entering = {*self._calls[place].arguments.values()}
-        for call in self._calls[place:]:
+        producers = {key: call.name for call in self._calls[:position] for key in call.produced}
+        entering = {*self._calls[position].arguments.values()}
+        for call in self._calls[position:]:
             for key in call.read_after:
                 if key in producers:
                     return f"code between modules also uses an output of {producers[key]} after {call.name}"
@@ -81,58 +81,58 @@ class CallTrace:
                     return f"{call.name} uses an output of {producers[key]}"
         return None
 
-    def crossing(self, place: int) -> tuple[str, ...]:
-        """Return the paths of the arguments of a call that depend on modules before the call."""
-        return tuple(self._calls[place].arguments)
+    def boundary_paths(self, position: int) -> tuple[str, ...]:
+        """Return the paths of the arguments that depend on earlier modules, for the call at this position."""
+        return tuple(self._calls[position].arguments)
 
     def measure(self, example: Inputs) -> list[int]:
-        """See GraphTrace. The operations were counted while the forward pass was recorded."""
+        """See GraphTrace. The counts are from the recording of the forward pass, and `example` is not used."""
         return [call.operations // 2 for call in self._calls]
 
     def _tensors_of_call(self, call: _TracedCall) -> dict[int, Tensor]:
         direct_tensors = [self._tensors[self._names[key]] for key in call.read_after if key in self._names]
-        of_module = [tensor for _, tensor in tensors_of(self._modules[call.name])]
+        of_module = [tensor for _, tensor in named_tensors(self._modules[call.name])]
         return {id(tensor): tensor for tensor in (*direct_tensors, *of_module)}
 
     def _run(self, inputs: Inputs) -> Any:
         for name, leaf in self._leaves.items():
             intercept(leaf, partial(self._record_call, name))
-        states = generators()
+        states = get_rng_states()
         try:
             with torch.no_grad(), _ReadRecorder(self):
                 outputs = batches.call(self._meta.model, inputs)
         except LockstepError:
             raise
-        except Exception as error:  # user code can raise any exception if tensors have no values
+        except Exception as error:  # user code can raise any exception when it reads a fake tensor
             description = describe_error(error, UntraceableError.advice)
             reason = f"its code between modules depends on values that modules compute: {description}"
             raise UntraceableError(reason) from error
-        if generators() != states:
-            raise UntraceableError(f"its own forward draws random numbers; {UntraceableError.advice}")
+        if get_rng_states() != states:
+            raise UntraceableError(f"its forward method draws random numbers; {UntraceableError.advice}")
         if not self._calls:
-            raise UntraceableError(f"its forward calls no modules; {UntraceableError.advice}")
+            raise UntraceableError(f"its forward method calls no modules; {UntraceableError.advice}")
         self._read(outputs)
         return outputs
 
     def _record_call(self, name: str, forward: "Forward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call to a module that is never split. Replaces the module's forward method."""
-        if self._inside:
+        """Run and record a call to a leaf module. Replaces the module's forward method."""
+        if self._inside_module:
             return forward(*args, **kwargs)
-        fakes = [(path, leaf) for path, leaf in paths_of((args, kwargs)) if isinstance(leaf, FakeTensor)]
+        fakes = [(path, leaf) for path, leaf in leaves_with_paths((args, kwargs)) if isinstance(leaf, FakeTensor)]
         self._calls.append(_TracedCall(name, {path: id(leaf) for path, leaf in fakes}))
         self._alive += [leaf for _, leaf in fakes]
-        self._inside = True
+        self._inside_module = True
         try:
             with torch.random.fork_rng([]), FlopCounterMode(display=False) as counter:
-                outputs = batches.map_tensors(self._meta.without_values, forward(*args, **kwargs))
+                outputs = batches.map_tensors(self._meta.to_fake, forward(*args, **kwargs))
         finally:
-            self._inside = False
+            self._inside_module = False
         self._calls[-1].operations = counter.get_total_flops()
         self._record_produced(outputs)
         return outputs
 
     def _read(self, values: Any) -> None:
-        """Record that code between modules, or the return statement of the forward method, uses these tensors."""
+        """Record that code between modules uses these tensors, or that the model returns them."""
         if self._calls:
             self._calls[-1].read_after |= {
                 id(value) for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)
@@ -142,13 +142,13 @@ class CallTrace:
         fakes = [value for value in pytree.tree_leaves(values) if isinstance(value, FakeTensor)]
         self._alive += fakes
         if self._calls:
-            known_ids = set().union(*(call.produced for call in self._calls))
-            self._calls[-1].produced |= {id(value) for value in fakes} - known_ids
+            earlier_ids = set().union(*(call.produced for call in self._calls))
+            self._calls[-1].produced |= {id(value) for value in fakes} - earlier_ids
 
 
 @final
 class _ReadRecorder(TorchFunctionMode):
-    """Records the inputs and outputs of code between modules. Reading only the shape of a tensor doesn't count."""
+    """Records the tensors that code between modules reads and creates. Reading only a shape isn't recorded."""
 
     def __init__(self, trace: CallTrace) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class _ReadRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._trace._inside and (result is None or batches.tensors_of(result)):
+        if not self._trace._inside_module and (result is None or batches.tensors_of(result)):
             self._trace._read((args, kwargs))
             self._trace._record_produced(result)
         return result
 
 
-def paths_of(arguments: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each pytree leaf in the arguments of a call."""
+def leaves_with_paths(arguments: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each pytree leaf in `arguments`."""
     for path, leaf in pytree.tree_flatten_with_path(arguments)[0]:
         yield pytree.keystr(path), leaf
 
@@ -173,46 +173,46 @@ Forward = Callable[..., Any]
 
 @final
 class MetaModel:
-    """A copy of `model` without values. Its tensors appear to be on `device`."""
+    """A copy of `model` with fake tensors, which have no values and appear to be on `device`."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self.tensors: dict[str, Tensor] = {}
         by_identity: dict[int, Any] = {}
-        for name, tensor in tensors_of(model):
+        for name, tensor in named_tensors(model):
             if id(tensor) not in by_identity:
-                by_identity[id(tensor)] = self.tensors[name] = self._empty(tensor)
-        by_identity |= {id(tensor): self._empty(tensor) for tensor in tensors_in_attributes(model)}
+                by_identity[id(tensor)] = self.tensors[name] = self._fake_like(tensor)
+        by_identity |= {id(tensor): self._fake_like(tensor) for tensor in tensors_in_attributes(model)}
         self.model: nn.Module = copy.deepcopy(model, by_identity)
         self._modules = dict(self.model.named_modules())
-        self._known: dict[Any, Any] = {}
+        self._outputs_by_key: dict[Any, Any] = {}
 
     def call(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
-        """Return new tensors without values that have the shapes of the outputs of module `name`."""
+        """Return new fake tensors with the shapes of the outputs of module `name` for these arguments."""
         key = name, training, torch.is_autocast_enabled(self._device.type), _signature((args, kwargs))
-        if key not in self._known:
+        if key not in self._outputs_by_key:
             with torch.no_grad(), torch.random.fork_rng([]):
                 outputs = self._modules[name].train(training)(*args, **kwargs)
-            self._known[key] = map_tensors(self.without_values, outputs)
-        return map_tensors(self._copy, self._known[key])
+            self._outputs_by_key[key] = map_tensors(self.to_fake, outputs)
+        return map_tensors(self._new_fake, self._outputs_by_key[key])
 
-    def without_values(self, tensor: Tensor) -> Tensor:
-        """Return a tensor without values, with the same shape, dtype and device."""
+    def to_fake(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor with the same shape, dtype and device."""
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _new_fake(self, tensor: Tensor) -> Tensor:
         with self._mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    def _empty(self, tensor: Tensor) -> Tensor:
+    def _fake_like(self, tensor: Tensor) -> Tensor:
         with self._mode:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def intercept(module: nn.Module, replacement: Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-    """Redirect each call of a module to `replacement`, which gets the original forward method and the arguments."""
+    """Call `replacement` instead of a module's forward method, with the original forward method and the arguments."""
     module.register_forward_pre_hook(lambda _, args, kwargs: (((args, kwargs),), {}), with_kwargs=True)
     module.forward = partial(_unpack, replacement, module.forward)
 
@@ -222,18 +222,24 @@ def _unpack(replacement: Any, forward: Forward, arguments: tuple[tuple[Any, ...]
 
 
 def leaf_modules(module: nn.Module, cut: PipelineCut, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are never split, by name, in the model and in the modules that are entered."""
+    """Yield the name and module of each leaf module, which is never split.
+
+    Containers and expanded modules aren't leaves.
+    """
     for child_name, child in module.named_children():
         name = prefix + child_name
         container = type(child).forward in (nn.Sequential.forward, nn.Module.forward)  # ModuleList has no forward
-        if name not in cut.kept and (container or name in cut.entered):
+        if name not in cut.unsplit and (container or name in cut.expanded):
             yield from leaf_modules(child, cut, f"{name}.")
         else:
             yield name, child
 
 
 def _signature(arguments: Any) -> Any:
-    """Return a key for the output shapes. Objects other than tensors and plain values are compared by identity."""
+    """Return a cache key: calls with the same key have outputs of the same shapes.
+
+    Objects other than tensors and plain values are compared by identity.
+    """
     leaves, form = pytree.tree_flatten(arguments)
     return str(form), tuple(_leaf_key(leaf) for leaf in leaves)
 

@@ -1,10 +1,10 @@
 """Splits a model into stages, by cost or at given modules.
 
 A model can be split before the first call of a module if only tensors and integers cross the split, and if no weight is
-used on both sides. The cost of a module is the mean of its fraction of the operations of the model (for time) and its
-fraction of the parameters (for memory). A module is only entered (graph_trace.py) if this results in more stages or in
-more even stages. The sequence of costs is split into contiguous stages so that the cost of the most expensive stage is
-minimal.
+used on both sides. The cost of a module is the mean of its fraction of the model's operations (for time) and its
+fraction of the model's parameters (for memory). A module is expanded into its submodules (graph_trace.py) only if this
+results in more stages or in more even stages. The sequence of modules is split into contiguous stages so that the cost
+of the most expensive stage is minimal.
 """
 
 import copy
@@ -25,14 +25,16 @@ from lockstep.parallel.blocks import find_units
 from lockstep.parallel.compiled import units_to_compile
 from lockstep.parallel.pipeline.call_trace import CallTrace
 from lockstep.parallel.pipeline.graph_trace import GraphTrace, PipelineCut, UntraceableError
-from lockstep.parallel.pipeline.part import empty_like, tensors_in_attributes, tensors_of
-from lockstep.parallel.pipeline.replay import StagePart
+from lockstep.parallel.pipeline.part import empty_like, named_tensors, tensors_in_attributes
+from lockstep.parallel.pipeline.replay import ReplayStage
 from lockstep.parallel.tensor.plan import region_names
 
-Line = CallTrace | GraphTrace  # a forward pass as a sequence of places
+ForwardTrace = CallTrace | GraphTrace  # a forward pass as a sequence of module calls and computations between them
 
-EVEN_ENOUGH: Final = 1.2  # stop entering modules if the most expensive stage costs less than this many times the mean
-PATIENCE: Final = 8  # stop after entering this many modules in a row that don't improve a valid cut
+_MAX_IMBALANCE: Final = (
+    1.2  # don't expand more modules if the most expensive stage costs at most this many times the mean
+)
+_MAX_FAILURES: Final = 8  # stop after this many expansions in a row that don't improve the cut
 
 
 def find_cut(
@@ -40,9 +42,9 @@ def find_cut(
 ) -> PipelineCut:
     """Return a cut of `model` into `stages` stages, by cost or before the modules `names`.
 
-    If `whole_blocks` is set, the model is never split within a block (parallel/blocks.py). It is never split within a
-    region that is computed chunk by chunk (parallel/tensor/chunks.py). Operations are counted for the inputs `example`.
-    If `example` is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified.
+    The model is never split within a region of tensor parallelism (parallel/tensor/chunks.py). If `whole_blocks` is
+    set, it isn't split within a block either (parallel/blocks.py). Operations are counted for the inputs `example`. If
+    `example` is None, the cost only depends on the parameters. `model` can be on the meta device and isn't modified.
     Raises UsageError with the reason if there is no such cut.
     """
     with drop_new_tensors():
@@ -52,285 +54,309 @@ def find_cut(
 def _find_cut(
     model: nn.Module, stages: int, example: Inputs | None, names: Sequence[str], whole_blocks: bool
 ) -> PipelineCut:
-    blank, runs = _meta_copy(model, example)
-    blocks = _names_to_compile(blank) if whole_blocks else frozenset()
-    regions = region_names(blank)
+    meta_model, runs_on_meta = _meta_copy(model, example)
+    blocks = _compiled_module_names(meta_model) if whole_blocks else frozenset()
+    regions = region_names(meta_model)
     if "" in regions:
         raise UsageError(
-            "strategy pipeline: recipe.model.chunks splits layers of the model itself, which then cannot be split into "
-            "stages; move these layers to a separate module, or use a different strategy"
+            "strategy pipeline: recipe.model.chunks splits layers of the top-level module, so the model cannot be "
+            "split into stages; move these layers to a submodule, or use a different strategy"
         )
-    start = PipelineCut(kept=blocks | regions, example=example)
+    start = PipelineCut(unsplit=blocks | regions, example=example)
 
-    def find(start: PipelineCut, runs: bool) -> "_CutResult":
-        return _cut_before(blank, stages, names, start, runs) if names else _cut_by_cost(blank, stages, start, runs)
+    def find(start: PipelineCut, runs_on_meta: bool) -> "_CutResult":
+        return (
+            _cut_at_modules(meta_model, stages, names, start, runs_on_meta)
+            if names
+            else _cut_by_cost(meta_model, stages, start, runs_on_meta)
+        )
 
     try:
-        traced = find(start, runs)
+        traced = find(start, runs_on_meta)
     except UsageError as error:
         if example is None:
             raise
-        try:  # replay the code, because it can't be traced
+        try:  # the code can't be traced, so run it again in each stage
             return find(replace(start, replayed=True), True).cut
         except UntraceableError:
             raise error from None
-    if names or not traced.shut or traced.highest_cost <= EVEN_ENOUGH / stages:
+    if names or not traced.has_opaque_modules or traced.highest_cost <= _MAX_IMBALANCE / stages:
         return traced.cut
-    try:  # check if replaying the code allows a better cut
+    try:  # running the code again in each stage may allow a better cut
         replayed = find(replace(start, replayed=True), True)
     except UsageError:
         return traced.cut
     return replayed.cut if replayed.highest_cost < traced.highest_cost else traced.cut
 
 
-def line_of(model: nn.Module, cut: PipelineCut, training: bool) -> Line:
-    """Return the forward pass of a model as a sequence of calls, in its own code and in the code of entered modules."""
+def trace_forward(model: nn.Module, cut: PipelineCut, training: bool) -> ForwardTrace:
+    """Return the forward pass of a model as a sequence of module calls. Modules in `cut.expanded` are traced."""
     if cut.replayed and cut.example is not None:
         return CallTrace(model, cut, training)
     return GraphTrace(model, cut, training)
 
 
 class Ownership(NamedTuple):
-    """The stage that owns each parameter and buffer by name, and the borrowing stage, if any."""
+    """Maps the name of each tensor to the owning stage and, if two stages use the tensor, to the borrowing stage."""
 
     owner: dict[str, int]
     borrower: dict[str, int]
 
 
-def ownership(model: nn.Module, cut: PipelineCut) -> Ownership:
-    """Return the stages that use each tensor, by each of its names. The last stage owns tensors that no stage uses.
+def find_owners(model: nn.Module, cut: PipelineCut) -> Ownership:
+    """Return the stages that own and borrow each parameter and buffer, by name.
+
+    Tensors that no stage uses belong to the last stage. A tensor with several names appears under each name.
 
     Raises UsageError if two stages use a tensor that can't be lent (tied_weights.py).
     """
     users: dict[int, list[int]] = {}
-    names = {id(tensor): name for name, tensor in reversed(tensors_of(model))}
+    names = {id(tensor): name for name, tensor in reversed(named_tensors(model))}
     for training in (False, True):
-        line = line_of(model, cut, training)
-        lendable = _find_lendable_weights(model, line)
-        for number, part in enumerate(_parts(line, cut)):
-            for key in [key for place in part for key in line.used[place]]:
+        trace = trace_forward(model, cut, training)
+        lendable = _find_lendable_weights(model, trace)
+        for number, part in enumerate(_stage_ranges(trace, cut)):
+            for key in [key for position in part for key in trace.used[position]]:
                 stages = users.setdefault(key, [number])
                 if number not in stages:
                     stages.append(number)
                 if len(stages) > 1 and (key not in lendable or len(stages) > 2):
                     raise UsageError(
                         f"strategy pipeline: {names[key]} is used by stages {stages[0]} and {number}; set cut so that "
-                        f"only one stage uses it"
+                        f"only one stage uses {names[key]}"
                     )
-    stages_by_name = [(name, sorted(users.get(id(tensor), [len(cut.begins)]))) for name, tensor in tensors_of(model)]
+    stages_by_name = [
+        (name, sorted(users.get(id(tensor), [len(cut.stage_starts)]))) for name, tensor in named_tensors(model)
+    ]
     return Ownership(
         {name: stages[0] for name, stages in stages_by_name},
         {name: stages[1] for name, stages in stages_by_name if len(stages) > 1},
     )
 
 
-def _find_lendable_weights(model: nn.Module, line: Line) -> set[int]:
+def _find_lendable_weights(model: nn.Module, trace: ForwardTrace) -> set[int]:
     """Return the ids of the weights that may be used on both sides of a cut.
 
-    These are weights of embeddings that are looked up once and used in one other place. Two gradients of such a weight
-    are added per micro-batch, and a sum of two terms has the same bits in any order. The gradient of the look-up always
-    comes last, regardless of how often the weight is used in the other place.
+    These are embedding weights that one module looks up and exactly one later module or computation uses. For each
+    micro-batch, two gradients of such a weight are added, and a sum of two terms has the same bits in any order. The
+    gradient of the look-up comes last in the backward pass, however often the later module uses the weight.
     """
-    places: dict[int, list[int]] = {}
-    for place, used in enumerate(line.used):
+    positions: dict[int, list[int]] = {}
+    for position, used in enumerate(trace.used):
         for key, tensor in used.items():
             if isinstance(tensor, nn.Parameter):
-                places.setdefault(key, []).append(place)
-    names, modules = {place: name for name, place in line.calls.items()}, dict(model.named_modules())
+                positions.setdefault(key, []).append(position)
+    names, modules = {position: name for name, position in trace.calls.items()}, dict(model.named_modules())
     lendable = set()
-    for key, used_at in places.items():
-        if len(used_at) == 2 and used_at[0] in names:
-            tables = [module for module in modules[names[used_at[0]]].modules() if isinstance(module, nn.Embedding)]
+    for key, positions_of_weight in positions.items():
+        if len(positions_of_weight) == 2 and positions_of_weight[0] in names:
+            tables = [
+                module
+                for module in modules[names[positions_of_weight[0]]].modules()
+                if isinstance(module, nn.Embedding)
+            ]
             if [id(table.weight) for table in tables].count(key) == 1:
                 lendable.add(key)
     return lendable
 
 
-def _obstacle(model: nn.Module, line: Line, place: int) -> str | None:
-    """Return the reason why the forward pass can't be split before `place`, or None if a split is possible."""
-    keys_before = {key for used in line.used[:place] for key in used}
-    keys_behind = {key for used in line.used[place:] for key in used}
-    shared = (keys_before & keys_behind) - _find_lendable_weights(model, line)
+def _find_obstacle(model: nn.Module, trace: ForwardTrace, position: int) -> str | None:
+    """Return the reason why the forward pass can't be split before `position`, or None if it can."""
+    keys_before = {key for used in trace.used[:position] for key in used}
+    keys_after = {key for used in trace.used[position:] for key in used}
+    shared = (keys_before & keys_after) - _find_lendable_weights(model, trace)
     if shared:
-        return f"{next(name for name, tensor in tensors_of(model) if id(tensor) in shared)} is used on both sides"
-    return line.obstacle(place)
+        return f"{next(name for name, tensor in named_tensors(model) if id(tensor) in shared)} is used on both sides"
+    return trace.find_obstacle(position)
 
 
 def _is_trainable(used: Mapping[int, Tensor]) -> bool:
     return any(tensor.requires_grad for tensor in used.values())
 
 
-def stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
-    """Return a stage in the current mode of the model, as a module from its incoming values to its outgoing values."""
-    line = GraphTrace(model, cut, model.training)
-    part = _parts(line, cut)[stage]
-    return line.module(part.start, part.stop)
+def build_stage_module(model: nn.Module, cut: PipelineCut, stage: int) -> fx.GraphModule:
+    """Return the module of a stage, for the current mode of the model. It maps incoming to outgoing values."""
+    trace = GraphTrace(model, cut, model.training)
+    part = _stage_ranges(trace, cut)[stage]
+    return trace.module(part.start, part.stop)
 
 
-def replay_parts(model: nn.Module, cut: PipelineCut, training: bool) -> list[StagePart]:
-    """Return the stages of a replayed model, with the paths of the values that enter and leave each stage."""
-    line = CallTrace(model, cut, training)
-    names = {place: name for name, place in line.calls.items()}
-    ends = [(names[part.start], line.crossing(part.start)) for part in _parts(line, cut)[1:]]
+def replay_stages(model: nn.Module, cut: PipelineCut, training: bool) -> list[ReplayStage]:
+    """Return the stages of a model whose code runs again in each stage (replay.py)."""
+    trace = CallTrace(model, cut, training)
+    names = {position: name for name, position in trace.calls.items()}
+    ends = [(names[part.start], trace.boundary_paths(part.start)) for part in _stage_ranges(trace, cut)[1:]]
     no_values: tuple[str, ...] = ()
-    begins = [(None, no_values), *ends]
-    return [StagePart(*begin, *end) for begin, end in zip(begins, [*ends, (None, no_values)], strict=True)]
+    stage_starts = [(None, no_values), *ends]
+    return [ReplayStage(*begin, *end) for begin, end in zip(stage_starts, [*ends, (None, no_values)], strict=True)]
 
 
-def _parts(line: Line, cut: PipelineCut) -> list[range]:
-    places = [0]
-    for name in cut.begins:
-        # The first call of the module itself or of one of its submodules.
-        inside = (place for called, place in line.calls.items() if called == name or called.startswith(f"{name}."))
-        place = next(inside, None)
-        if place is None or place <= places[-1]:
-            names = ", ".join(line.calls)
+def _stage_ranges(trace: ForwardTrace, cut: PipelineCut) -> list[range]:
+    positions = [0]
+    for name in cut.stage_starts:
+        # The stage starts with the first call of the module itself or of one of its submodules.
+        inside = (
+            position for called, position in trace.calls.items() if called == name or called.startswith(f"{name}.")
+        )
+        position = next(inside, None)
+        if position is None or position <= positions[-1]:
+            names = ", ".join(trace.calls)
             raise UsageError(
-                f"strategy pipeline: cut: no stage can begin at {name}; name modules in the order of their calls: "
+                f"strategy pipeline: cut: no stage can begin at {name}; list modules in the order of their calls: "
                 f"{names}"
             )
-        places.append(place)
-    return [range(start, stop) for start, stop in zip(places, [*places[1:], len(line.used)], strict=True)]
+        positions.append(position)
+    return [range(start, stop) for start, stop in zip(positions, [*positions[1:], len(trace.used)], strict=True)]
 
 
-def _cut_before(model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs: bool) -> "_CutResult":
+def _cut_at_modules(
+    model: nn.Module, stages: int, names: Sequence[str], start: PipelineCut, runs_on_meta: bool
+) -> "_CutResult":
     if len(names) != stages - 1:
         raise UsageError(
             f"strategy pipeline: cut: the number of modules must be {stages - 1} for {stages} stages, got "
-            f"{len(names)}; name the first module of each stage except the first stage"
+            f"{len(names)}; list the first module of each stage except the first stage"
         )
     modules = dict(model.named_modules())
     for name in names:
         if not name or name not in modules:
             raise UsageError(f"strategy pipeline: cut: the model has no module {name}{suggestion(name, modules)}")
     parents = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 1)}
-    for block in sorted(parents & start.kept):
+    for block in sorted(parents & start.unsplit):
         raise UsageError(
             f"strategy pipeline: cut: no stage can begin within {block}, which recipe.compile or recipe.model.chunks "
-            f"keeps whole; split before it, or remove that key"
+            f"does not split; list {block} in cut instead, or don't set the key that applies"
         )
-    cut = replace(start, begins=tuple(names), entered=frozenset(parents))
-    line = line_of(model, cut, training=True)
-    if runs and cut.example is not None:
-        line.measure(cut.example)
-    for number, part in enumerate(_parts(line, cut)):
-        reason = _obstacle(model, line, part.start) if number else None
+    cut = replace(start, stage_starts=tuple(names), expanded=frozenset(parents))
+    trace = trace_forward(model, cut, training=True)
+    if runs_on_meta and cut.example is not None:
+        trace.measure(cut.example)
+    for number, part in enumerate(_stage_ranges(trace, cut)):
+        reason = _find_obstacle(model, trace, part.start) if number else None
         if reason:
             raise UsageError(
-                f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; name a different module"
+                f"strategy pipeline: cut: no stage can begin at {names[number - 1]}: {reason}; list a different "
+                f"module in cut"
             )
-        if not any(map(_is_trainable, line.used[part.start : part.stop])):
+        if not any(map(_is_trainable, trace.used[part.start : part.stop])):
             raise UsageError(
-                f"strategy pipeline: cut: stage {number} has no trainable parameter; name different modules"
+                f"strategy pipeline: cut: stage {number} has no trainable parameters; list different modules in cut"
             )
-    ownership(model, cut)
+    find_owners(model, cut)
     return _CutResult(cut)
 
 
 class _CutResult(NamedTuple):
-    """A cut, the cost fraction of its most expensive stage, and whether some modules couldn't be entered."""
+    """A cut, the fraction of the cost in its most expensive stage, and whether some module couldn't be expanded."""
 
     cut: PipelineCut
     highest_cost: float = 0.0
-    shut: bool = False
+    has_opaque_modules: bool = False
 
 
-def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs: bool) -> _CutResult:
-    # Modules that can't be entered. With replay, code within a block would read the values that cross the cut.
-    closed = {*start.kept, *(_names_of(model, find_units(model)) if start.replayed else ())}
-    initially_closed = len(closed)
+def _cut_by_cost(model: nn.Module, stages: int, start: PipelineCut, runs_on_meta: bool) -> _CutResult:
+    # Modules that can't be expanded. If stages run the model's code again, blocks aren't expanded, because code between
+    # the modules of a block reads values that would cross the cut.
+    opaque = {*start.unsplit, *(_module_names(model, find_units(model)) if start.replayed else ())}
+    initially_opaque = len(opaque)
     best, lowest_cost, failures = None, float("inf"), 0
-    while failures < PATIENCE:
-        line = line_of(model, start, training=True)
-        costs = _costs(line, start.example if runs else None)
-        allowed = {place: name for name, place in line.calls.items() if place and _obstacle(model, line, place) is None}
-        places = balance(costs, stages, allowed, [*map(_is_trainable, line.used)])
-        if places is not None:
-            cut = replace(start, begins=tuple(allowed[place] for place in places))
-            cost = max(sum(costs[part.start : part.stop]) for part in _parts(line, cut))
+    while failures < _MAX_FAILURES:
+        trace = trace_forward(model, start, training=True)
+        costs = _compute_costs(trace, start.example if runs_on_meta else None)
+        allowed = {
+            position: name
+            for name, position in trace.calls.items()
+            if position and _find_obstacle(model, trace, position) is None
+        }
+        positions = balance(costs, stages, allowed, [*map(_is_trainable, trace.used)])
+        if positions is not None:
+            cut = replace(start, stage_starts=tuple(allowed[position] for position in positions))
+            cost = max(sum(costs[part.start : part.stop]) for part in _stage_ranges(trace, cut))
             if cost < lowest_cost:
                 best, lowest_cost, failures = cut, cost, 0
         failures += best is not None
-        if lowest_cost <= EVEN_ENOUGH / stages:
+        if lowest_cost <= _MAX_IMBALANCE / stages:
             break
-        name = _most_expensive_module(model, line, costs, closed)
-        while name is not None and not _can_be_entered(model, _with_entered(start, name)):
-            closed.add(name)
-            name = _most_expensive_module(model, line, costs, closed)
+        name = _most_expensive_module(model, trace, costs, opaque)
+        while name is not None and not _can_expand(model, _expand(start, name)):
+            opaque.add(name)
+            name = _most_expensive_module(model, trace, costs, opaque)
         if name is None:
             break
-        start = _with_entered(start, name)
+        start = _expand(start, name)
     if best is None:
-        raise UsageError(_refusal(model, line, stages))
-    ownership(model, best)
-    return _CutResult(best, lowest_cost, len(closed) > initially_closed)
+        raise UsageError(_no_cut_message(model, trace, stages))
+    find_owners(model, best)
+    return _CutResult(best, lowest_cost, len(opaque) > initially_opaque)
 
 
-def _with_entered(cut: PipelineCut, name: str) -> PipelineCut:
-    return replace(cut, entered=cut.entered | {name})
+def _expand(cut: PipelineCut, name: str) -> PipelineCut:
+    return replace(cut, expanded=cut.expanded | {name})
 
 
-def _costs(line: Line, example: Inputs | None) -> list[float]:
-    shares = [_shares(_elements(line))]
+def _compute_costs(trace: ForwardTrace, example: Inputs | None) -> list[float]:
+    shares = [_normalize(_count_parameters(trace))]
     if example is not None:
-        shares.append(_shares(line.measure(example)))
+        shares.append(_normalize(trace.measure(example)))
     return [sum(costs) / len(shares) for costs in zip(*shares, strict=True)]
 
 
-def _elements(line: Line) -> list[int]:
-    """Return the number of parameter elements at each place. Each parameter is counted where it is first used."""
+def _count_parameters(trace: ForwardTrace) -> list[int]:
+    """Return the number of parameter elements at each position. A parameter only counts at its first use."""
     counted: set[int] = set()
     counts = []
-    for used in line.used:
+    for used in trace.used:
         counts.append(sum(used[key].numel() for key in used.keys() - counted if isinstance(used[key], nn.Parameter)))
         counted |= used.keys()
     return counts
 
 
-def _shares(amounts: list[int]) -> list[float]:
-    whole = max(sum(amounts), 1)
-    return [amount / whole for amount in amounts]
+def _normalize(amounts: list[int]) -> list[float]:
+    total = max(sum(amounts), 1)
+    return [amount / total for amount in amounts]
 
 
-def _most_expensive_module(model: nn.Module, line: Line, costs: list[float], shut: set[str]) -> str | None:
-    """Return the most expensive module that could be entered, or None. Modules of torch are never entered."""
+def _most_expensive_module(
+    model: nn.Module, trace: ForwardTrace, costs: list[float], has_opaque_modules: set[str]
+) -> str | None:
+    """Return the name of the most expensive module that may be expanded, or None. Never expands torch.nn modules."""
     modules = dict(model.named_modules())
     candidates = [
-        (costs[place], name)
-        for name, place in line.calls.items()
-        if name not in shut
+        (costs[position], name)
+        for name, position in trace.calls.items()
+        if name not in has_opaque_modules
         and any(True for _ in modules[name].children())
         and not type(modules[name]).__module__.startswith("torch.nn.")
     ]
     return max(candidates)[1] if candidates else None
 
 
-def _can_be_entered(model: nn.Module, cut: PipelineCut) -> bool:
+def _can_expand(model: nn.Module, cut: PipelineCut) -> bool:
     try:
         for training in (False, True):
-            line_of(model, cut, training)
+            trace_forward(model, cut, training)
     except UsageError:
         return False
     return True
 
 
-def _refusal(model: nn.Module, line: Line, stages: int) -> str:
-    obstacles = [(_obstacle(model, line, place), name) for name, place in line.calls.items() if place]
+def _no_cut_message(model: nn.Module, trace: ForwardTrace, stages: int) -> str:
+    obstacles = [(_find_obstacle(model, trace, position), name) for name, position in trace.calls.items() if position]
     reasons = [f"not before {name}, since {reason}" for reason, name in obstacles if reason]
     explanation = f" ({', '.join(reasons[:3])})" if reasons else ""
     return (
         f"strategy pipeline: the model cannot be split into {stages} stages with trainable parameters: its forward "
-        f"calls {len(obstacles) + 1} modules in sequence{explanation}; use fewer stages, or a different strategy"
+        f"pass calls {len(obstacles) + 1} modules in sequence{explanation}; use fewer stages, or a different strategy"
     )
 
 
-def _names_of(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
+def _module_names(model: nn.Module, blocks: Iterable[nn.Module]) -> frozenset[str]:
     names = {module: name for name, module in model.named_modules()}
     return frozenset(names[block] for block in blocks)
 
 
-def _names_to_compile(model: nn.Module) -> frozenset[str]:
-    names = _names_of(model, units_to_compile(model))
+def _compiled_module_names(model: nn.Module) -> frozenset[str]:
+    names = _module_names(model, units_to_compile(model))
     if "" in names:
         raise UsageError(
             "strategy pipeline: recipe.compile compiles this model as a whole, because it has no blocks; use a "
@@ -340,49 +366,52 @@ def _names_to_compile(model: nn.Module) -> frozenset[str]:
 
 
 def _meta_copy(model: nn.Module, example: Inputs | None) -> tuple[nn.Module, bool]:
-    """Return a copy of the model on the meta device, and whether its forward pass runs there on `example`.
+    """Return a copy of the model on the meta device, and whether its forward pass can run on `example` there.
 
-    If the model can't be copied, returns the model itself and False.
+    If the model can't be copied, returns the original model and False.
     """
-    tensors = [*(tensor for _, tensor in tensors_of(model)), *tensors_in_attributes(model)]
+    tensors = [*(tensor for _, tensor in named_tensors(model)), *tensors_in_attributes(model)]
     memo = {id(tensor): empty_like(tensor) for tensor in tensors}
     try:
-        blank = copy.deepcopy(model, memo)
+        meta_model = copy.deepcopy(model, memo)
     except Exception:  # a custom model can contain objects that can't be copied
         return model, False
     if example is None:
-        return blank, False
+        return meta_model, False
     try:
         with torch.no_grad():
-            blank.train()
-            call(blank, example)
-    except Exception:  # the forward pass reads values, which don't exist on the meta device
-        return blank, False
-    return blank, True
+            meta_model.train()
+            call(meta_model, example)
+    except Exception:  # the forward pass reads tensor values, which don't exist on the meta device
+        return meta_model, False
+    return meta_model, True
 
 
 def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed: Sequence[bool]) -> list[int] | None:
     """Return `parts` - 1 ascending positions from `allowed` at which to split, or None if there is no such split.
 
     Position p is before item p. Each part contains at least one item that is `needed`. The split minimizes the cost of
-    the most expensive part. Among these splits, it has the smallest sum of squared costs, so that the other parts are
-    even too.
+    the most expensive part. If several splits do, the one with the smallest sum of squared costs is returned, which
+    makes the other parts even too.
     """
     length = len(costs)
     sums, needed_before = [0.0, *accumulate(costs)], [0, *accumulate(map(int, needed))]
-    places = [place for place in sorted(set(allowed)) if 0 < place < length]
-    ends = [*places, length]
+    positions = [position for position in sorted(set(allowed)) if 0 < position < length]
+    ends = [*positions, length]
 
     def best_split(max_cost: float, add: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]] | None:
-        """Return the smallest cost (combined by `add`) of a split with parts up to `max_cost`, and its positions."""
-        # best[end]: the best split of the items before `end`. Its number of parts grows by one in each round.
+        """Return the smallest total cost of a split whose parts cost at most `max_cost`, and its positions.
+
+        `add` combines the costs of the parts.
+        """
+        # best[end] is the best split of the items before `end`. Each iteration adds one part to all splits.
         best: dict[int, tuple[float, tuple[int, ...]]]
         best = {end: (add(0.0, sums[end]), ()) for end in ends if needed_before[end] and sums[end] <= max_cost}
         for _ in range(parts - 1):
             rows = {
                 end: [
                     (add(best[start][0], sums[end] - sums[start]), (*best[start][1], start))
-                    for start in places
+                    for start in positions
                     if start < end and start in best and needed_before[end] > needed_before[start]
                     if sums[end] - sums[start] <= max_cost
                 ]
@@ -391,7 +420,8 @@ def balance(costs: Sequence[float], parts: int, allowed: Collection[int], needed
             best = {end: min(row) for end, row in rows.items() if row}
         return best.get(length)
 
-    # Two passes, because the beginning of an optimal split isn't always an optimal split of its items.
+    # Use two passes: first minimize the maximum, then the squares. A single pass would be wrong, because the first
+    # parts of an optimal split aren't always an optimal split of their items.
     minimal = best_split(math.inf, max)
     split = minimal and best_split(minimal[0], lambda total, cost: total + cost * cost)
     return None if split is None else list(split[1])

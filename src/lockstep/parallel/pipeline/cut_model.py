@@ -1,4 +1,4 @@
-"""Analyzes a model before it is split, and returns the code of its stages after a rank keeps only its own tensors."""
+"""Prepares the code of pipeline stages. Analyzes a model before a rank discards the tensors of other stages."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
@@ -8,64 +8,69 @@ from torch import nn
 
 from lockstep.core.batch import Inputs
 from lockstep.parallel.pipeline.call_trace import MetaModel
-from lockstep.parallel.pipeline.cut import line_of, ownership, replay_parts, stage_module
+from lockstep.parallel.pipeline.cut import build_stage_module, find_owners, replay_stages, trace_forward
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
-from lockstep.parallel.pipeline.place import StagePlace
+from lockstep.parallel.pipeline.placement import StagePlacement
 from lockstep.parallel.pipeline.replay import Replay
 
-# The arguments are the values that enter a stage (for the first stage, the tensors of the inputs) and the inputs of the
-# model. Returns the values that leave the stage (for the last stage, the tensors of the outputs).
+# Computes a stage, given its incoming values (for the first stage, the tensors of the model inputs) and the model
+# inputs. Returns the outgoing values of the stage (for the last stage, the tensors of the model outputs).
 StageForward = Callable[[Sequence[Any], Inputs], Sequence[Any]]
 
 
 class StageCode(NamedTuple):
-    """The functions that compute a stage in training and in evaluation, and its module with parameters in training."""
+    """The functions that compute a stage in training and in evaluation, and the module with the stage's parameters."""
 
     training: StageForward
-    evaluating: StageForward
+    evaluation: StageForward
     module: nn.Module
 
 
 @final
 class CutModel:
-    """A model and its cut. Create this object while `model` still has all tensors, and call `code` afterwards.
+    """A model that is cut into stages. Create it while `model` has all tensors, and call `build_code` afterwards.
 
-    `outputs` has the structure of the model's outputs.
+    `outputs` has the structure of the model outputs.
     """
 
-    def __init__(self, model: nn.Module, cut: PipelineCut, place: StagePlace, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, cut: PipelineCut, placement: StagePlacement, device: torch.device) -> None:
         self._model = model
         self._cut = cut
-        self._place = place
-        self.owner, self.borrower = ownership(model, cut)
+        self._placement = placement
+        self.owner, self.borrower = find_owners(model, cut)
         # The names of the tensors that the stages of this rank own, and of the tensors that they borrow.
-        self.own, self.borrowed = (
-            {name for name, stage in stage_by_name.items() if stage in place.stages}
+        self.owned_names, self.borrowed_names = (
+            {name for name, stage in stage_by_name.items() if stage in placement.stages}
             for stage_by_name in (self.owner, self.borrower)
         )
         self._meta = MetaModel(model, device) if cut.replayed else None
-        self._parts = [replay_parts(model, cut, training) for training in (True, False) if cut.replayed]
-        self.outputs = line_of(model, cut, training=False).outputs
-        model.train()  # because the analysis has changed the mode
+        self._parts = [replay_stages(model, cut, training) for training in (True, False) if cut.replayed]
+        self.outputs = trace_forward(model, cut, training=False).outputs
+        model.train()  # restore training mode, because the analysis has changed it
 
-    def names_of(self, stage: int) -> set[str]:
-        """Return the names of the tensors that a stage owns."""
+    def owned_by(self, stage: int) -> set[str]:
+        """Return the names of the tensors that `stage` owns."""
         return {name for name, owner in self.owner.items() if owner == stage}
 
-    def code(self, names: Collection[str]) -> dict[int, StageCode]:
-        """Return the code of this rank's stages. The tensors `names` must have values. Call this only once."""
+    def build_code(self, names: Collection[str]) -> dict[int, StageCode]:
+        """Return the code of this rank's stages.
+
+        The tensors in `names` must have values. Call this method only once.
+        """
         model, cut = self._model, self._cut
         if self._meta is None:
             code_by_stage = {}
-            for number in self._place.stages:
-                evaluating, training = (stage_module(model.train(mode), cut, number) for mode in (False, True))
-                code_by_stage[number] = StageCode(_with_inputs(training), _with_inputs(evaluating), training)
+            for number in self._placement.stages:
+                evaluation, training = (build_stage_module(model.train(mode), cut, number) for mode in (False, True))
+                code_by_stage[number] = StageCode(_with_inputs(training), _with_inputs(evaluation), training)
             return code_by_stage
         replay = Replay(model, self._meta, cut, names)
         training_parts, evaluation_parts = self._parts
         return {
-            number: StageCode(replay.stage(training_parts[number]), replay.stage(evaluation_parts[number]), model)
-            for number in self._place.stages
+            number: StageCode(
+                replay.make_stage(training_parts[number]), replay.make_stage(evaluation_parts[number]), model
+            )
+            for number in self._placement.stages
         }
 
 

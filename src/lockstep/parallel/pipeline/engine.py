@@ -1,16 +1,17 @@
-"""The engine of a model that is split into stages. A rank has some stages, and micro-batches pass through all stages.
+"""The engine for pipeline parallelism. Each rank has one or more stages of the model.
 
-The recipe sets the micro-batches. Each micro-batch is computed as in a single process, stage after stage:
+Each micro-batch passes through the stages in order, and is computed in the same way as in a single process:
 
-1. The first stage seeds the generators with (seed, step, micro-batch). Each following stage starts with the generator
-   state from the end of the previous stage. This state is only sent if random numbers were drawn.
-2. The last stage computes the loss. The gradients of the values that crossed a cut are sent back the same way.
+1. The first stage seeds the random number generators with (seed, step, micro-batch). Each following stage starts with
+   the generator states from the end of the previous stage. These states are only sent if random numbers were drawn.
+2. The last stage computes the loss. Gradients of the values that were sent between stages are sent back the same way.
 3. Each stage adds its gradients and its BatchNorm statistics over all micro-batches in the order of the reduction tree.
 
 If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), each leaf is sent
 separately, and seeded with its own number. The forward passes of these leaves run interleaved within a stage.
 
-The schedule (parallel/pipeline/schedule.py) determines the order of the work of a rank. It doesn't change the numbers.
+The schedule (parallel/pipeline/schedule.py) determines the order in which a rank runs forward and backward passes. It
+doesn't change the results.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -34,8 +35,8 @@ from lockstep.core.shard import MaybeSharded, local_tensor, shard_like
 from lockstep.core.tree import Counter
 from lockstep.device.precision import autocast
 from lockstep.errors import TrainingError
-from lockstep.parallel.activations import around_forward
-from lockstep.parallel.context.sequence_chunks import leaves_of
+from lockstep.parallel.activations import training_forward_context
+from lockstep.parallel.context.sequence_chunks import make_work_units
 from lockstep.parallel.cooperative import Cooperative
 from lockstep.parallel.ema import evaluating, make_average
 from lockstep.parallel.engine import Predict, State, Sums, Update
@@ -48,31 +49,32 @@ from lockstep.parallel.pipeline.cut import find_cut
 from lockstep.parallel.pipeline.cut_model import CutModel
 from lockstep.parallel.pipeline.layout import StageLayout
 from lockstep.parallel.pipeline.links import Links
-from lockstep.parallel.pipeline.part import keep_only, part_of
-from lockstep.parallel.pipeline.place import PipelineShape, StagePlace
-from lockstep.parallel.pipeline.schedule import Action, actions
+from lockstep.parallel.pipeline.part import extract_part, keep_only
+from lockstep.parallel.pipeline.placement import PipelineShape, StagePlacement
+from lockstep.parallel.pipeline.schedule import Action, schedule_actions
 from lockstep.parallel.pipeline.stage import BackwardInputs, Forward, Stage
 from lockstep.parallel.pipeline.state import OptimizerNames, check_separable
 from lockstep.parallel.pipeline.tied_weights import TiedWeights
-from lockstep.parallel.tensor.slices import Slice, keep_own_chunks
+from lockstep.parallel.tensor.slices import Slice, keep_local_chunks
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
 
 @dataclass(eq=False)
 class _InFlightLeaf:
-    """A leaf of the reduction tree in a stage, with the generator states received and the generator states to send."""
+    """A leaf of the reduction tree during its forward pass. The RNG states are None if no random numbers were drawn."""
 
     leaf: MicroBatch
     model_inputs: Inputs
-    arrived: Value
-    drawn: Tensor | None = None
+    incoming_states: Value
+    outgoing_states: Tensor | None = None
 
 
 @final
 class PipelineEngine:
-    """An engine for a model with stages on the ranks of `world`. Pass every rank all micro-batches of its pipeline.
+    """An engine that distributes the stages of a model over the ranks of `world`.
 
-    If the task has no example inputs for counting operations, the cost of a stage only depends on its parameters.
+    Every rank must get all micro-batches of its pipeline. If the task has no example inputs for counting operations,
+    the cost of a stage only depends on its parameters.
     """
 
     def __init__(
@@ -83,39 +85,39 @@ class PipelineEngine:
         self._numerics = numerics
         self._world = world
         self._pipe = pipe
-        self._place = place = StagePlace(pipe, world)
+        self._placement = placement = StagePlacement(pipe, world)
         self._model = problem.build_model()
         self._model.train()  # not chained, because a custom train() may return None
         self._generators = world.generators()
         self._cooperative = Cooperative(self._generators)
-        self._leaves = leaves_of(
-            problem, self._model, numerics.recipe.model.sequence_chunks, world, place.mesh, self._cooperative
+        self._leaves = make_work_units(
+            problem, self._model, numerics.recipe.model.sequence_chunks, world, placement.mesh, self._cooperative
         )
-        # At this point, the model still has all of its tensors, which the analysis and the names need.
-        cut = find_cut(self._model, place.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
-        cut_model = CutModel(self._model, cut, place, world.device)
+        # Cut the model and name the optimizer state first, because both need all tensors of the model.
+        cut = find_cut(self._model, placement.last + 1, problem.example, pipe.cut, whole_blocks=numerics.recipe.compile)
+        cut_model = CutModel(self._model, cut, placement, world.device)
         self._outputs = cut_model.outputs
         self._names = self._name_state(make_optimizer)
         # From here on, tensors of other ranks have no memory.
         own_slice = self._keep_own_tensors(cut_model)
         self._ties = TiedWeights(self._model, cut_model.owner, cut_model.borrower)
-        self._stages = {number: self._stage(cut_model.names_of(number), number) for number in place.stages}
+        self._stages = {number: self._stage(cut_model.owned_by(number), number) for number in placement.stages}
         numerics.prepare(self._model, world.device)
-        self._code = cut_model.code(cut_model.own | cut_model.borrowed)
+        self._code = cut_model.build_code(cut_model.owned_names | cut_model.borrowed_names)
         self._model.train()
-        # The sum over the ranks with the same stages.
-        self._across = world.canonical(place.mesh, "replicate", "context", chunks=self._leaves.count)
-        part = part_of(self._model, cut_model.own)
-        self._layout = StageLayout(world, self._model, part, place, numerics.copied, own_slice)
+        # Sums over the ranks that have the same stages.
+        self._across = world.canonical(placement.mesh, "replicate", "context", chunks=self._leaves.count)
+        part = extract_part(self._model, cut_model.owned_names)
+        self._layout = StageLayout(world, self._model, part, placement, numerics.copied, own_slice)
         if numerics.copied is not None:
             self._ties.convert(self._stages, numerics.copied)
-        self._ema = make_average(self._layout.own_state(), numerics.ema_decay)
+        self._ema = make_average(self._layout.local_state(), numerics.ema_decay)
         self._slots = Slots(self._layout.trained, self._layout.as_shard)
         self._updates = Updates(self._layout, make_optimizer, numerics, world.device)
         self._autocast = autocast(numerics.recipe.precision, world.device)
-        self._offload = numerics.offload_activations and not pipe.recompute  # recomputation saves no activations
+        self._offload = numerics.offload_activations and not pipe.recompute  # recomputation has no saved activations
         self._forward_key = random.key(random.FORWARD, numerics.seed)
-        self._links = Links(world, place, self._ties)
+        self._links = Links(world, placement, self._ties)
         self._loss, self._weight = torch.zeros((), dtype=torch.float64), 0
         self._own_losses: list[Tensor] = []
         self._loss_dtypes: list[torch.dtype] = []
@@ -123,24 +125,30 @@ class PipelineEngine:
         self._losses: Counter[Tensor] = Counter(add_)
 
     def _name_state(self, make_optimizer: MakeOptimizer) -> OptimizerNames:
-        """Return the names of the optimizer state of the full model. Raises UsageError if it can't be split."""
+        """Return the names of the full model's optimizer state.
+
+        Raises UsageError if stages can't be updated separately.
+        """
         trained = trainable_parameters(self._model)
-        if self._place.last:
+        if self._placement.last:
             check_separable(make_optimizer, (parameter.ndim for _, parameter in trained), "pipeline")
         return OptimizerNames(trained, make_optimizer(trained, whole_norms))
 
     def _keep_own_tensors(self, cut_model: CutModel) -> Slice:
-        """Keep only the tensors that this rank's stages own or borrow. Returns this rank's slice of them."""
+        """Discard all tensors that this rank's stages neither own nor borrow.
+
+        Returns this rank's slice of the model.
+        """
         if self._pipe.tensor > 1:
-            keep_own_chunks(self._model, self._world, self._place.mesh)
-        own_slice = Slice.for_rank(self._model, self._world, self._place.mesh)
+            keep_local_chunks(self._model, self._world, self._placement.mesh)
+        own_slice = Slice.for_rank(self._model, self._world, self._placement.mesh)
         memory_format = torch.channels_last if self._numerics.channels_last else torch.preserve_format
-        keep_only(self._model, cut_model.own | cut_model.borrowed, self._world.device, memory_format)
+        keep_only(self._model, cut_model.owned_names | cut_model.borrowed_names, self._world.device, memory_format)
         return own_slice
 
     def _stage(self, names: Collection[str], number: int) -> Stage:
-        borrowed = [tie.tensor for tie in self._ties.of_borrower(number)]
-        part = part_of(self._model, names)
+        borrowed = [tie.tensor for tie in self._ties.borrowed_by(number)]
+        part = extract_part(self._model, names)
         numerics = self._numerics
         return Stage(part, self._cooperative, self._pipe.recompute, borrowed, numerics.guarded, numerics.recipe.compile)
 
@@ -149,25 +157,25 @@ class PipelineEngine:
         self._own_losses = []
         self._observed = NamedSums(observe)
         count = min(self._numerics.microbatches, step.samples)
-        cuts, leaves = (
+        leaves_by_microbatch, leaf_count = (
             [self._leaves.units_for(microbatch, count) for microbatch in microbatches],
             count * self._leaves.count,
         )
         pipe = self._pipe
-        place = self._place
-        for action in actions(
-            pipe.schedule, place.coordinate.pipe, place.ranks, pipe.stages_per_rank, len(microbatches)
+        placement = self._placement
+        for action in schedule_actions(
+            pipe.schedule, placement.coordinate.pipe, placement.ranks, pipe.stages_per_rank, len(microbatches)
         ):
-            self._run_action(action, cuts[action.microbatch], step)
+            self._run_action(action, leaves_by_microbatch[action.microbatch], step)
         self._links.finish()
         for stage in self._stages.values():
-            stage.add_gradients(leaves, self._across)
+            stage.add_gradients(leaf_count, self._across)
         self._layout.collect()
         for stage in self._stages.values():
-            stage.observe(leaves, step.samples, self._across)
-        losses = self._total_losses(leaves, 1 if step.weights is None else len(step.weights))
+            stage.average_statistics(leaf_count, step.samples, self._across)
+        losses = self._total_losses(leaf_count, 1 if step.weights is None else len(step.weights))
         self._loss, self._weight = losses[0], step.weight
-        sums = Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaves))
+        sums = Sums(self._loss, step.weight, self._own_losses, self._observed.total(self._world, leaf_count))
         if step.weights is None:
             return sums
         named = named_totals(losses, step)
@@ -176,13 +184,13 @@ class PipelineEngine:
 
     def gradients(self) -> dict[str, MaybeSharded]:
         """See Engine."""
-        return self._layout.all_gradients()
+        return self._layout.gradient_shards()
 
     def update(self, lr: float, max_norm: float | None) -> Update:
         """See Engine."""
         update = self._updates.update(lr, max_norm, self._loss, self._weight)
         for stage in self._stages.values():
-            stage.move(update.applied)
+            stage.update_running_statistics(update.applied)
         if self._ema is not None and update.applied:
             self._ema.update()
         self._links.send_tied_weights()
@@ -190,13 +198,13 @@ class PipelineEngine:
 
     @contextmanager
     def evaluation(self) -> Iterator[Predict]:
-        """See Engine. All ranks must predict the same inputs in the same order. All ranks get the outputs."""
+        """See Engine. All ranks must predict the same inputs in the same order, and all ranks get the outputs."""
         with evaluating(self._model, self._ema, self._reload):
             yield self._predict
 
     def state(self) -> State:
         """See Engine. All ranks must call this method."""
-        primary = self._place.rows_primary and self._place.coordinate.tensor == 0
+        primary = self._placement.rows_primary and self._placement.coordinate.tensor == 0
         tensors, scalars = self._names.state(self._world, self._slots, self._updates.optimizer, primary)
         return State(
             model=self._layout.state(),
@@ -207,7 +215,7 @@ class PipelineEngine:
 
     def load_full_weights(self, state: State) -> None:
         """See Rotates."""
-        take_over(state.model, self._layout.own_state(), self._model.state_dict())
+        take_over(state.model, self._layout.local_state(), self._model.state_dict())
         self._reload()
         for stage in self._stages.values():
             stage.running.reload()
@@ -223,7 +231,7 @@ class PipelineEngine:
         whole = {name: tensor for name, tensor in state.optimizer.items() if isinstance(tensor, Tensor)}
         self._names.load(self._slots, self._updates.optimizer, whole, state.scalars["optimizer"])
         if self._ema is not None and state.ema is not None:
-            take_over(state.ema, self._ema.shards(self._layout.own_state()), self._model.state_dict())
+            take_over(state.ema, self._ema.shards(self._layout.local_state()), self._model.state_dict())
 
     def close(self) -> None:
         """See Engine."""
@@ -241,14 +249,15 @@ class PipelineEngine:
                 backward = stage.backward if action.kind == "backward" else stage.backward_input
                 arrived = [
                     BackwardInputs(
-                        self._gradients_of(number, leaf.index, step), self._lent_gradients(number, leaf.index)
+                        self._output_gradients(number, leaf.index, step),
+                        self._receive_lent_gradients(number, leaf.index),
                     )
                     for leaf in leaves
                 ]
                 with self._model_code:
                     results = backward(microbatch, arrived)
                 for leaf, result in zip(leaves, results, strict=True):
-                    for tie, gradient in zip(self._ties.of_borrower(number), result.borrowed, strict=True):
+                    for tie, gradient in zip(self._ties.borrowed_by(number), result.borrowed, strict=True):
                         self._links.send([gradient], self._links.tied_weight_line(tie), tie.owner, leaf.index)
                     if number:
                         previous = number - 1
@@ -265,43 +274,49 @@ class PipelineEngine:
         stage_outputs = self._stages[number].forward(forwards, leaves[0].samples, self._code[number].module)
         for in_flight, outputs in zip(leaves_in_flight, stage_outputs, strict=True):
             index = in_flight.leaf.index
-            if number == self._place.last:
+            if number == self._placement.last:
                 losses = [_as_tensor(output).detach() for output in outputs]
                 loss = losses[0] if step.weights is None else torch.stack([each.double() for each in losses])
                 self._own_losses.append(loss)
                 self._loss_dtypes = [each.dtype for each in losses]
                 self._losses.push(index, loss.to(torch.float64, copy=True).reshape(-1))
             else:
-                self._links.send([in_flight.drawn, *outputs], number + 1, number + 1, index)
+                self._links.send([in_flight.outgoing_states, *outputs], number + 1, number + 1, index)
 
     def _compute(self, number: int, in_flight: _InFlightLeaf, step: Step, values: Values) -> Sequence[Tensor | int]:
-        """Return the values that leave the stage for a leaf of the reduction tree: for the last stage, the losses."""
+        """Run a stage on a leaf of the reduction tree.
+
+        Returns its outgoing values, or the losses for the last stage.
+        """
         leaf = in_flight.leaf
-        initial_states = self._seed(step, leaf.index, in_flight.arrived)
-        with around_forward(self._autocast, self._model, self._world.device, self._offload):
+        initial_states = self._seed(step, leaf.index, in_flight.incoming_states)
+        with training_forward_context(self._autocast, self._model, self._world.device, self._offload):
             self._ties.begin_forward()
-            with self._model_code, self._leaves.around():
-                outputs = _check(self._code[number].training(values, in_flight.model_inputs))
+            with self._model_code, self._leaves.forward_context():
+                outputs = _check_stage_outputs(self._code[number].training(values, in_flight.model_inputs))
             self._ties.end_forward()
-            if number == self._place.last:
+            if number == self._placement.last:
                 outputs = self._losses_of(leaf, step, outputs)
             else:
-                in_flight.drawn = self._generator_states(initial_states, in_flight.arrived)
-            # Don't leave autocast before all leaves have ended, because leaving clears the cache that the leaves share.
+                in_flight.outgoing_states = self._generator_states(initial_states, in_flight.incoming_states)
+            # Wait for all leaves before exiting autocast, because the exit clears the weight cache that they share.
             self._cooperative.exchange("its end", list, None)
         return outputs
 
     def _losses_of(self, leaf: MicroBatch, step: Step, outputs: Sequence[Tensor | int]) -> list[Tensor | int]:
         prepared = self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in outputs]))
         loss = losses_of_task(self._task.loss(prepared, leaf.batch), step)
-        if self._observed.enabled and not self._place.coordinate.tensor and not leaf.dummy:
+        if self._observed.enabled and not self._placement.coordinate.tensor and not leaf.dummy:
             with torch.no_grad():
                 self._observed.add(leaf.index, self._task.sums(prepared, leaf.batch))
         return [root.loss for root in loss.roots] if isinstance(loss, Losses) else [loss]
 
-    def _gradients_of(self, number: int, index: int, step: Step) -> Values:
-        """Return the gradients of the outputs of a stage. For the last stage, these are the seeds of the losses."""
-        if number != self._place.last:
+    def _output_gradients(self, number: int, index: int, step: Step) -> Values:
+        """Return the gradients of a stage's outputs.
+
+        For the last stage, these are the initial gradients of the losses.
+        """
+        if number != self._placement.last:
             return self._links.receive(self._links.gradient_line(number), number + 1, index)
         weights = [step.weight] if step.weights is None else step.weights.values()
         return [
@@ -309,11 +324,11 @@ class PipelineEngine:
             for weight, dtype in zip(weights, self._loss_dtypes, strict=True)
         ]
 
-    def _lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the gradients of lent parameters that the borrowing stages have computed for a leaf of the tree."""
+    def _receive_lent_gradients(self, number: int, index: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Receive the gradients that borrowing stages computed for the parameters that stage `number` lends."""
         arrived = [
             (tie, self._links.receive(self._links.tied_weight_line(tie), tie.borrower, index)[0])
-            for tie in self._ties.of_owner(number)
+            for tie in self._ties.lent_by(number)
         ]
         return [(cast(nn.Parameter, tie.tensor), value) for tie, value in arrived if isinstance(value, Tensor)]
 
@@ -322,7 +337,10 @@ class PipelineEngine:
         self._links.send_tied_weights()
 
     def _seed(self, step: Step, index: int, states: Value) -> list[Tensor]:
-        """Set the generators to the initial state of this stage for leaf `index` of the tree, and return the states."""
+        """Set the RNG states for the forward pass of leaf `index` in this stage, and return them.
+
+        `states` are the states from the previous stage, or None to seed the generators.
+        """
         if not isinstance(states, Tensor):
             self._world.seed(random.extend_key(self._forward_key, step.number, index))
         else:
@@ -332,20 +350,20 @@ class PipelineEngine:
         return [generator.get_state() for generator in self._generators]
 
     def _generator_states(self, before: list[Tensor], states: Value) -> Tensor | None:
-        """Return the generator states for the next stage, or None if the stage drew no random numbers."""
+        """Return the RNG states for the next stage, or None if no stage has drawn random numbers so far."""
         current = [generator.get_state() for generator in self._generators]
         unchanged = all(torch.equal(first, second) for first, second in zip(before, current, strict=True))
         return None if states is None and unchanged else torch.cat(current)
 
     def _total_losses(self, leaves: int, count: int) -> Tensor:
-        """Return the sum of each of the `count` losses on every rank. Only the last stages have losses."""
+        """Return the sums of the `count` losses on all ranks. Only ranks with the last stage have computed losses."""
         loss = torch.zeros(count, dtype=torch.float64, device=self._world.device)
-        if self._place.last in self._stages:
+        if self._placement.last in self._stages:
             pieces = self._losses.pieces()
             added = self._across(pieces, leaves, loss)
-            if self._place.whole_primary and not self._place.coordinate.tensor:
+            if self._placement.whole_primary and not self._placement.coordinate.tensor:
                 loss = added
-        # Sum as integers: all other ranks have zero, and a float sum would change -0.0 to 0.0.
+        # Broadcast by adding as integers: all other ranks have zeros, and a float sum would change -0.0 to 0.0.
         return self._world.add_(loss.view(torch.int64)).view(torch.float64)
 
     def _predict(self, inputs: Inputs) -> Any:
@@ -354,8 +372,8 @@ class PipelineEngine:
         for number, code in self._code.items():
             values = self._links.receive(number, number - 1, 0) if number else tensors_of(prepared)
             with self._autocast, self._model_code:
-                outputs = [*_check(code.evaluating(values, prepared))]
-            if number != self._place.last:
+                outputs = [*_check_stage_outputs(code.evaluation(values, prepared))]
+            if number != self._placement.last:
                 self._links.send(outputs, number + 1, number + 1, 0)
         shared_outputs = self._links.share_outputs(outputs)
         return self._numerics.prepare_outputs(like(self._outputs, [_as_tensor(output) for output in shared_outputs]))
@@ -369,16 +387,16 @@ class PipelineEngine:
         }
 
 
-def _check(values: Sequence[object]) -> list[Tensor | int]:
-    """Return the values that leave a stage. Raises TrainingError unless all values are tensors or integers."""
-    fitting = [value for value in values if isinstance(value, Tensor | int)]
-    if len(fitting) < len(values):
+def _check_stage_outputs(values: Sequence[object]) -> list[Tensor | int]:
+    """Return `values` unchanged. Raises TrainingError unless all values are tensors or integers."""
+    supported = [value for value in values if isinstance(value, Tensor | int)]
+    if len(supported) < len(values):
         kinds = ", ".join(type(value).__name__ for value in values if not isinstance(value, Tensor | int))
         raise TrainingError(
             f"strategy pipeline: expected tensors or integers between two stages, got {kinds}; set cut to split the "
             f"model elsewhere"
         )
-    return fitting
+    return supported
 
 
 def _as_tensor(value: Value) -> Tensor:

@@ -1,8 +1,8 @@
 """Traces the forward pass of a model as a sequence of large modules, between which it can be split.
 
-The model is traced coarsely with torch.fx: only the code that connects its modules is traced. The modules stay Python
-modules, so they can contain any code and work for any batch size. Containers are traced. Other than containers, only
-the model itself and the modules in `entered` are traced.
+The model is traced coarsely with torch.fx. Only the code of the model itself, of nn.Sequential containers and of
+modules in `expanded` is traced. All other modules stay regular calls, so they can contain any code and support any
+batch size.
 """
 
 import random as python_random
@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import LockstepError, UsageError
-from lockstep.parallel.pipeline.part import tensors_of
+from lockstep.parallel.pipeline.part import named_tensors
 
 _ROOT: Final = "model"
 
 
 class UntraceableError(UsageError):
-    """Raised if the code of a model can't be traced. The code may still run without values (call_trace.py)."""
+    """Raised if the code of a model can't be traced. The code may still run on fake tensors (call_trace.py)."""
 
     advice: ClassVar = "move this code to a separate module, or use a different strategy"
 
@@ -37,26 +37,30 @@ class UntraceableError(UsageError):
 
 @dataclass(frozen=True)
 class PipelineCut:
-    """The modules at which stages 1, 2, ... begin, and the modules whose code is traced or run for a split."""
+    """How to cut a model into stages.
 
-    begins: tuple[str, ...] = ()
-    entered: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()  # names of blocks that are never split
+    `stage_starts` are the modules at which stages 1, 2, ... begin. `expanded` are the modules whose own code is traced
+    or run again, so that the model can be split between their submodules.
+    """
+
+    stage_starts: tuple[str, ...] = ()
+    expanded: frozenset[str] = frozenset()
+    unsplit: frozenset[str] = frozenset()  # names of blocks that are never split
     example: Inputs | None = field(default=None, compare=False)  # example inputs of the model
-    replayed: bool = False  # whether each stage runs the model's code (replay.py), because the code can't be traced
+    replayed: bool = False  # whether each stage runs the code of the full model (replay.py)
 
 
 @final
 class GraphTrace:
-    """A traced forward pass as a sequence of places: calls of modules, and computations between two calls.
+    """A traced forward pass as a sequence of module calls and computations between two calls.
 
-    - `body`: the nodes in order, without inputs, outputs and weights.
-    - `used`: the parameters and buffers used at each place, by id.
-    - `calls`: the place of the first call of each module, by name, in call order.
+    - `body`: The nodes in order, without inputs, outputs and weights.
+    - `used`: The parameters and buffers that each node uses, by id.
+    - `calls`: The position in `body` of the first call of each module, by name, in call order.
 
-    `training` selects the mode of the model: training or evaluation. Modules in `cut.kept` aren't traced, even if they
-    are containers. `cut.example` contains the inputs of the model. If it is None, the model takes one tensor. Raises
-    UsageError if the code can't be traced.
+    The model is traced in training mode if `training` is set, and in evaluation mode otherwise. Modules in
+    `cut.unsplit` aren't traced, even if they are containers. `cut.example` contains the model inputs. If it is None,
+    the model takes one tensor. Raises UsageError if the code can't be traced.
     """
 
     def __init__(self, model: nn.Module, cut: PipelineCut, training: bool) -> None:
@@ -69,13 +73,15 @@ class GraphTrace:
         nodes = list(self._graph.nodes)
         self._output = nodes[-1]
         self.body = [node for node in nodes if node.op not in ("placeholder", "output", "get_attr")]
-        self._named = {f"{_ROOT}.{name}": tensor for name, tensor in tensors_of(model)}
+        self._named = {f"{_ROOT}.{name}": tensor for name, tensor in named_tensors(model)}
         self.used = [self._tensors_of_node(node) for node in self.body]
         self.calls: dict[str, int] = {}
-        for place, node in enumerate(self.body):
+        for position, node in enumerate(self.body):
             if node.op == "call_module":
-                self.calls.setdefault(_name(node), place)
-        self._unfit: frozenset[str] = frozenset()  # names of nodes whose values are neither tensors nor integers
+                self.calls.setdefault(_module_name(node), position)
+        self._unsupported: frozenset[str] = (
+            frozenset()
+        )  # names of nodes whose result is neither a tensor nor an integer
         self._output_nodes = [leaf for leaf in pytree.tree_leaves(self._output.args[0]) if isinstance(leaf, fx.Node)]
         if any(
             node.target is getattr for node in self._output_nodes
@@ -91,59 +97,66 @@ class GraphTrace:
         empty = torch.empty(0, device="meta")
         return pytree.tree_map_only(fx.Node, lambda _: empty, self._output.args[0])
 
-    def obstacle(self, place: int) -> str | None:
-        """Return the reason why the model can't be split before `place` because of the crossing values, or None."""
-        misfits = [node.name for node in self._crossing(place) if node.name in self._unfit]
-        return f"'{misfits[0]}', which would cross the split, is neither a tensor nor an integer" if misfits else None
+    def find_obstacle(self, position: int) -> str | None:
+        """Return why the values that cross a split before `position` can't be sent, or None if they can."""
+        unsupported_names = [node.name for node in self._boundary_nodes(position) if node.name in self._unsupported]
+        return (
+            f"'{unsupported_names[0]}', which would cross the split, is neither a tensor nor an integer"
+            if unsupported_names
+            else None
+        )
 
     def measure(self, example: Inputs) -> list[int]:
-        """Return the number of operations of the forward pass at each place for these inputs.
+        """Return the number of operations at each position of the forward pass on `example`.
 
-        The model must be on the meta device. After this call, `obstacle` also checks the types of crossing values.
+        The model must be on the meta device. After this call, `find_obstacle` also checks the types of values.
         """
-        run = _Measuring(self._root, self._graph)
+        run = _FlopCounter(self._root, self._graph)
         run.run(*batches.tensors_of(example))
-        self._unfit = frozenset(run.unfit)
+        self._unsupported = frozenset(run.unsupported)
         return [run.operations.get(node.name, 0) // 2 for node in self.body]
 
     def module(self, start: int, stop: int) -> fx.GraphModule:
-        """Return the module between two places. It maps the values that enter to a list of the values that leave.
+        """Return a module that runs positions `start` to `stop`, and maps incoming values to a list of outgoing values.
 
-        The values that leave the last place are the tensors of the model outputs, in order. The module shares the
+        If `stop` is the end, the outgoing values are the tensors of the model outputs, in order. The module shares the
         submodules and weights of the model.
         """
         graph = fx.Graph()
-        copied = {node: graph.placeholder(node.name) for node in self._crossing(start)}
+        copied = {node: graph.placeholder(node.name) for node in self._boundary_nodes(start)}
         for node in self.body[start:stop]:
             for weight in node.all_input_nodes:
                 if weight.op == "get_attr" and weight not in copied:
                     copied[weight] = graph.node_copy(weight)
             copied[node] = graph.node_copy(node, lambda argument: copied[argument])
         last = stop == len(self.body)
-        results = self._output_nodes if last else self._crossing(stop)
+        results = self._output_nodes if last else self._boundary_nodes(stop)
         graph.output([copied[node] for node in results])
         return fx.GraphModule(self._root, graph)
 
-    def _crossing(self, place: int) -> list[fx.Node]:
-        if place == 0:
+    def _boundary_nodes(self, position: int) -> list[fx.Node]:
+        if position == 0:
             return self._inputs
-        later_nodes = {*self.body[place:], self._output}
-        return [node for node in [*self._inputs, *self.body[:place]] if any(user in later_nodes for user in node.users)]
+        later_nodes = {*self.body[position:], self._output}
+        return [
+            node for node in [*self._inputs, *self.body[:position]] if any(user in later_nodes for user in node.users)
+        ]
 
     def _tensors_of_node(self, node: fx.Node) -> dict[int, Tensor]:
         weights = [
             self._named[str(input_node.target)] for input_node in node.all_input_nodes if input_node.op == "get_attr"
         ]
         if node.op == "call_module":
-            weights += [tensor for _, tensor in tensors_of(self._modules[_name(node)])]
+            weights += [tensor for _, tensor in named_tensors(self._modules[_module_name(node)])]
         return {id(tensor): tensor for tensor in weights}
 
 
 @final
 class _FlatInputs(nn.Module):
-    """Calls a model with only the given inputs, so that default arguments of its forward method don't become inputs.
+    """Wraps a model for tracing. Its only argument is a list of the tensors in `example`.
 
-    The inputs are a list of the tensors in `example`, or a list of one tensor if there is no example.
+    Without this wrapper, default arguments of the model's forward method would become inputs. If `example` is None, the
+    list contains one tensor.
     """
 
     def __init__(self, model: nn.Module, example: Inputs | None) -> None:
@@ -173,7 +186,9 @@ def _separate_inputs(graph: fx.Graph, inputs: int) -> list[fx.Node]:
 
 @final
 class _CoarseTracer(fx.Tracer):
-    proxy_buffer_attributes = True  # otherwise, the trace would contain the current values of buffers
+    """Traces only the model itself, containers and expanded modules. All other modules stay calls."""
+
+    proxy_buffer_attributes = True  # otherwise, the trace would contain the current buffers as constants
 
     def __init__(self, cut: PipelineCut) -> None:
         super().__init__()
@@ -182,17 +197,19 @@ class _CoarseTracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is kept as a single call instead of being traced."""
         name = module_qualified_name.removeprefix(_ROOT).removeprefix(".")
-        if name in self._cut.kept:
+        if name in self._cut.unsplit:
             return True
-        return bool(name) and type(m).forward is not nn.Sequential.forward and name not in self._cut.entered
+        return bool(name) and type(m).forward is not nn.Sequential.forward and name not in self._cut.expanded
 
 
 @final
-class _Measuring(fx.Interpreter):
+class _FlopCounter(fx.Interpreter):
+    """Runs a graph, and records each node's operations and the nodes whose result can't be sent between stages."""
+
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph=graph)
         self.operations: dict[str, int] = {}
-        self.unfit: set[str] = set()
+        self.unsupported: set[str] = set()
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Copy list arguments of a module to plain lists, as in a normal call. Lists in a graph are immutable."""
@@ -200,18 +217,18 @@ class _Measuring(fx.Interpreter):
         return tuple(list(argument) if isinstance(argument, list) else argument for argument in args), kwargs
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node and count its operations. Autograd must be off, because the counter fails on views of weights."""
+        """Run a node and count its operations. Autograd must be disabled: the counter fails on views of weights."""
         with FlopCounterMode(display=False) as counter:
             result = super().run_node(n)
         self.operations[n.name] = counter.get_total_flops()
         if not isinstance(result, Tensor | int):
-            self.unfit.add(n.name)
+            self.unsupported.add(n.name)
         return result
 
 
 def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
-    """Trace the model. Rejects code whose result a trace would make constant: temporary tensors and random numbers."""
-    states = generators()
+    """Trace the model. Raises UntraceableError for random numbers and new tensors, which would become constants."""
+    states = get_rng_states()
     try:
         graph = _CoarseTracer(cut).trace(root)
     except LockstepError:
@@ -223,17 +240,17 @@ def _trace(root: nn.Module, cut: PipelineCut) -> fx.Graph:
             f"{first}); {UntraceableError.advice}"
         ) from error
     problem = None
-    if generators() != states:
+    if get_rng_states() != states:
         problem = "draws random numbers"
     elif any("_tensor_constant" in str(node.target) for node in graph.nodes if node.op == "get_attr"):
         problem = "creates tensors that depend neither on its inputs nor on its weights"
     if problem:
-        raise UntraceableError(f"its own forward {problem}; {UntraceableError.advice}")
+        raise UntraceableError(f"its forward method {problem}; {UntraceableError.advice}")
     return graph
 
 
-def generators() -> list[object]:
-    """Return the states of the CPU generators of torch, NumPy and Python."""
+def get_rng_states() -> list[object]:
+    """Return the states of the CPU random number generators of PyTorch, NumPy and Python."""
     _, numbers, *rest = np.random.get_state(legacy=True)
     return [bytes(torch.get_rng_state().numpy()), np.asarray(numbers).tobytes(), rest, python_random.getstate()]
 
@@ -251,5 +268,5 @@ def _error_location(error: Exception) -> str:
     )
 
 
-def _name(node: fx.Node) -> str:
+def _module_name(node: fx.Node) -> str:
     return str(node.target).removeprefix(f"{_ROOT}.")

@@ -1,4 +1,4 @@
-"""The part of a model that is on one rank. The tensors of other ranks are on the meta device and have no memory."""
+"""Splits off the part of a model that is on one rank. Tensors of other ranks are on the meta device."""
 
 from collections.abc import Collection
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from lockstep.core.shard import Shard
 
 
-def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
-    """Return a module with the parameters and buffers `names` of `model`. Names and order stay the same.
+def extract_part(model: nn.Module, names: Collection[str]) -> nn.Module:
+    """Return a module with only the parameters and buffers `names` of `model`. Their names and order stay the same.
 
-    If all tensors of a submodule are in `names`, the submodule itself is included. If only some are, the submodule is
+    A submodule whose tensors are all in `names` is included itself. A submodule with only some tensors in `names` is
     replaced by an empty module with these tensors.
     """
     part = _part(model, names, "")
@@ -20,7 +20,7 @@ def part_of(model: nn.Module, names: Collection[str]) -> nn.Module:
 
 def keep_only(model: nn.Module, names: Collection[str], device: torch.device, layout: torch.memory_format) -> None:
     """Move the tensors `names` to `device` like Module.to, and move all other tensors to the meta device."""
-    replacements = {id(tensor): empty_like(tensor) for name, tensor in tensors_of(model) if name not in names}
+    replacements = {id(tensor): empty_like(tensor) for name, tensor in named_tensors(model) if name not in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -36,24 +36,27 @@ def keep_only(model: nn.Module, names: Collection[str], device: torch.device, la
                 )
 
 
-def tensors_of(module: nn.Module) -> list[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all parameters and buffers by name. A shared tensor appears once for each of its names."""
     return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 def tensors_in_attributes(module: nn.Module) -> list[Tensor]:
-    """Return non-leaf tensors in module attributes, which can't be deep-copied. The old weight_norm creates them."""
+    """Return the non-leaf tensors in module attributes, e.g. those of the old weight_norm.
+
+    They can't be deep-copied.
+    """
     values = (value for submodule in module.modules() for value in vars(submodule).values())
     return [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
 
 
-def absent(tensor: Tensor) -> Shard:
+def absent_shard(tensor: Tensor) -> Shard:
     """Return a shard without rows, for a tensor on other ranks. Only its shape and dtype are meaningful."""
     return Shard(torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype), 0, tensor.shape, False)
 
 
 def _part(module: nn.Module, names: Collection[str], prefix: str) -> nn.Module | None:
-    is_owned = [prefix + name in names for name, _ in tensors_of(module)]
+    is_owned = [prefix + name in names for name, _ in named_tensors(module)]
     if not any(is_owned):
         return None
     if all(is_owned):

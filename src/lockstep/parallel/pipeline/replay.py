@@ -1,7 +1,7 @@
-"""Stages that run the forward method of the full model, without values before the first module of the stage.
+"""Stages that run the forward method of the full model, with fake tensors before the first module of the stage.
 
-The values that enter a stage are the arguments of its first module that depend on earlier modules. All other values,
-such as a mask, only depend on the inputs of the model. Each rank has the inputs, and computes these values again in the
+The incoming values of a stage are the arguments of its first module that depend on earlier modules. All other values,
+such as a mask, only depend on the model inputs. Each rank has the model inputs, and computes these values again in the
 same way as a single process.
 """
 
@@ -18,41 +18,44 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lockstep.core import batch as batches
 from lockstep.core.batch import Inputs
 from lockstep.errors import TrainingError
-from lockstep.parallel.pipeline.call_trace import Forward, MetaModel, intercept, leaf_modules, paths_of
+from lockstep.parallel.pipeline.call_trace import Forward, MetaModel, intercept, leaf_modules, leaves_with_paths
 from lockstep.parallel.pipeline.graph_trace import PipelineCut
 
 
 @dataclass(frozen=True)
-class StagePart:
+class ReplayStage:
     """A pipeline stage: the modules whose first calls mark its start and end, and the paths of the boundary values."""
 
     begin: str | None  # None for the first stage
-    arriving: tuple[str, ...]
+    incoming_paths: tuple[str, ...]
     end: str | None  # None for the last stage
-    leaving: tuple[str, ...]
+    outgoing_paths: tuple[str, ...]
 
 
 @dataclass
 class _Run:
-    """A forward pass of a stage. `real` maps ids of fake tensors in code between modules to the received values."""
+    """A forward pass of a stage. `received` maps the ids of fake tensors to the values that replace them."""
 
-    part: StagePart
+    part: ReplayStage
     values: list[Any]
-    begun: bool
-    drawn: Tensor  # the generator state at the beginning
-    real: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    started: bool
+    rng_state: Tensor  # the torch RNG state before the forward pass
+    received: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 @final
 class _ThreadState(local):
-    """The forward pass that is running on this thread. Interleaved passes have separate threads."""
+    """The forward pass that is running on this thread. Interleaved forward passes run on separate threads."""
 
     run: _Run | None = None
-    inside = False  # whether a module that is never split is running
+    inside = False  # whether a leaf module, which is never split, is running
 
 
 class _StageEnd(BaseException):
-    """Ends a forward pass at the first module of the next stage. User code with `except Exception` doesn't catch it."""
+    """Raised to end a forward pass at the first module of the next stage. `values` are the outgoing values.
+
+    A BaseException, so that user code with `except Exception` doesn't catch it.
+    """
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__()
@@ -61,25 +64,28 @@ class _StageEnd(BaseException):
 
 @final
 class Replay:
-    """Runs stages of `model`. The tensors in `own` have values on this rank. `meta` is a copy of the model on meta."""
+    """Runs stages of `model`.
 
-    def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, own: Collection[str]) -> None:
+    The tensors `local_names` have values on this rank. `meta` is a meta copy of the model.
+    """
+
+    def __init__(self, model: nn.Module, meta: MetaModel, cut: PipelineCut, local_names: Collection[str]) -> None:
         self._model = model
         self._meta = meta
         self._current = _ThreadState()
         leaves = dict(leaf_modules(model, cut))
         for name, leaf in leaves.items():
-            intercept(leaf, partial(self._call, name))
+            intercept(leaf, partial(self._run_module, name))
         leaf_modules_inside = {part for leaf in leaves.values() for part in leaf.modules()}
         for path, module in model.named_modules():
             if module not in leaf_modules_inside:
-                self._hide_tensors(path, module, own)
+                self._hide_tensors(path, module, local_names)
 
-    def stage(self, part: StagePart) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
-        """Return the function of a stage, which maps incoming values and the model inputs to outgoing values."""
+    def make_stage(self, part: ReplayStage) -> Callable[[Sequence[Any], Inputs], Sequence[Any]]:
+        """Return a function that maps the incoming values of a stage and the model inputs to its outgoing values."""
         return partial(self._run, part)
 
-    def _run(self, part: StagePart, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
+    def _run(self, part: ReplayStage, values: Sequence[Any], inputs: Inputs) -> Sequence[Any]:
         first = part.begin is None
         current = self._current
         current.run = run = _Run(part, [*values], first, torch.get_rng_state())
@@ -90,55 +96,60 @@ class Replay:
         finally:
             current.run, current.inside = None, False
         if part.end is not None:
-            _refuse(f"{part.end}, at which the next stage begins, was not called")
-        return batches.tensors_of(batches.map_tensors(partial(_arrived_value, run), outputs))
+            _raise_unsupported(f"the model did not call {part.end}, at which the next stage begins")
+        return batches.tensors_of(batches.map_tensors(partial(_received_value, run), outputs))
 
-    def _call(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run, skip or end at a module that is never split. Replaces the module's forward method."""
+    def _run_module(self, name: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run or skip a leaf module, or end the stage. Replaces the module's forward method.
+
+        Modules before the stage are skipped, and the first module after the stage ends it.
+        """
         run = self._current.run
         if run is None or self._current.inside:
             return forward(*args, **kwargs)
-        if not run.begun and name == run.part.begin:
+        if not run.started and name == run.part.begin:
             _begin_stage(run, args, kwargs)
-        if not run.begun:
+        if not run.started:
             return self._meta.call(name, self._model.training, args, kwargs)
         if name == run.part.end:
-            leaves = dict(paths_of((args, kwargs)))
-            raise _StageEnd([_arrived_value(run, leaves[path]) for path in run.part.leaving])
-        args, kwargs = batches.map_tensors(partial(_arrived_value, run), (args, kwargs))
+            leaves = dict(leaves_with_paths((args, kwargs)))
+            raise _StageEnd([_received_value(run, leaves[path]) for path in run.part.outgoing_paths])
+        args, kwargs = batches.map_tensors(partial(_received_value, run), (args, kwargs))
         self._current.inside = True
         try:
             return forward(*args, **kwargs)
         finally:
             self._current.inside = False
 
-    def _hide_tensors(self, path: str, module: nn.Module, own: Collection[str]) -> None:
-        """Replace tensors of other ranks with fake tensors that code between modules can use."""
-        blank = self._meta.model.get_submodule(path)
+    def _hide_tensors(self, path: str, module: nn.Module, local_names: Collection[str]) -> None:
+        """Replace the tensors of other ranks with fake tensors, so that code between modules can use them."""
+        meta_module = self._meta.model.get_submodule(path)
         for name in (*module._parameters, *module._buffers):
-            if f"{path}.{name}".lstrip(".") not in own:
-                vars(module)[name] = getattr(blank, name)  # takes precedence over the module's parameter or buffer
+            if f"{path}.{name}".lstrip(".") not in local_names:
+                vars(module)[name] = getattr(
+                    meta_module, name
+                )  # takes precedence over the module's parameter or buffer
 
 
 def _begin_stage(run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.equal(run.drawn, torch.get_rng_state()):
-        _refuse("code between modules draws random numbers before this stage begins")
-    leaves = dict(paths_of((args, kwargs)))
-    for path, value in zip(run.part.arriving, run.values, strict=True):
-        run.real[id(leaves[path])] = leaves[path], value
-    run.begun = True
+    if not torch.equal(run.rng_state, torch.get_rng_state()):
+        _raise_unsupported("code between modules draws random numbers before this stage begins")
+    leaves = dict(leaves_with_paths((args, kwargs)))
+    for path, value in zip(run.part.incoming_paths, run.values, strict=True):
+        run.received[id(leaves[path])] = leaves[path], value
+    run.started = True
 
 
-def _arrived_value(run: _Run, value: Any) -> Any:
-    """Return the received value for a fake tensor, or any other value unchanged."""
+def _received_value(run: _Run, value: Any) -> Any:
+    """Return the received value that a fake tensor stands for. Other values are returned unchanged."""
     if not isinstance(value, FakeTensor):  # only the meta model creates fake tensors
         return value
-    if id(value) not in run.real:
-        _refuse("the values that a stage needs from earlier stages differ between micro-batches")
-    return run.real[id(value)][1]
+    if id(value) not in run.received:
+        _raise_unsupported("the values that a stage needs from earlier stages differ between micro-batches")
+    return run.received[id(value)][1]
 
 
-def _refuse(problem: str) -> NoReturn:
+def _raise_unsupported(problem: str) -> NoReturn:
     raise TrainingError(
         f"strategy pipeline: {problem}; set cut to split the model elsewhere, or use a different strategy"
     )

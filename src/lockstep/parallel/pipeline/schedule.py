@@ -1,8 +1,7 @@
-"""Pipeline schedules: the order of the forward and backward passes of stages that each rank runs in a step.
+"""Pipeline schedules: the order in which each rank runs the forward and backward passes of its stages in a step.
 
-Stage s is on rank s mod n of n ranks, so a rank with several stages processes a micro-batch several times. A rank waits
-for values that it receives, but never for values that it sends. Therefore an order is valid if some rank can always
-continue.
+Stage s is on rank s mod n of n ranks. Receiving waits for the sender, but sending doesn't wait for the receiver.
+Therefore a schedule is free of deadlocks if, at any time, at least one rank has everything that its next action needs.
 
 - naive: one micro-batch at a time passes through all stages, while the other ranks wait.
 - gpipe: all forward passes, then all backward passes (Huang et al. 2019, "GPipe").
@@ -29,22 +28,22 @@ _BOTH: Final[tuple[Kind, Kind]] = ("forward", "backward")
 
 
 class Action(NamedTuple):
-    """One unit of work. `backward` consists of `backward_input` and `backward_weight`."""
+    """A forward or backward pass of a stage. `backward` is `backward_input` and `backward_weight` in one."""
 
     kind: Kind
     stage: int
     microbatch: int
 
 
-def stages_on_each_rank(schedule: Schedule, stages_per_rank: int | None) -> int:
-    """Return the number of stages per rank. If `stages_per_rank` is None, this is the default of the schedule."""
+def resolve_stages_per_rank(schedule: Schedule, stages_per_rank: int | None) -> int:
+    """Return `stages_per_rank`, or the default of the schedule if it is None."""
     return stages_per_rank or (2 if schedule == "interleaved" else 1)
 
 
-def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, begins: Sequence[str]) -> None:
+def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, cut_modules: Sequence[str]) -> None:
     """Raise UsageError if the schedule doesn't support this number of stages per rank.
 
-    Also raises UsageError if `begins` is set and doesn't contain one module for each stage except the first stage.
+    Also raises UsageError if `cut_modules` is set, but doesn't have one module for each stage except the first stage.
     """
     if per_rank > 1 and schedule not in ("interleaved", "zero_bubble"):
         raise UsageError(
@@ -56,18 +55,21 @@ def check_stages(strategy: str, schedule: Schedule, per_rank: int, stages: int, 
             f"strategy {strategy}: schedule interleaved requires stages_per_rank of 2 or more, got 1; set it to 2, or "
             f"use schedule 1f1b"
         )
-    if begins and len(begins) != stages - 1:
+    if cut_modules and len(cut_modules) != stages - 1:
         raise UsageError(
             f"strategy {strategy}: cut: the number of modules must be {stages - 1} for {stages} stages ({per_rank} for "
-            f"each process of a pipeline), got {len(begins)}; name the first module of each stage except the first "
-            f"stage, or don't set cut"
+            f"each process of a pipeline), got {len(cut_modules)}; list the first module of each stage except the "
+            f"first stage, or don't set cut"
         )
 
 
-def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> list[Action]:
-    """Return the actions of `rank` in a step. Only interleaved and zero_bubble support several stages per rank.
+def schedule_actions(
+    schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, microbatches: int
+) -> list[Action]:
+    """Return the actions of `rank` in a step, in order.
 
-    For each stage, the forward passes are in micro-batch order, and so are the backward passes of each kind.
+    Only the schedules interleaved and zero_bubble support several stages per rank. For each stage, actions of the same
+    kind are in micro-batch order.
     """
     if schedule in ("naive", "gpipe"):
         forwards, backwards = ([Action(kind, rank, number) for number in range(microbatches)] for kind in _BOTH)
@@ -76,24 +78,26 @@ def actions(schedule: Schedule, rank: int, ranks: int, stages_per_rank: int, mic
         return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
     backward: Kind = "backward_input" if schedule == "zero_bubble" else "backward"
     rounds = cut(microbatches, max(1, microbatches // ranks))
-    forward_actions = list(_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
-    backward_actions = list(_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
-    # If interleaved, warm up with two forward passes per following rank: with several stages, the next forward pass
-    # arrives from the previous rank at the same time as the backward pass from the following rank.
+    forward_actions = list(_iterate_in_rounds("forward", rank, ranks, range(stages_per_rank), rounds))
+    backward_actions = list(_iterate_in_rounds(backward, rank, ranks, range(stages_per_rank)[::-1], rounds))
+    # With the interleaved schedule, warm up with two forward passes per following rank. The inputs of the next forward
+    # pass then arrive from the previous rank at the same time as the gradients arrive from the following rank.
     distance = (2 if schedule == "interleaved" else 1) * (ranks - 1 - rank)
     warm_up = min((stages_per_rank - 1) * len(rounds[0]) + distance, len(forward_actions))
-    order = _alternating(forward_actions, backward_actions, warm_up)
+    order = _alternate(forward_actions, backward_actions, warm_up)
     return list(_delay_weight_gradients(order, rank) if schedule == "zero_bubble" else order)
 
 
-def _in_rounds(kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]) -> Iterator[Action]:
+def _iterate_in_rounds(
+    kind: Kind, rank: int, ranks: int, stage_indices: range, rounds: list[range]
+) -> Iterator[Action]:
     for numbers in rounds:
         for index in stage_indices:
             for number in numbers:
                 yield Action(kind, index * ranks + rank, number)
 
 
-def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
+def _alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> Iterator[Action]:
     yield from forwards[:warm_up]
     for number, backward in enumerate(backwards):
         if warm_up + number < len(forwards):
@@ -102,7 +106,7 @@ def _alternating(forwards: list[Action], backwards: list[Action], warm_up: int) 
 
 
 def _delay_weight_gradients(order: Iterator[Action], delay: int) -> Iterator[Action]:
-    """Delay each weight gradient until `delay` more backward passes have run."""
+    """Insert the weight gradient of each backward pass after `delay` more backward passes."""
     delayed: list[Action] = []
     for action in order:
         yield action

@@ -1,8 +1,8 @@
-"""The computation of a stage: its forward passes, its backward passes, and the canonical sums of their results.
+"""The computation of a stage: forward passes, backward passes, and canonical sums of gradients and statistics.
 
-The inputs of a stage enter its graph through an autograd function that stores their gradients exactly as autograd
-computes them. An autograd leaf tensor wouldn't work: its `grad` can get a different memory layout, and a stage can't
-modify an autograd leaf in place.
+The inputs of a stage enter its autograd graph through a function that stores their gradients exactly as autograd
+computes them. Autograd leaf tensors can't be used as inputs: their `grad` can get a different memory layout, and a
+stage can't modify them in place.
 
 If a micro-batch is split into several leaves of the reduction tree (parallel/work_units.py), the forward passes of the
 leaves run interleaved, and a single backward pass goes through all of their graphs (parallel/cooperative.py,
@@ -40,13 +40,13 @@ from lockstep.parallel.isolated_grads import IsolatedGradients
 Gradients = list[Tensor | None]
 Compute = Callable[[Values], Sequence[Tensor | int]]
 Pairs = list[tuple[GradientEdge, Tensor]]
-LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # parameters that a borrowing stage also uses, with its gradients
+LentGradients = Sequence[tuple[nn.Parameter, Tensor]]  # lent parameters, with the gradients of the borrowing stages
 
-_SENT_BYTES: Final = 32 << 20  # bucket size of a sum, so that not all gradients of a stage are in memory twice
+_SENT_BYTES: Final = 32 << 20  # bucket size, which limits the memory for flat copies of gradients
 
 
 class Forward(NamedTuple):
-    """The forward pass of leaf `number` of the reduction tree. `compute` maps incoming to outgoing values."""
+    """The forward pass of leaf `number` of the reduction tree. `compute` maps `inputs` to the outputs of the stage."""
 
     number: int
     inputs: Values
@@ -73,21 +73,21 @@ class _Leaf:
 
     number: int
     differentiable_inputs: list[Tensor]  # the inputs that require a gradient
-    input_grads: dict[int, Tensor]  # the gradients of inputs, by index
-    width: int  # number of inputs
-    edges: list[GradientEdge | None]  # graph edges of the outputs; None if an output requires no gradient
+    input_grads: dict[int, Tensor]  # by input index, filled in the backward pass
+    num_inputs: int  # number of inputs
+    edges: list[GradientEdge | None]  # of the outputs; None if an output requires no gradient
 
     def input_gradients(self) -> Gradients:
-        return [self.input_grads.get(index) for index in range(self.width)]
+        return [self.input_grads.get(index) for index in range(self.num_inputs)]
 
 
 @dataclass(eq=False)
 class _InFlight:
-    """A micro-batch between its forward pass and its backward pass. `isolated` is set if it has several leaves."""
+    """A micro-batch between its forward and backward pass. `isolated` is only set if it has several leaves."""
 
     leaves: list[_Leaf]
     isolated: IsolatedGradients | None
-    finish: Callable[[], list[Tensor]] | None = None  # the deferred part of a split backward pass
+    finish: Callable[[], list[Tensor]] | None = None  # runs the deferred part of a backward pass
 
 
 @final
@@ -95,8 +95,8 @@ class _InFlight:
 class Stage:
     """A stage of a model with the tensors of `part`. If `recompute` is set, it saves inputs instead of activations.
 
-    `borrowed` are parameters that a different stage owns. Their gradients are returned, so that the engine
-    can send them to the owner.
+    `borrowed` are parameters that another stage owns. Backward passes return their gradients, so that the engine can
+    send them to the owner.
     """
 
     part: InitVar[nn.Module]
@@ -110,34 +110,34 @@ class Stage:
         self.running = RunningStatistics(part, counted=not compiled)
         self._guarded = BufferGuard(part, self.running.buffers).watch if guarded else nullcontext
         self.parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        self.observations = torch.empty(0)  # mean of the statistics over the samples of the last step
+        self.observations = torch.empty(0)  # the statistics of the last step, averaged over samples
         self._in_flight: dict[int, Callable[[], _InFlight]] = {}
-        self._split: dict[int, _InFlight] = {}
+        self._start_split_backward: dict[int, _InFlight] = {}
         self._gradients: Counter[list[Tensor]] = Counter(add_parts_)
         self._statistics: Counter[Tensor] = Counter(add_)
 
     def forward(self, forwards: Sequence[Forward], samples: int, module: nn.Module) -> list[list[Tensor | int]]:
-        """Compute the leaves of the tree for a micro-batch with `samples` samples, with the parameters of `module`.
+        """Run the forward passes of the leaves of a micro-batch, and return the detached outputs of each leaf.
 
-        Returns the detached values that leave the stage, for each leaf. In later calls, the micro-batch is identified
-        by the number of its first leaf. With recomputation, each leaf is computed again in the backward pass, and must
-        have the same results.
+        `samples` is the number of samples in the micro-batch, and `module` has the parameters of the stage. In later
+        calls, the micro-batch is identified by the number of its first leaf. With recomputation, each forward pass runs
+        again before the backward pass, and must have the same results.
         """
         number = forwards[0].number
         self.running.before_forward()
         with self._guarded():
             if self.recompute:
-                _, outputs = self._start([_without_saved_tensors(forward) for forward in forwards], module)
-                self._in_flight[number] = lambda: self._start(forwards, module)[0]
+                _, outputs = self._start_forwards([_without_saved_tensors(forward) for forward in forwards], module)
+                self._in_flight[number] = lambda: self._start_forwards(forwards, module)[0]
             else:
-                in_flight, outputs = self._start(forwards, module)
+                in_flight, outputs = self._start_forwards(forwards, module)
                 self._in_flight[number] = lambda: in_flight
         if self.running.size:
             self._statistics.push(number, self.running.observations(samples))
         return [[_detach(output) for output in leaf_outputs] for leaf_outputs in outputs]
 
     def backward(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
-        """Run the full backward pass of micro-batch `number`, and return the results for each leaf of the tree."""
+        """Run the full backward pass of micro-batch `number`, and return the results for each leaf."""
         in_flight = self._in_flight.pop(number)()
         isolated = in_flight.isolated
         leaves_and_inputs = list(zip(in_flight.leaves, inputs, strict=True))
@@ -153,7 +153,7 @@ class Stage:
         return results
 
     def backward_input(self, number: int, inputs: Sequence[BackwardInputs]) -> list[BackwardResult]:
-        """Return the same results as `backward`, but defer computation that only the weight gradients need.
+        """Like `backward`, but defer the computation of the weight gradients to `backward_weight`.
 
         If the stage has borrowed parameters, nothing is deferred. The micro-batch must be a single leaf of the
         reduction tree.
@@ -164,22 +164,22 @@ class Stage:
         if not leaf.differentiable_inputs and not self.borrowed:
             in_flight.finish = lambda: _run_full_backward(pairs, self.parameters, borrowed_gradients)
         elif not self.borrowed and all(_reaches_input(edge.node) for edge, _ in pairs):
-            in_flight.finish = _split(leaf, pairs, self.parameters, borrowed_gradients)
-        else:  # torch's split backward pass would lose the weight gradients of outputs that don't depend on an input
+            in_flight.finish = _start_split_backward(leaf, pairs, self.parameters, borrowed_gradients)
+        else:  # a split backward pass would lose the weight gradients of outputs that don't depend on any input
             taken_gradients = _run_full_backward(pairs, self.parameters, borrowed_gradients)
             in_flight.finish = lambda: taken_gradients
-        self._split[number] = in_flight
+        self._start_split_backward[number] = in_flight
         return [BackwardResult(leaf.input_gradients(), self._pop_borrowed_gradients())]
 
     def backward_weight(self, number: int) -> None:
         """Run the part of the backward pass that `backward_input` deferred."""
-        in_flight = self._split.pop(number)
+        in_flight = self._start_split_backward.pop(number)
         assert in_flight.finish is not None
         [leaf] = in_flight.leaves
         self._gradients.push(leaf.number, in_flight.finish())
 
     def add_gradients(self, leaves: int, across: CanonicalSum) -> None:
-        """Store the canonical gradient sums of a step in `grad`. `leaves` counts the leaves of the reduction tree.
+        """Store the canonical gradient sums of a step in `grad`. The reduction tree has `leaves` leaves.
 
         `across` sums over the ranks with the same stage. All of these ranks must call this method.
         """
@@ -195,19 +195,24 @@ class Stage:
             flat = {block: flatten(parts, bucket) for block, parts in bucket_parts.items()}
             set_gradients(bucket, unflatten(across(flat, leaves, empty_sum(bucket)), bucket))
 
-    def observe(self, leaves: int, samples: int, across: CanonicalSum) -> None:
-        """Set `observations` to the mean of the statistics of a step. Call it on the same ranks as `add_gradients`."""
+    def average_statistics(self, leaves: int, samples: int, across: CanonicalSum) -> None:
+        """Set `observations` to the mean statistics over the samples of a step.
+
+        All ranks with this stage must call it.
+        """
         if self.running.size:
             like = torch.empty(self.running.size, dtype=torch.float64, device=self.parameters[0].device)
             statistics = self._statistics.pieces()
-            whole = across(statistics, leaves, like)
-            self.observations = whole / samples
+            total_statistics = across(statistics, leaves, like)
+            self.observations = total_statistics / samples
 
-    def move(self, applied: bool) -> None:
-        """Update the running statistics with the observations of a step. No-op if the step wasn't applied."""
+    def update_running_statistics(self, applied: bool) -> None:
+        """Update BatchNorm's running statistics with `observations`, or discard them if the step wasn't applied."""
         self.running.settle(applied, self.observations)
 
-    def _start(self, forwards: Sequence[Forward], module: nn.Module) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
+    def _start_forwards(
+        self, forwards: Sequence[Forward], module: nn.Module
+    ) -> tuple[_InFlight, list[Sequence[Tensor | int]]]:
         isolated = None
         if len(forwards) == 1:
             started = [_start_forward(forwards[0])]
@@ -218,7 +223,7 @@ class Stage:
         return _InFlight([leaf for leaf, _ in started], isolated), [outputs for _, outputs in started]
 
     def _pop_borrowed_gradients(self) -> Gradients:
-        """Return the gradients of the borrowed parameters, and clear the gradients."""
+        """Return the gradients of the borrowed parameters, and set their `grad` to None."""
         gradients = []
         for tensor in self.borrowed:
             gradients.append(tensor.grad)
@@ -228,18 +233,18 @@ class Stage:
 
 @final
 class _Enter(torch.autograd.Function):
-    """The identity at the input of a stage. Its backward pass stores the gradient in `input_grads`, and stops there."""
+    """The identity for an input of a stage. Its backward pass stores the gradient in `input_grads`, and ends there."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, input_grads: dict[int, Tensor], index: int) -> Tensor:
-        ctx.input_grads, ctx.place = input_grads, index
+        ctx.input_grads, ctx.index = input_grads, index
         ctx.set_materialize_grads(False)
         return leaf.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None]:
         if gradient is not None:
-            ctx.input_grads[ctx.place] = gradient
+            ctx.input_grads[ctx.index] = gradient
         return None, None, None
 
 
@@ -263,7 +268,7 @@ def _detach(output: Tensor | int) -> Tensor | int:
 
 
 def _without_saved_tensors(forward: Forward) -> Forward:
-    """Return a Forward pass that saves no tensors for a backward pass, and doesn't modify its inputs."""
+    """Return a copy of `forward` that saves no tensors for a backward pass, and doesn't modify its inputs."""
 
     def compute(values: Values) -> Sequence[Tensor | int]:
         with saved_tensors_hooks(_discard, _discard):
@@ -273,7 +278,7 @@ def _without_saved_tensors(forward: Forward) -> Forward:
 
 
 def _copy(value: Value) -> Value:
-    """Copy an input, because the stage may modify it in place before it is read again."""
+    """Copy an input, because the stage may modify it in place, and recomputation reads it again."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
@@ -298,12 +303,12 @@ def _run_full_backward(
     return _take_gradients(parameters, borrowed_gradients)
 
 
-def _split(
+def _start_split_backward(
     leaf: _Leaf, pairs: Pairs, parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients
 ) -> Callable[[], list[Tensor]]:
     edges, gradients = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
     groups = backward_input(edges, gradients, leaf.differentiable_inputs, parameters)
-    # The gradient of a weight can be a tensor that is being sent to the previous stage. Clone it: sums are in place.
+    # Clone a weight gradient that shares memory with a tensor that is being sent, because gradients are added in place.
     pointers = {gradient.data_ptr() for gradient in [*gradients, *leaf.input_grads.values()]}
 
     def finish() -> list[Tensor]:
@@ -321,9 +326,10 @@ def _reaches_input(node: Node) -> bool:
 
 
 def _take_gradients(parameters: Sequence[nn.Parameter], borrowed_gradients: LentGradients) -> list[Tensor]:
-    """Return and clear the gradients. Missing gradients are zeros. Each result has the strides of its parameter.
+    """Return the gradients of `parameters`, and set their `grad` to None. Missing gradients are zeros.
 
-    For lent parameters, the gradients of the borrowing stage are added in their dtype, in autograd's order.
+    Each gradient has the strides of its parameter. For lent parameters, the gradients of the borrowing
+    stage are added in their own dtype, in autograd's order.
     """
     for parameter, gradient in borrowed_gradients:
         parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad

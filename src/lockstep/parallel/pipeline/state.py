@@ -1,4 +1,4 @@
-"""The optimizer state of a rank in a pipeline, with the same parameter names and group numbers as a single process."""
+"""Optimizer state in a pipeline, saved with the same parameter names and group numbers as in a single process."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
@@ -20,8 +20,8 @@ from lockstep.parallel.optimizer_state import GROUP, Named, load_optimizer_state
 def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy: str) -> None:
     """Raise UsageError if the update of a parameter depends on other parameters, which are on other ranks.
 
-    Compares updates of small parameters with `dims` dims, together and one by one. Their gradients are large enough to
-    be clipped.
+    Small parameters with these numbers of dims are updated together and one by one. The updates must be equal. The
+    gradients are large, so that an optimizer that clips them does so.
     """
     shapes = [(dim, number) for dim in sorted(set(dims)) for number in range(2)]
     joint = [_small_parameter(*shape) for shape in shapes]
@@ -40,24 +40,25 @@ def check_separable(make_optimizer: MakeOptimizer, dims: Iterable[int], strategy
 
 @final
 class OptimizerNames:
-    """The names of the parameters in each group of an optimizer for all parameters of the model."""
+    """The parameter names in each group of the full model's optimizer. Saves and loads the state of each rank."""
 
     def __init__(self, trained: Sequence[Named], optimizer: Optimizer) -> None:
         by_parameter = {parameter: name for name, parameter in trained}
         self._groups = [[by_parameter[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
         self._group_of = {name: number for number, names in enumerate(self._groups) for name in names}
-        self._place = {name: index for index, name in enumerate(self._group_of)}
+        self._index_of = {name: index for index, name in enumerate(self._group_of)}
 
     def state(
         self, world: World, slots: Slots, optimizer: Optimizer, primary: bool
     ) -> tuple[dict[str, MaybeSharded], dict[str, Any]]:
-        """Return the same as optimizer_state in a single process, with tensors as shards. All ranks must call this.
+        """Return the optimizer state of the full model, with tensors as shards. All ranks must call this method.
 
-        `optimizer` is the optimizer of this rank, and `slots` is the layout of its tensors. If several ranks have the
-        same tensors, set `primary` on one of these ranks.
+        The result has the same form as `optimizer_state` in a single process. `optimizer` is the optimizer of this
+        rank, and `slots` is the layout of its tensors. If several ranks have the same tensors, set `primary` on one of
+        them.
         """
         tensors_here, scalars = optimizer_state(slots.trained, optimizer)
-        groups = self._own_groups(slots.trained, optimizer)
+        groups = self._local_groups(slots.trained, optimizer)
         tensors = {
             self._global_name(name, groups): slots.as_shard(name, tensor) for name, tensor in tensors_here.items()
         }
@@ -70,21 +71,21 @@ class OptimizerNames:
         }
         reports = world.all_gather_json(report if primary else {})
         owner = {name: rank for rank, report in enumerate(reports) for name in reversed(report.get("tensors", {}))}
-        forms = {name: form for report in reports for name, form in report.get("tensors", {}).items()}
-        numbers_of = {name: value for report in reports for name, value in report.get("slots", {}).items()}
+        specs = {name: spec for report in reports for name, spec in report.get("tensors", {}).items()}
+        scalars_by_name = {name: value for report in reports for name, value in report.get("slots", {}).items()}
         numbers = {int(key): value for report in reports for key, value in report.get("groups", {}).items()}
         merged: dict[str, MaybeSharded] = {
-            name: _shard(tensors.get(name), forms[name], owner[name] == world.rank)
-            for name in sorted(forms, key=self._order)
+            name: _to_shard(tensors.get(name), specs[name], owner[name] == world.rank)
+            for name in sorted(specs, key=self._order)
         }
-        ordered = {name: numbers_of[name] for name in sorted(numbers_of, key=self._order)}
+        ordered = {name: scalars_by_name[name] for name in sorted(scalars_by_name, key=self._order)}
         return merged, {"slots": ordered, "groups": [numbers[number] for number in sorted(numbers)]}
 
     def load(
         self, slots: Slots, optimizer: Optimizer, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
     ) -> None:
-        """Load this rank's part of the result of `state`, with full tensors."""
-        groups = self._own_groups(slots.trained, optimizer)
+        """Load this rank's part of a state from `state`, given the full tensors."""
+        groups = self._local_groups(slots.trained, optimizer)
         names = {name for name, _ in slots.trained}
         own_tensors: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
@@ -97,14 +98,15 @@ class OptimizerNames:
                 own_tensors[name] = slots.own(name, tensor)
             elif owner not in self._group_of:
                 raise UsageError(
-                    f"optimizer state: has {owner}, which is not in this model; load the state of this model"
+                    f"optimizer state: contains {owner}, which is not a parameter of this model; load a state that was "
+                    f"saved with this model"
                 )
         own_slots = {name: value for name, value in scalars["slots"].items() if name.rpartition("/")[0] in names}
         own_scalars = {"slots": own_slots, "groups": [scalars["groups"][number] for number in groups]}
         load_optimizer_state(slots.trained, optimizer, own_tensors, own_scalars)
 
-    def _own_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
-        """Return the numbers of this rank's groups in the optimizer for all parameters."""
+    def _local_groups(self, trained: Sequence[Named], optimizer: Optimizer) -> list[int]:
+        """Return the number of each of this rank's parameter groups in the full model's optimizer."""
         by_parameter = {parameter: name for name, parameter in trained}
         return [
             self._group_of[by_parameter[group["params"][0]]] if group["params"] else number
@@ -120,8 +122,8 @@ class OptimizerNames:
     def _order(self, name: str) -> int:
         owner = name.rpartition("/")[0]
         if owner.startswith(GROUP):
-            return len(self._place) + int(owner.removeprefix(GROUP))
-        return self._place[owner]
+            return len(self._index_of) + int(owner.removeprefix(GROUP))
+        return self._index_of[owner]
 
 
 def _small_parameter(dim: int, number: int) -> Parameter:
@@ -131,8 +133,8 @@ def _small_parameter(dim: int, number: int) -> Parameter:
     return parameter
 
 
-def _shard(tensor: MaybeSharded | None, form: tuple[list[int], str], primary: bool) -> Shard:
-    shape, dtype = form
+def _to_shard(tensor: MaybeSharded | None, spec: tuple[list[int], str], primary: bool) -> Shard:
+    shape, dtype = spec
     size = torch.Size(shape)
     if isinstance(tensor, Shard):
         return tensor

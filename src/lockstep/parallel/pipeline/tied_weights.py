@@ -19,7 +19,7 @@ from lockstep.errors import TrainingError
 
 @dataclass(frozen=True, eq=False)
 class TiedWeight:
-    """A tensor that stage `owner` lends to stage `borrower`. `number` is the same on all ranks."""
+    """A tensor that stage `owner` lends to stage `borrower`. All ranks use the same `number` for it."""
 
     number: int
     name: str
@@ -30,7 +30,10 @@ class TiedWeight:
 
 @final
 class _LookupCounts(local):
-    """The look-ups in each embedding table in a forward pass. Thread-local, because forward passes can interleave."""
+    """The number of look-ups in each embedding in a forward pass.
+
+    Thread-local, because forward passes can interleave.
+    """
 
     def __init__(self) -> None:
         self.count: Counter[nn.Module] = Counter()
@@ -38,7 +41,10 @@ class _LookupCounts(local):
 
 @final
 class TiedWeights:
-    """The tied weights of a model, given the stages of its tensors. Weights lent to this rank have values on it."""
+    """The tied weights of `model`. `owner` and `borrower` map tensor names to stages (`Ownership` in cut.py).
+
+    A rank has the values of the weights that its stages own or borrow.
+    """
 
     def __init__(self, model: nn.Module, owner: Mapping[str, int], borrower: Mapping[str, int]) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -53,14 +59,14 @@ class TiedWeights:
             for tie in self.all:
                 if isinstance(module, nn.Embedding) and module.weight is tie.tensor:
                     self._tie_by_module[module] = tie
-                    module.register_forward_pre_hook(self._count)
+                    module.register_forward_pre_hook(self._count_lookup)
 
-    def of_owner(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield the weights that a stage lends and receives gradients for."""
+    def lent_by(self, stage: int) -> Iterator[TiedWeight]:
+        """Yield the trainable weights that `stage` lends. It receives their gradients from the borrowers."""
         return (tie for tie in self.all if tie.owner == stage and tie.tensor.requires_grad)
 
-    def of_borrower(self, stage: int) -> Iterator[TiedWeight]:
-        """Yield the weights that a stage borrows and computes gradients for."""
+    def borrowed_by(self, stage: int) -> Iterator[TiedWeight]:
+        """Yield the trainable weights that `stage` borrows. It sends their gradients to the owners."""
         return (tie for tie in self.all if tie.borrower == stage and tie.tensor.requires_grad)
 
     @torch.no_grad()
@@ -73,18 +79,22 @@ class TiedWeights:
                     tie.tensor.grad_dtype = None
 
     def begin_forward(self) -> None:
-        """Reset the number of look-ups. Call this before each forward pass of a stage."""
+        """Reset the look-up counts of this thread. Call this method before each forward pass of a stage."""
         self._lookup_counts.count.clear()
 
     def end_forward(self) -> None:
-        """Raise TrainingError if a forward pass looked up a lent table twice: the bits would depend on the order."""
+        """Raise TrainingError if the forward pass called the embedding of a tied weight more than once.
+
+        The resulting gradient would depend on the order in which the look-ups are added.
+        """
         for table, count in self._lookup_counts.count.items():
             if count > 1:
                 tie = self._tie_by_module[table]
                 raise TrainingError(
                     f"strategy pipeline: {tie.name} is used by stages {tie.owner} and {tie.borrower}, and its "
-                    f"embedding is called more than once in a forward; untie the weights, or use a different strategy"
+                    f"embedding is called more than once in a forward pass; untie the weights, or use a "
+                    f"different strategy"
                 )
 
-    def _count(self, module: nn.Module, inputs: Any) -> None:
+    def _count_lookup(self, module: nn.Module, inputs: Any) -> None:
         self._lookup_counts.count[module] += 1

@@ -1,4 +1,4 @@
-"""Built-in plans: by module class for models of timm and Lockstep, and from the model's own plan for transformers."""
+"""Built-in plans: by module class for timm and Lockstep models, and from the model's own plan for transformers."""
 
 from fnmatch import fnmatchcase
 from typing import Final
@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.parallel.tensor.experts import takes_pairs
 
-# By module class: the kind of the module (name "") and of its layers. Names are relative to the module.
+# Maps each module class to the kinds of its layers, by name relative to the module. The name "" is the module itself.
 _MODULES: Final = {
     "timm.layers.attention.Attention": {
         "": "heads:num_heads,attn_dim",
@@ -21,7 +21,7 @@ _MODULES: Final = {
     "lockstep.models.gpt.Attention": {"": "heads:heads", "queries_keys_values": "colwise:3", "out": "rowwise"},
     "lockstep.models.gpt.Block": {"": "region:feed_forward", "up": "colwise", "down": "rowwise"},
 }
-# The kinds of transformers that Lockstep supports, and its own names. A group with any other kind isn't split.
+# Maps the supported kinds of transformers plans to Lockstep kinds. Groups that contain any other kind aren't split.
 _KINDS: Final = {"colwise": "colwise", "rowwise": "rowwise", "replicated_with_grad_allreduce": "shared"}
 
 
@@ -36,7 +36,7 @@ def built_in_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Return the plan of a transformers model, without groups that contain unsupported kinds."""
+    """Convert the plan of a transformers model. Leaves out groups of modules that contain an unsupported kind."""
     plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix_dot = f"{prefix}." if prefix and prefix in dict(model.named_children()) else ""

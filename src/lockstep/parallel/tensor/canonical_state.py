@@ -1,4 +1,4 @@
-"""Wraps the engine of a chunked model, so that its state has the same shapes as without chunks."""
+"""An engine wrapper that saves and loads the state of a chunked model in the shapes of the unchunked model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from lockstep.parallel.engine import Engine, State
 
 @final
 class CanonicalState:
-    """Wraps `engine`. Tensors in `chunked` and their optimizer state have the same layout as without chunks."""
+    """Wraps `engine`. Rearranges the tensors in `chunked` and their optimizer state to the unchunked layout."""
 
     def __init__(self, engine: Engine, chunked: Mapping[str, Chunked]) -> None:
         self._engine = engine
@@ -59,10 +59,10 @@ class CanonicalState:
         return rows
 
     def _chunked_for(self, name: str) -> Chunked | None:
-        """Return the Chunked of a parameter or optimizer slot (`<parameter>/<slot>`), or None if it isn't chunked."""
+        """Return how a parameter or its optimizer slot (`<parameter>/<slot>`) is chunked, or None if it isn't."""
         return self._chunked.get(name) or self._chunked.get(name.rpartition("/")[0])
 
 
-def _map_state(state: State, change: Callable[[NamedTensors], dict[str, MaybeSharded]]) -> State:
-    ema = None if state.ema is None else change(state.ema)
-    return replace(state, model=change(state.model), optimizer=change(state.optimizer), ema=ema)
+def _map_state(state: State, convert: Callable[[NamedTensors], dict[str, MaybeSharded]]) -> State:
+    ema = None if state.ema is None else convert(state.ema)
+    return replace(state, model=convert(state.model), optimizer=convert(state.optimizer), ema=ema)

@@ -2,13 +2,13 @@
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer". The inputs of an
 expert module are rows of features and, for each row, the indices and weights of the experts that a gate selected. The
-unit of computation is a call of the module's own code for a *group* of experts. The inputs of this call are only the
-pairs of a row and an expert of the group, in the order of the rows. Therefore the call has the same shape and order on
-any rank. The reduction tree (chunks.py) sums the outputs of the groups, and the gradients of the rows and weights.
+unit of computation is a call of the module's own code for a *group* of experts. The inputs of this call are the pairs
+of a row and an expert that belong to this group, in row order. Therefore the call has the same shape and order on any
+rank. The reduction tree (chunks.py) sums the outputs of the groups, and the gradients of the rows and weights.
 
-With expert parallelism, each rank has different micro-batches and some groups of the experts: Lepikhin et al. 2021,
+With expert parallelism, each rank has different micro-batches and some of the groups of experts: Lepikhin et al. 2021,
 "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding" (ICLR). In a call of the module, all
-ranks run these phases together:
+ranks take part in these phases:
 
 1. Each rank sends its rows, with the indices and weights of the selected experts, to the ranks that hold the experts.
 2. Each rank calls its groups, separately for the rows of each source rank, i.e. of each micro-batch. Therefore a call
@@ -35,8 +35,8 @@ from lockstep.comm.carrier import Carrier
 from lockstep.device.meta import has_values
 from lockstep.errors import UsageError
 from lockstep.parallel.linear_map import linear_map
-from lockstep.parallel.tensor.chunks import Draws, Region
-from lockstep.parallel.tensor.layers import align, by_chunk, copies, replaced_parameters
+from lockstep.parallel.tensor.chunks import ChunkRng, Region
+from lockstep.parallel.tensor.layers import align, copy_for_chunks, replaced_parameters, split_by_chunk
 
 
 class Pairs(NamedTuple):
@@ -47,8 +47,8 @@ class Pairs(NamedTuple):
     weights: Tensor
 
 
-# Maps the pairs of several groups to the outputs of these groups: [p, d] for each group.
-Make = Callable[[Sequence[Pairs]], Sequence[Tensor]]
+# Computes the outputs [p, d] of several groups of experts from the pairs of each group.
+ComputeGroups = Callable[[Sequence[Pairs]], Sequence[Tensor]]
 
 
 def takes_pairs(module: nn.Module) -> bool:
@@ -60,15 +60,15 @@ def takes_pairs(module: nn.Module) -> bool:
 class Experts:
     """Replaces the forward method of `module`, whose parameters must have one row along dim 0 for each expert.
 
-    By default, this rank computes the groups in `chunks.own`. To dispatch rows to other ranks, replace `make` (see
-    Dispatch).
+    By default, this rank computes the groups in `region.local_chunks`. To dispatch rows to other ranks, replace
+    `compute_groups` with a Dispatch.
     """
 
-    def __init__(self, module: nn.Module, chunks: Region, group_size: int) -> None:
-        """Replace the forward method. A call of the module's own code computes with `group_size` experts."""
+    def __init__(self, module: nn.Module, region: Region, group_size: int) -> None:
+        """Replace the forward method of `module`. Each call of its original code computes `group_size` experts."""
         self.module = module
-        self.chunks = chunks
-        self.make: Make = self._make
+        self.region = region
+        self.compute_groups: ComputeGroups = self._compute_groups
         self._forward: Callable[..., Tensor] = module.forward
         self._group_size = group_size
 
@@ -76,22 +76,24 @@ class Experts:
         """Return the outputs [n, d] of `experts` [n, k] for `rows` [n, d], weighted by `weights` [n, k]."""
         if rows.ndim != 2 or experts.ndim != 2:
             raise UsageError(
-                f"recipe.model.plan: {self.chunks.name} is experts, but was called with rows of shape {[*rows.shape]} "
+                f"recipe.model.plan: {self.region.name} is experts, but was called with rows of shape {[*rows.shape]} "
                 f"and expert indices of shape {[*experts.shape]}; pass shapes [n, d] and [n, k]"
             )
-        inputs = copies(self.chunks, [rows, weights.reshape(-1)])
+        inputs = copy_for_chunks(self.region, [rows, weights.reshape(-1)])
         pairs_by_group, row_indices = [], []
-        for index, group in enumerate(self.chunks.own):
+        for index, group in enumerate(self.region.local_chunks):
             relative = experts.reshape(-1) - group * self._group_size
-            pairs = _pairs(relative, self._group_size)
+            pairs = _pair_indices(relative, self._group_size)
             row_indices.append(pairs // experts.shape[-1])
             pairs_by_group.append(
                 Pairs(inputs[2 * index].index_select(0, row_indices[-1]), relative[pairs], inputs[2 * index + 1][pairs])
             )
-        outputs = zip(row_indices, self.make(pairs_by_group), strict=True)
+        outputs = zip(row_indices, self.compute_groups(pairs_by_group), strict=True)
         group_outputs = [torch.zeros_like(rows).index_add(0, *output) for output in outputs]
         [total] = linear_map(
-            lambda tensors: [self.chunks.total(tensors)], partial(_repeat, len(group_outputs)), group_outputs
+            lambda tensors: [self.region.sum_chunks(tensors)],
+            partial(_repeat_gradients, len(group_outputs)),
+            group_outputs,
         )
         return total
 
@@ -101,17 +103,17 @@ class Experts:
         return dict(self.module.named_parameters(recurse=False))
 
     def compute(self, parameters: Mapping[str, Tensor], pairs: Pairs) -> Tensor:
-        """Return the outputs [p, d] of a group for its pairs. `parameters` are the parameters of the group."""
+        """Return the outputs [p, d] of a group of experts for `pairs`, with the `parameters` of the group."""
         rows, experts, weights = pairs
         if not len(rows):  # keep the graph connected to rows and weights, so that all ranks have the same backward pass
             return rows * weights[:, None]
         with replaced_parameters(self.module, {**self.module._parameters, **parameters}):
             return self._forward(rows, experts[:, None], weights[:, None]).to(rows.dtype)
 
-    def _make(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        group_parameters = {name: by_chunk(parameter, self.chunks) for name, parameter in self.parameters.items()}
+    def _compute_groups(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
+        group_parameters = {name: split_by_chunk(parameter, self.region) for name, parameter in self.parameters.items()}
         outputs = []
-        for index, _ in self.chunks.iterate(self.module.training):
+        for index, _ in self.region.iterate_chunks(self.module.training):
             outputs.append(
                 self.compute(
                     {name: parameter[index] for name, parameter in group_parameters.items()}, pairs_by_group[index]
@@ -120,14 +122,14 @@ class Experts:
         return outputs
 
 
-def _pairs(relative: Tensor, count: int) -> Tensor:
-    """Return the indices of the pairs with a `relative` expert index in [0, count)."""
+def _pair_indices(relative: Tensor, count: int) -> Tensor:
+    """Return the indices of the pairs whose `relative` expert index is in [0, count)."""
     if not has_values(relative):  # select all pairs, because only shapes matter on the meta device
         return torch.arange(len(relative), device=relative.device)
     return ((relative >= 0) & (relative < count)).nonzero().squeeze(1)
 
 
-def _repeat(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
+def _repeat_gradients(count: int, gradients: Sequence[Tensor]) -> list[Tensor]:
     return [*gradients] * count
 
 
@@ -136,23 +138,23 @@ Gradients = dict[str, Tensor]  # by parameter name
 
 @final
 class Dispatch:
-    """Dispatches rows to the ranks that hold their experts. Rank r of `ranks` holds the r-th part of the groups."""
+    """Dispatches rows to the ranks that hold their experts. Each of the `ranks` ranks holds consecutive groups."""
 
     def __init__(self, experts: Experts, rank: int, ranks: int, carrier: Carrier) -> None:
         self._experts = experts
         self._rank = rank
         self.ranks = ranks
         self._carrier = carrier
-        self._local_count = experts.chunks.count // ranks
-        # Gradients of the current round by source rank. They are accumulated over several calls of the module.
+        self._local_count = experts.region.num_chunks // ranks
+        # Parameter gradients of the current round by source rank, accumulated over all calls of the module.
         self._gradients_by_source: dict[int, Gradients] = {}
 
     def __call__(self, pairs_by_group: Sequence[Pairs]) -> list[Tensor]:
-        """See Make. `pairs_by_group` contains the pairs of all groups on all ranks."""
-        draws = Draws()
+        """Return the outputs of all groups for this rank's pairs. `pairs_by_group` covers the groups of all ranks."""
+        rng = ChunkRng()
         training = self._experts.module.training
         counts = [len(pairs.rows) for pairs in pairs_by_group]
-        counts_by_source = self._announce(counts, draws.key if training else 0)
+        counts_by_source = self._exchange_counts(counts, rng.key if training else 0)
         sent_counts = [
             sum(counts[first : first + self._local_count]) for first in range(0, len(counts), self._local_count)
         ]
@@ -170,7 +172,9 @@ class Dispatch:
         )
         # Rows arrive and return in the order of source ranks, and for each source rank in the order of groups.
         lengths = [length for source_counts in counts_by_source for length in source_counts[:-1]]
-        parts = zip(_split(lengths, rows), torch.split(experts, lengths), _split(lengths, weights), strict=True)
+        parts = zip(
+            _split_rows(lengths, rows), torch.split(experts, lengths), _split_rows(lengths, weights), strict=True
+        )
         received_pairs = (Pairs(*fields) for fields in parts)
         names, parameters = self._experts.parameters.keys(), self._experts.parameters.values()
         parameters_by_source = _GradientsBySource.apply(self, *parameters)
@@ -180,12 +184,12 @@ class Dispatch:
             groups = zip(*(parameter.tensor_split(self._local_count) for parameter in source_parameters), strict=True)
             for group, group_parameters in enumerate(groups, start=self._rank * self._local_count):
                 if training:
-                    draws.seed_chunk(counts_by_source[source][-1], group)
+                    rng.seed_chunk(counts_by_source[source][-1], group)
                 named_parameters = dict(zip(names, (align(parameter) for parameter in group_parameters), strict=True))
                 outputs.append(self._experts.compute(named_parameters, next(received_pairs)))
-        draws.resume()
-        [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join(outputs)])
-        return list(_split(counts, rows_back))
+        rng.resume()
+        [rows_back] = self._exchange_rows(received_counts, sent_counts, [_join_rows(outputs)])
+        return list(_split_rows(counts, rows_back))
 
     def exchange(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
@@ -214,15 +218,15 @@ class Dispatch:
     def _exchange_rows(
         self, sent_counts: Sequence[int], received_counts: Sequence[int], tensors: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return the result of `exchange`. In the backward pass, gradients are exchanged in the opposite direction."""
+        """Call `exchange`. In the backward pass, the gradients are sent in the opposite direction."""
         return linear_map(
             partial(self.exchange, sent_counts, received_counts),
             partial(self.exchange, received_counts, sent_counts),
             tensors,
         )
 
-    def receive(self, source: int, gradients: Sequence[Tensor | None]) -> None:
-        """Accumulate the gradients of the parameters for the micro-batch of rank `source`."""
+    def accumulate_gradients(self, source: int, gradients: Sequence[Tensor | None]) -> None:
+        """Accumulate the parameter gradients for the micro-batch of rank `source`. None means no gradient."""
         gradients_of_source = self._gradients_by_source.setdefault(source, {})
         for name, gradient in zip(self._experts.parameters, gradients, strict=True):
             if gradient is not None:
@@ -231,12 +235,15 @@ class Dispatch:
                 )
 
     def pop_gradients(self) -> Mapping[int, Gradients]:
-        """Return the gradients of a round by source rank, and clear the gradients."""
+        """Return the parameter gradients of the current round by source rank, and start a new round."""
         received, self._gradients_by_source = self._gradients_by_source, {}
         return received
 
-    def _announce(self, counts: Sequence[int], key: int) -> list[list[int]]:
-        """Send each rank the number of rows for its groups and the key. Returns the counts and keys from all ranks."""
+    def _exchange_counts(self, counts: Sequence[int], key: int) -> list[list[int]]:
+        """Send each rank the number of rows for each of its groups, and this rank's RNG key.
+
+        Returns a list for each source rank: the number of rows for each group of this rank, then the key.
+        """
         device = next(iter(self._experts.parameters.values())).device
         announcement = [
             [*counts[rank * self._local_count : (rank + 1) * self._local_count], key] for rank in range(self.ranks)
@@ -247,7 +254,7 @@ class Dispatch:
 
 
 class _GradientsBySource(torch.autograd.Function):
-    """Returns the parameters once for each rank. Passes each gradient to the Dispatch without summing."""
+    """Returns one alias of each parameter per source rank, and passes their gradients to `dispatch` without adding."""
 
     @staticmethod
     def forward(ctx: Any, dispatch: Dispatch, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -259,25 +266,25 @@ class _GradientsBySource(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         for source in range(ctx.dispatch.ranks):
-            ctx.dispatch.receive(source, gradients[source * ctx.count : (source + 1) * ctx.count])
+            ctx.dispatch.accumulate_gradients(source, gradients[source * ctx.count : (source + 1) * ctx.count])
         return None, *([None] * ctx.count)
 
 
-def _split(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into parts with separate memory, as in a process that only has this part (align in layers.py)."""
-    return linear_map(partial(_parts, lengths), _cat, [tensor])
+def _split_rows(lengths: Sequence[int], tensor: Tensor) -> tuple[Tensor, ...]:
+    """Split the rows of a tensor into parts with separate memory, so that each part is aligned (align in layers.py)."""
+    return linear_map(partial(_clone_parts, lengths), _concatenate, [tensor])
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate parts. In the backward pass, each part gets a gradient with separate memory."""
-    [joined] = linear_map(_cat, partial(_parts, [len(part) for part in parts]), parts)
+def _join_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of `parts`. In the backward pass, each part gets a gradient with separate memory."""
+    [joined] = linear_map(_concatenate, partial(_clone_parts, [len(part) for part in parts]), parts)
     return joined
 
 
-def _parts(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _clone_parts(lengths: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
     [joined] = tensors
     return [part.clone() for part in torch.split(joined, [*lengths])]
 
 
-def _cat(parts: Sequence[Tensor]) -> list[Tensor]:
+def _concatenate(parts: Sequence[Tensor]) -> list[Tensor]:
     return [torch.cat([*parts])]

@@ -1,9 +1,9 @@
 """The layers of a region: linear layers with split outputs, a linear layer with split inputs, and shared layers.
 
-A pair of layers has six matrix products in the forward and backward pass. Two of them sum over the split dimension: the
-output of the last layer, and the input gradient of the first layer. They must be computed chunk by chunk. The other
-four are also computed chunk by chunk. A single product for all chunks of a rank might have the same bits, but this
-depends on the kernel, and would have to be verified for each shape.
+A first layer and a last layer have six matrix products in the forward and backward pass. Two of these products sum
+over the split dimension: the output of the last layer, and the input gradient of the first layer. They must be computed
+chunk by chunk. The other four are also computed chunk by chunk, although a single product for all chunks of a rank
+might have the same bits. This depends on the kernel, and would have to be verified for each shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,89 +16,93 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.parallel.linear_map import linear_map
-from lockstep.parallel.tensor.chunks import ChunkDone, Forwards, Region
+from lockstep.parallel.tensor.chunks import ChunkDone, ForwardGroup, Region
 
 _ALIGNED: Final = 16  # bytes
 
 
 @final
 class ColumnLinear(nn.Module):
-    """A first layer of a region. The weight has the shape [chunks * outputs per chunk, inputs]."""
+    """A first layer of a region. The weight has the shape [chunks * outputs per chunk, inputs].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
+    This rank only has the rows of its own chunks.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, region: Region) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
-        self.chunks = chunks
+        self.region = region
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs of the current chunk."""
-        [outputs] = self.chunks.begin(self, partial(self._outputs, inputs))
+        [outputs] = self.region.outputs_for_chunk(self, partial(self._outputs, inputs))
         return outputs.view(*inputs.shape[:-1], -1)
 
     def _outputs(self, inputs: Tensor) -> Sequence[Tensor]:
-        return column_outputs(self.chunks, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
+        return column_outputs(self.region, self.bias, self.weight, inputs.reshape(-1, inputs.shape[-1]))
 
 
 @final
 class RowLinear(nn.Module):
     """The last layer of a region. The weight has the shape [chunks * outputs, inputs per chunk].
 
-    The bias is added once, to the sum over all chunks.
+    This rank only has the rows of its own chunks. The full bias is added once, to the sum over all chunks.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, chunks: Region) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, region: Region) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias)
-        self.chunks = chunks
+        self.region = region
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs, which are the same on all ranks that share the chunks."""
-        inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.chunks.gather(inputs)]
-        bias, weight, *inputs_by_chunk = _cast(self.bias, self.weight, *inputs_by_chunk)
-        label = f"the last layer of {self.chunks.name}"
-        total: Tensor | None = self.chunks.forwards.exchange(
-            label, partial(_rows, self.chunks), (weight, inputs_by_chunk)
+        inputs_by_chunk = [tensor.reshape(-1, tensor.shape[-1]) for tensor in self.region.gather_inputs(inputs)]
+        bias, weight, *inputs_by_chunk = _autocast(self.bias, self.weight, *inputs_by_chunk)
+        label = f"the last layer of {self.region.name}"
+        total: Tensor | None = self.region.forward_group.exchange(
+            label, partial(_multiply_rows, self.region), (weight, inputs_by_chunk)
         )
-        if total is None:  # a different rank continues this forward pass
+        if total is None:  # this forward pass belongs to another rank, which continues it
             raise ChunkDone
         outputs = total.view(*inputs.shape[:-1], -1)
         return outputs if bias is None else outputs + bias
 
 
-def column_outputs(chunks: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
+def column_outputs(region: Region, bias: Tensor | None, weight: Tensor, inputs: Tensor) -> Sequence[Tensor]:
     """Return the outputs of each chunk of this rank for `inputs` [n, i]. `weight` contains the rows of these chunks."""
-    operands = _cast(bias, weight, inputs.contiguous())
-    outputs: Sequence[Tensor] = chunks.forwards.exchange(
-        f"a layer of {chunks.name}", partial(_columns, chunks), operands
+    operands = _autocast(bias, weight, inputs.contiguous())
+    outputs: Sequence[Tensor] = region.forward_group.exchange(
+        f"a layer of {region.name}", partial(_multiply_columns, region), operands
     )
     return outputs
 
 
-def share_parameters(layer: nn.Module, chunks: Region) -> None:
-    """Share `layer` between all chunks, e.g. a norm of each head. Its gradients are summed over all chunks."""
-    layer.forward = partial(_with_copies, layer, chunks, layer.forward)  # on the instance, so that names don't change
+def share_parameters(layer: nn.Module, region: Region) -> None:
+    """Use `layer`, e.g. a norm of each head, in every chunk. Its gradients are summed over all chunks."""
+    # Replace the method instead of the layer, so that parameter names don't change.
+    layer.forward = partial(_forward_with_copies, layer, region, layer.forward)
 
 
-def _with_copies(layer: nn.Module, chunks: Region, forward: Any, *inputs: Any) -> Any:
+def _forward_with_copies(layer: nn.Module, region: Region, forward: Any, *inputs: Any) -> Any:
     parameters = layer._parameters
     present = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-    copied = chunks.begin(layer, partial(copies, chunks, [*present.values()]))
+    copied = region.outputs_for_chunk(layer, partial(copy_for_chunks, region, [*present.values()]))
     with replaced_parameters(layer, parameters | dict(zip(present, copied, strict=True))):
         return forward(*inputs)
 
 
-def copies(chunks: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return `tensors` once for each chunk of this rank. Their gradients are summed over all chunks."""
-    label = f"a shared layer of {chunks.name}"
-    copied: Sequence[Tensor] = chunks.forwards.exchange(label, partial(_copies, chunks), tensors)
+def copy_for_chunks(region: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return a copy of `tensors` for each chunk of this rank. The gradients are summed over all chunks."""
+    label = f"a shared layer of {region.name}"
+    copied: Sequence[Tensor] = region.forward_group.exchange(label, partial(_copy_forwards, region), tensors)
     return copied
 
 
 @contextmanager
 def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterator[None]:
-    """Replace the parameters of a module with these tensors within the block."""
+    """Context manager that temporarily replaces the direct parameters of `module` with `parameters`."""
     original = module._parameters
     module._parameters = parameters
     try:
@@ -107,39 +111,40 @@ def replaced_parameters(module: nn.Module, parameters: dict[str, Any]) -> Iterat
         module._parameters = original
 
 
-# The functions below compute all forward passes that go through a region together (Forwards in chunks.py): a
-# single forward pass, or the chunks of a sequence. Only this rank's forward passes have inputs of a first layer, and
-# outputs of the last layer.
+# The functions below compute a layer for all forward passes that execute a region together (ForwardGroup in chunks.py).
+# This rank only has the first-layer inputs of its own forward passes, and only returns last-layer outputs for them.
 
 
-def _columns(chunks: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]) -> Sequence[Sequence[Tensor]]:
+def _multiply_columns(
+    region: Region, operands: Sequence[tuple[Tensor | None, Tensor, Tensor]]
+) -> Sequence[Sequence[Tensor]]:
     biases, weights, inputs = zip(*operands, strict=True)
-    forwards = chunks.forwards
+    forwards = region.forward_group
     outputs_by_chunk = _ColumnMultiply.apply(
-        forwards, chunks, *biases, *weights, *(inputs[number] for number in forwards.own)
+        forwards, region, *biases, *weights, *(inputs[number] for number in forwards.local_indices)
     )
     return _by_forward(outputs_by_chunk, forwards)
 
 
-def _rows(chunks: Region, operands: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
+def _multiply_rows(region: Region, operands: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Sequence[Tensor | None]:
     weights, parts = zip(*operands, strict=True)
-    forwards = chunks.forwards
+    forwards = region.forward_group
     totals = _RowMultiply.apply(
-        forwards, chunks, *weights, *(part for parts_of_forward in parts for part in parts_of_forward)
+        forwards, region, *weights, *(part for parts_of_forward in parts for part in parts_of_forward)
     )
     outputs: list[Tensor | None] = [None] * forwards.count
-    outputs[forwards.own.start : forwards.own.stop] = totals
+    outputs[forwards.local_indices.start : forwards.local_indices.stop] = totals
     return outputs
 
 
-def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
-    forwards, count = chunks.forwards, len(tensors_by_forward[0])
+def _copy_forwards(region: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[Tensor]]:
+    forwards, count = region.forward_group, len(tensors_by_forward[0])
 
     def copy_forward(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [
             tensor.detach()
             for forward_tensors in _by_forward(tensors, forwards)
-            for _ in chunks.own
+            for _ in region.local_chunks
             for tensor in forward_tensors
         ]
 
@@ -148,12 +153,12 @@ def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> S
         totals = []
         for number in range(count):
             pieces = [
-                chunks.pieces(gradient.clone() for gradient in forward_gradients[number::count])
+                region.reduce_locally(gradient.clone() for gradient in forward_gradients[number::count])
                 for forward_gradients in gradients_by_forward
             ]
-            totals.append(forwards.scatter(pieces, chunks.count))
+            totals.append(forwards.scatter(pieces, region.num_chunks))
         gradients_out: list[Tensor | None] = [None] * (forwards.count * count)
-        local_forwards = forwards.own
+        local_forwards = forwards.local_indices
         gradients_out[local_forwards.start * count : local_forwards.stop * count] = [
             total[index] for index in range(len(local_forwards)) for total in totals
         ]
@@ -167,28 +172,28 @@ def _copies(chunks: Region, tensors_by_forward: Sequence[Sequence[Tensor]]) -> S
     )
 
 
-def _by_forward(tensors: Sequence[Any], forwards: Forwards) -> list[Sequence[Any]]:
-    """Split tensors evenly into the tensors of each forward pass."""
+def _by_forward(tensors: Sequence[Any], forwards: ForwardGroup) -> list[Sequence[Any]]:
+    """Split a flat list of tensors into one list of the same length for each forward pass."""
     count = len(tensors) // forwards.count
     return [tensors[number * count : (number + 1) * count] for number in range(forwards.count)]
 
 
 class _ColumnMultiply(torch.autograd.Function):
-    """Multiplies inputs_NI by the transpose of each chunk of weight_OI, and adds the chunk of bias_O: outputs_NO.
+    """Computes outputs_NO = inputs_NI @ weight_OI.T + bias_O for each forward pass and each chunk of this rank.
 
-    All forward passes pass the same weight and bias, but receive different gradients for them.
+    All forward passes use the same weight and bias, but each forward pass gets separate gradients for them.
     """
 
     @staticmethod
-    def forward(ctx: Any, forwards: Forwards, chunks: Region, *operands: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forwards: ForwardGroup, region: Region, *operands: Tensor) -> tuple[Tensor, ...]:
         count = forwards.count
         biases, weights, local_NI = operands[:count], operands[count : 2 * count], operands[2 * count :]
-        ctx.forwards, ctx.chunks, ctx.biased = forwards, chunks, biases[0] is not None
+        ctx.forwards, ctx.region, ctx.biased = forwards, region, biases[0] is not None
         ctx.save_for_backward(weights[0], *local_NI)
-        weight_OI = by_chunk(weights[0], chunks)
+        weight_OI = split_by_chunk(weights[0], region)
         if not ctx.biased:
             return tuple(inputs_NI @ chunk_OI.t() for inputs_NI in forwards.gather(local_NI) for chunk_OI in weight_OI)
-        pairs = list(zip(by_chunk(biases[0], chunks), weight_OI, strict=True))
+        pairs = list(zip(split_by_chunk(biases[0], region), weight_OI, strict=True))
         return tuple(
             torch.addmm(bias_O, inputs_NI, chunk_OI.t())
             for inputs_NI in forwards.gather(local_NI)
@@ -198,9 +203,9 @@ class _ColumnMultiply(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        forwards, chunks = ctx.forwards, ctx.chunks
+        forwards, region = ctx.forwards, ctx.region
         weight, *local_NI = ctx.saved_tensors
-        gradients_by_forward = _by_forward(gradients, forwards)  # gradients of the outputs_NO of each forward pass
+        gradients_by_forward = _by_forward(gradients, forwards)  # of outputs_NO, for each chunk
         no_gradients = [None] * forwards.count
         bias_grads = (
             [
@@ -219,40 +224,40 @@ class _ColumnMultiply(torch.autograd.Function):
             ]
         input_grads: Sequence[Tensor | None] = [None] * len(local_NI)
         if ctx.needs_input_grad[-1]:
-            weight_OI = by_chunk(weight, chunks)
+            weight_OI = split_by_chunk(weight, region)
             pieces = [
-                chunks.pieces(
+                region.reduce_locally(
                     gradient @ chunk_OI for gradient, chunk_OI in zip(forward_gradients, weight_OI, strict=True)
                 )
                 for forward_gradients in gradients_by_forward
             ]
-            input_grads = forwards.scatter(pieces, chunks.count)
+            input_grads = forwards.scatter(pieces, region.num_chunks)
         return None, None, *bias_grads, *weight_grads, *input_grads
 
 
 class _RowMultiply(torch.autograd.Function):
-    """Multiplies inputs_NI of each chunk by the transpose of its chunk of weight_OI, and returns the sum outputs_NO."""
+    """Computes inputs_NI @ weight_OI.T for each chunk, and returns the sum over all chunks of all ranks: outputs_NO."""
 
     @staticmethod
-    def forward(ctx: Any, forwards: Forwards, chunks: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, forwards: ForwardGroup, region: Region, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights, inputs = tensors[: forwards.count], tensors[forwards.count :]
-        ctx.forwards, ctx.chunks = forwards, chunks
+        ctx.forwards, ctx.region = forwards, region
         ctx.save_for_backward(weights[0], *inputs)
-        weight_OI = by_chunk(weights[0], chunks)
+        weight_OI = split_by_chunk(weights[0], region)
         pieces = [
-            chunks.pieces(
+            region.reduce_locally(
                 inputs_NI @ chunk_OI.t() for inputs_NI, chunk_OI in zip(forward_inputs, weight_OI, strict=True)
             )
             for forward_inputs in _by_forward(inputs, forwards)
         ]
-        return tuple(forwards.scatter(pieces, chunks.count))
+        return tuple(forwards.scatter(pieces, region.num_chunks))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        forwards, chunks = ctx.forwards, ctx.chunks
+        forwards, region = ctx.forwards, ctx.region
         weight, *inputs = ctx.saved_tensors
-        weight_OI = by_chunk(weight, chunks)
+        weight_OI = split_by_chunk(weight, region)
         weight_grads: list[Tensor | None] = []
         input_grads = []
         for gradient_NO, forward_inputs in zip(forwards.gather(gradients), _by_forward(inputs, forwards), strict=True):
@@ -264,23 +269,23 @@ class _RowMultiply(torch.autograd.Function):
         return None, None, *weight_grads, *input_grads
 
 
-def by_chunk(tensor: Tensor, chunks: Region) -> tuple[Tensor, ...]:
-    """Return this rank's rows of a parameter, split into chunks."""
-    return tuple(align(part) for part in tensor.tensor_split(len(chunks.own)))
+def split_by_chunk(tensor: Tensor, region: Region) -> tuple[Tensor, ...]:
+    """Split this rank's rows of a parameter into its chunks."""
+    return tuple(align(part) for part in tensor.tensor_split(len(region.local_chunks)))
 
 
 def align(part: Tensor) -> Tensor:
-    """Return a part of a tensor with the same alignment as a separate tensor. Copies the part if it isn't aligned.
+    """Return `part`, or a copy of it if it isn't aligned to 16 bytes.
 
-    Kernels depend on the address. For example, a product with one row on a CPU has different bits if the matrix doesn't
-    start at a multiple of 16 bytes. A chunk that follows other chunks may not be aligned, but it is aligned on a rank
-    that only has this chunk.
+    The result of a kernel can depend on the address. For example, a product with one row on a CPU has different bits if
+    the matrix isn't aligned to 16 bytes. A chunk that follows other chunks in memory may not be aligned, but the same
+    chunk is aligned on a rank that only has this chunk.
     """
     return part.clone() if part.storage_offset() * part.itemsize % _ALIGNED else part
 
 
-def _cast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
-    """If autocast is enabled, cast the operands to its dtype, as it does for matrix products."""
+def _autocast(bias: Tensor | None, weight: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+    """Cast the operands to the autocast dtype, as autocast does for matrix products. No-op if autocast is disabled."""
     kind = weight.device.type
     if not torch.is_autocast_enabled(kind):
         return bias, weight, *inputs

@@ -1,13 +1,13 @@
 """Chunked logits, and a cross entropy that never gathers the logits.
 
-Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, a chunk computes three numbers: its largest
-logit, the sum of its exponentials, and the logit of the target if it is in this chunk. All ranks gather these numbers
-of all chunks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus one at
-the target.
+Shoeybi et al. 2019, "Megatron-LM", section 3. For each row of logits, three numbers are computed per chunk: the largest
+logit, the sum of the exponentials, and the logit of the target if this chunk contains the target. These numbers are
+gathered on all ranks, and the reduction tree adds the sums. The gradient of a chunk is its part of the softmax, minus
+one at the target.
 
 A head (vocab.py) returns a tensor subclass, because code between a model and its loss expects a tensor. The subclass
-has the shape of all logits, but only contains the chunks of this rank. Operations that need the other chunks raise an
-error.
+has the shape of the full logits, but only contains the chunks of this rank. Operations that need the chunks of other
+ranks raise an error.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ from lockstep.parallel.tensor.chunks import Region
 
 @final
 class Logits(Tensor):
-    """Logits of shape [..., entries]. `parts` are this rank's chunks, of shape [..., entries per chunk]."""
+    """Logits of shape [..., entries], of which this rank has the chunks `parts` of shape [..., entries per chunk]."""
 
     parts: tuple[Tensor, ...]
-    chunks: Region
+    region: Region
 
     @staticmethod
-    def __new__(cls, parts: Sequence[Tensor], chunks: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
-        """`dtype` is the dtype in which the loss is computed. Defaults to the dtype of the parts."""
+    def __new__(cls, parts: Sequence[Tensor], region: Region, entries: int, dtype: torch.dtype | None = None) -> Logits:
+        """Create logits from this rank's chunks. `dtype` is their apparent dtype, by default that of the chunks."""
         first = parts[0]
         logits: Logits = Tensor._make_wrapper_subclass(
             cls, (*first.shape[:-1], entries), dtype=dtype or first.dtype, device=first.device
         )
-        logits.parts, logits.chunks = tuple(parts), chunks
+        logits.parts, logits.region = tuple(parts), region
         return logits
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run functions that work chunk by chunk. torch runs all other functions, which may only use the shape."""
+        """Apply functions that work chunk by chunk. All other functions may only use the shape of the logits."""
         if function is F.cross_entropy:
             return _cross_entropy(inspect.signature(function).bind(*args, **(kwargs or {})).arguments)
-        if function_of_parts := _PART_FUNCTIONS.get(function):
-            return function_of_parts(*args, **(kwargs or {}))
+        if chunkwise := _CHUNKWISE_FUNCTIONS.get(function):
+            return chunkwise(*args, **(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> NoReturn:
-        """Reject operations that read values."""
+        """Raise UsageError, because operations that read values would need the chunks of other ranks."""
         logits = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Logits))
         _raise_unsupported(logits, f"{function} computes with them")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the shape and the chunks, because this rank doesn't have all values."""
-        return f"Logits of shape {[*self.shape]}, chunks {self.chunks.own} of {self.chunks.count}"
+        """Show the shape and the chunk indices, because this rank doesn't have all values."""
+        return f"Logits of shape {[*self.shape]}, chunks {self.region.local_chunks} of {self.region.num_chunks}"
 
 
 def _raise_unsupported(logits: Logits, reason: str) -> NoReturn:
     raise UsageError(
-        f"recipe.model.plan: {logits.chunks.name} is vocab, so its logits are in chunks during training, but {reason}; "
-        f"use these logits only in a cross entropy, or set {logits.chunks.name} to whole"
+        f"recipe.model.plan: {logits.region.name} is vocab, so its logits are in chunks during training, but {reason}; "
+        f"use these logits only in a cross entropy, or set {logits.region.name} to whole"
     )
 
 
-def _like(logits: Logits, parts: Sequence[Tensor]) -> Logits:
-    return Logits(parts, logits.chunks, logits.shape[-1], logits.dtype)
+def _with_parts(logits: Logits, parts: Sequence[Tensor]) -> Logits:
+    return Logits(parts, logits.region, logits.shape[-1], logits.dtype)
 
 
 def _index(logits: Logits, index: Any) -> Logits:
@@ -85,7 +85,7 @@ def _index(logits: Logits, index: Any) -> Logits:
     is_supported = all(item is Ellipsis or isinstance(item, slice) for item in items)
     if not is_supported or (items[-1] != slice(None) and (Ellipsis in items or len(items) == logits.ndim)):
         _raise_unsupported(logits, f"they are indexed by [{index}]")
-    return _like(logits, [part[index] for part in logits.parts])
+    return _with_parts(logits, [part[index] for part in logits.parts])
 
 
 def _reshape(logits: Logits, *shape: Any) -> Logits:
@@ -99,22 +99,22 @@ def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Logits:
 def _reshape_parts(logits: Logits, like: Tensor) -> Logits:
     if not like.ndim or like.shape[-1] != logits.shape[-1]:
         _raise_unsupported(logits, f"they are reshaped from {[*logits.shape]} to {[*like.shape]}")
-    return _like(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
+    return _with_parts(logits, [part.reshape(*like.shape[:-1], part.shape[-1]) for part in logits.parts])
 
 
 def _to(logits: Logits, *args: Any, dtype: torch.dtype | None = None) -> Logits:
     dtype = next((argument for argument in args if isinstance(argument, torch.dtype)), dtype)
     if any(argument not in (dtype, logits.device) for argument in args):
         _raise_unsupported(logits, f"to({', '.join(map(str, args))}) is called on them")
-    return Logits(logits.parts, logits.chunks, logits.shape[-1], dtype or logits.dtype)
+    return Logits(logits.parts, logits.region, logits.shape[-1], dtype or logits.dtype)
 
 
 def _register_hook(logits: Logits, hook: Any) -> Any:
-    """Register `hook` on each part. fully_shard registers hooks on the outputs of a module."""
+    """Register `hook` on each chunk. fully_shard needs this, because it registers hooks on module outputs."""
     return [part.register_hook(hook) for part in logits.parts][-1]  # type: ignore[no-untyped-call]
 
 
-_PART_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
+_CHUNKWISE_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
     Tensor.__getitem__: _index,
     Tensor.view: _reshape,
     Tensor.reshape: _reshape,
@@ -130,7 +130,7 @@ _PART_FUNCTIONS: Final[Mapping[Any, Callable[..., Any]]] = {
 
 
 def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
-    """Compute F.cross_entropy, given its arguments by name. All sums are in float32 or wider."""
+    """Compute F.cross_entropy with the `arguments` of the call, by name. All sums are in float32 or wider."""
     logits, targets = arguments["input"], arguments["target"]
     for name, value in arguments.items():
         default = inspect.signature(F.cross_entropy).parameters[name].default
@@ -141,7 +141,7 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
             logits, f"logits of {[*logits.shape]} have targets of {targets.dtype} and shape {[*targets.shape]}"
         )
     ignored = arguments.get("ignore_index", -100)
-    losses: Tensor = _CrossEntropy.apply(logits.chunks, logits.shape[-1], ignored, targets, *logits.parts)
+    losses: Tensor = _CrossEntropy.apply(logits.region, logits.shape[-1], ignored, targets, *logits.parts)
     match arguments.get("reduction", "mean"):
         case "none":
             return losses
@@ -153,21 +153,24 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross entropy [n] of `targets` [n], given this rank's chunks [n, e] of logits. 0 for `ignored` targets."""
+    """Computes the cross entropy [n] of `targets` [n] from this rank's chunks [n, e] of logits.
+
+    The loss of a target that equals `ignored` is 0.
+    """
 
     @staticmethod
-    def forward(ctx: Any, chunks: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, region: Region, entries: int, ignored: int, targets: Tensor, *parts: Tensor) -> Tensor:
         valid = ((targets >= 0) & (targets < entries)) | (targets == ignored)
         torch._assert_async(valid.all(), f"a target is not in [0, {entries})")
-        ctx.rows, ctx.ignored = chunks.rows(entries), ignored
+        ctx.rows, ctx.ignored = region.row_ranges(entries), ignored
         statistics = [
-            _chunk_statistics(part, *_within(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)
+            _chunk_statistics(part, *_locate_targets(rows, targets)) for rows, part in zip(ctx.rows, parts, strict=True)
         ]
         # Shapes are [chunks, n]. From here on, all ranks compute the same values.
-        chunk_max, sums, target_logits = chunks.gather_all(torch.stack(statistics)).unbind(1)
+        chunk_max, sums, target_logits = region.gather_all(torch.stack(statistics)).unbind(1)
         row_max = chunk_max.amax(0)
         sums = sums * (chunk_max - row_max).exp()
-        added = total({LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, chunks.count, add_)
+        added = total({LeafBlock(chunk, 1): chunk_sum for chunk, chunk_sum in enumerate(sums)}, region.num_chunks, add_)
         ctx.save_for_backward(targets, row_max, added, *parts)
         losses: Tensor = added.log() - (target_logits.amax(0) - row_max)
         return losses.masked_fill(targets == ignored, 0)
@@ -180,15 +183,15 @@ class _CrossEntropy(torch.autograd.Function):
         share = (gradient / added)[:, None]
         gradients = []
         for rows, part in zip(ctx.rows, parts, strict=True):
-            inside, positions = _within(rows, targets)
+            inside, positions = _locate_targets(rows, targets)
             softmax = (part.to(row_max.dtype) - row_max[:, None]).exp_().mul_(share)
             corrected = softmax.gather(1, positions[:, None]) - gradient.where(inside, 0)[:, None]
             gradients.append(softmax.scatter_(1, positions[:, None], corrected).to(part.dtype))
         return None, None, None, None, *gradients
 
 
-def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which targets are in the chunk with these rows, and their positions within it (0 for other targets)."""
+def _locate_targets(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a mask of the targets in the chunk with these rows, and their positions in the chunk (0 outside)."""
     inside = (targets >= rows.start) & (targets < rows.stop)
     return inside, (targets - rows.start).where(inside, 0)
 
@@ -196,7 +199,7 @@ def _within(rows: range, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _chunk_statistics(part: Tensor, inside: Tensor, positions: Tensor) -> Tensor:
     """Return the largest logit m of a chunk, the sum of exp(logit - m), and the target logit: shape [3, n]."""
     logits = part.to(torch.promote_types(part.dtype, torch.float32))
-    row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # because all logits may be minus infinity
+    row_max = logits.amax(1).clamp_min(torch.finfo(logits.dtype).min)  # finite even if all logits are minus infinity
     exp_sum = (logits - row_max[:, None]).exp_().sum(1)
     target_logits = logits.gather(1, positions[:, None]).squeeze(1).masked_fill(~inside, -torch.inf)
     return torch.stack([row_max, exp_sum, target_logits])

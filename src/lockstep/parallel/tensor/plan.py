@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: which layers of a model are split into chunks, and how.
+"""Tensor-parallel plans: which layers of a model to split into chunks, and how.
 
 A plan maps patterns of module names (common/patterns.py) to kinds:
 
@@ -6,15 +6,15 @@ A plan maps patterns of module names (common/patterns.py) to kinds:
 |---|---|---|
 | `colwise` | nn.Linear | split the outputs; `colwise:3` splits three concatenated outputs of the same size |
 | `rowwise` | nn.Linear | split the inputs, and sum the outputs of the chunks |
-| `heads:NAMES` | any | divide the attributes NAMES, which are numbers of heads or features of all heads |
+| `heads:NAMES` | any | divide the attributes NAMES, which count heads or the features of all heads |
 | `shared` | any | each chunk uses the module, e.g. a norm of each head |
-| `whole` | any | the module is only used before the first or after the last split layer of its region |
+| `whole` | any | don't split: the module is only used before or after the split layers of a region |
 | `experts` | any | parameters have one row per expert; `num_experts` or `experts:NAME` is the number of experts |
 | `vocab` | nn.Embedding, nn.Linear | split the rows of an embedding, or of the head that computes the logits |
 | `region:METHOD` | any | split the layers within this method, which must have no keyword arguments |
 
-The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module around it that also contains colwise
-layers, or the named method of this module.
+The region of a rowwise layer (parallel/tensor/chunks.py) is the smallest module that contains both this layer and
+colwise layers. If this module has the kind `region:METHOD`, its region is the method.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ from lockstep.errors import UsageError
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.experts import Experts, takes_pairs
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, share_parameters
-from lockstep.parallel.tensor.vocab import Head, LookUp
+from lockstep.parallel.tensor.vocab import ChunkedHead, ChunkedLookup
 
 Plan = Mapping[str, str]
 KINDS: Final = ("colwise", "rowwise", "heads", "shared", "experts", "vocab", "whole", "region")
@@ -51,25 +51,25 @@ class _Kind(NamedTuple):
 Kinds = Mapping[str, _Kind]  # by module name
 
 
-class _Region(NamedTuple):
-    """A part of a model that is computed chunk by chunk: a module or one of its methods, with the modules inside."""
+class _RegionSpec(NamedTuple):
+    """A module, or one of its methods, that is computed chunk by chunk. `inside` has the kinds of its submodules."""
 
     name: str
     method: str
     inside: Kinds
 
-    def modules_of(self, kind_name: str) -> list[tuple[str, str]]:
-        """Return the names of the modules of this kind, and the text after the colon of their kind."""
+    def modules_of_kind(self, kind_name: str) -> list[tuple[str, str]]:
+        """Return the name and the kind argument of each module inside the region that has this kind."""
         return [(name, kind.argument) for name, kind in self.inside.items() if kind.label == kind_name]
 
 
 def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunked]:
-    """Split the layers of a plan into `count` chunks, in place. Returns the rearrangement of each split parameter.
+    """Split the layers of a plan into `count` chunks, in place. Returns how each rearranged parameter is chunked.
 
     Raises UsageError if a layer can't be split.
     """
-    kinds = _kinds(model, plan)
-    regions = [_region(model, name, kinds) for name, kind in kinds.items() if kind.label == "rowwise"]
+    kinds = _resolve_kinds(model, plan)
+    regions = [_find_region(model, name, kinds) for name, kind in kinds.items() if kind.label == "rowwise"]
     names_in_regions = {name for region in regions for name in (region.name, *region.inside)}
     for name, kind in kinds.items():
         if kind.label not in ("experts", "vocab", "whole") and name not in names_in_regions:
@@ -99,17 +99,17 @@ def cut_into_chunks(model: nn.Module, plan: Plan, count: int) -> dict[str, Chunk
 
 
 def region_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the modules that are computed chunk by chunk, or that have a method that is."""
+    """Return the names of the modules that are computed chunk by chunk, entirely or in one method."""
     names = []
     for name, module in model.named_modules():
         calls = (*module._forward_pre_hooks.values(), *vars(module).values())
-        if any(isinstance(hook, _RegionHook | _RegionMethod | Experts | LookUp | Head) for hook in calls):
+        if any(isinstance(hook, _RegionHook | _RegionMethod | Experts | ChunkedLookup | ChunkedHead) for hook in calls):
             names.append(name)
     return frozenset(names)
 
 
 def _check_untied(model: nn.Module, kinds: Kinds) -> None:
-    """Raise UsageError if a split layer shares a parameter with a layer that isn't split in the same way."""
+    """Raise UsageError if a split layer shares a parameter with another layer, unless both are split by rows."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in {*module.parameters(recurse=False)}:
@@ -132,8 +132,11 @@ def _check_untied(model: nn.Module, kinds: Kinds) -> None:
                 )
 
 
-def _kinds(model: nn.Module, plan: Plan) -> Kinds:
-    """Return the kind of each module in the plan. If several patterns match a module, the first pattern applies."""
+def _resolve_kinds(model: nn.Module, plan: Plan) -> Kinds:
+    """Return the kind of each module that the plan matches. If several patterns match, the first one applies.
+
+    Raises UsageError for an unknown kind or a pattern that matches no module.
+    """
     names = [name for name, _ in model.named_modules() if name]
     for pattern, kind in plan.items():
         if kind.partition(":")[0] not in KINDS:
@@ -146,14 +149,14 @@ def _kinds(model: nn.Module, plan: Plan) -> Kinds:
     return {name: _Kind(*kind.partition(":")[::2]) for name, kind in kind_by_name.items() if kind}
 
 
-def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
-    """Return the region that ends with the rowwise layer `last`, searching from the smallest module to the largest."""
+def _find_region(model: nn.Module, last: str, kinds: Kinds) -> _RegionSpec:
+    """Return the region that ends with the rowwise layer `last`. Checks its parent modules from the innermost one."""
     for name in _parent_names(last):
         prefix = f"{name}." if name else ""
         inside = {path: kind for path, kind in kinds.items() if path.startswith(prefix)}
         region_kind = kinds.get(name)
         if region_kind is not None and region_kind.label == "region":
-            # The method calls layers of its own module. Which other modules it calls isn't known.
+            # Only consider layers of the module itself, because it isn't known which other modules the method calls.
             inside = {path: kind for path, kind in inside.items() if "." not in path.removeprefix(prefix)}
             if not callable(getattr(model.get_submodule(name), region_kind.argument, None)):
                 raise UsageError(
@@ -161,7 +164,7 @@ def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
                     f"method of this module"
                 )
             if any(kind.label == "colwise" for kind in inside.values()):
-                return _Region(name, region_kind.argument, inside)
+                return _RegionSpec(name, region_kind.argument, inside)
             continue
         if any(kind.label == "colwise" for kind in inside.values()):
             if sum(kind.label == "rowwise" for kind in inside.values()) > 1:
@@ -170,7 +173,7 @@ def _region(model: nn.Module, last: str, kinds: Kinds) -> _Region:
                     f"before it, to a separate module"
                 )
             _check_covered(model, name, inside)
-            return _Region(name, "", inside)
+            return _RegionSpec(name, "", inside)
     raise UsageError(
         f"{_KEY}: {last} is rowwise, but no module contains both it and a colwise layer; add a colwise layer to the "
         f"plan, or set {last} to whole"
@@ -184,7 +187,10 @@ def _parent_names(name: str) -> Iterator[str]:
 
 
 def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
-    """Raise UsageError if a parameter of a region isn't in the plan, because its gradients couldn't be summed."""
+    """Raise UsageError if the plan doesn't cover a parameter of the region.
+
+    The gradients of such a parameter wouldn't be summed over the chunks.
+    """
     for path, _ in model.get_submodule(name).named_parameters():
         owner = f"{name}.{path}".removeprefix(".").rpartition(".")[0]
         if not any(owner == planned or owner.startswith(f"{planned}.") for planned in inside):
@@ -194,50 +200,52 @@ def _check_covered(model: nn.Module, name: str, inside: Kinds) -> None:
             )
 
 
-def _split_region(model: nn.Module, region: _Region, count: int) -> dict[str, Chunked]:
-    chunks = Region(count, region.name or "the model")
-    module = model.get_submodule(region.name)
+def _split_region(model: nn.Module, spec: _RegionSpec, count: int) -> dict[str, Chunked]:
+    region = Region(count, spec.name or "the model")
+    module = model.get_submodule(spec.name)
     chunked: dict[str, Chunked] = {}
-    for name, parts_text in region.modules_of("colwise"):
-        layer, head = _linear(model, name, "colwise"), vars(module).get("head_dim", 1)
-        chunked |= _replace(model, name, _column(layer, name, _parts(name, parts_text), head, chunks))
-    for name, _ in region.modules_of("rowwise"):
-        chunked |= _replace(model, name, _row(_linear(model, name, "rowwise"), name, chunks))
-    for name, _ in region.modules_of("shared"):
-        _share_module(model.get_submodule(name), name, chunks)
-    if region.method:
-        setattr(module, region.method, _RegionMethod(getattr(module, region.method), chunks))
+    for name, parts_text in spec.modules_of_kind("colwise"):
+        layer, head_dim = _get_linear(model, name, "colwise"), vars(module).get("head_dim", 1)
+        chunked |= _replace_layer(
+            model, name, _split_outputs(layer, name, _parse_part_count(name, parts_text), head_dim, region)
+        )
+    for name, _ in spec.modules_of_kind("rowwise"):
+        chunked |= _replace_layer(model, name, _split_inputs(_get_linear(model, name, "rowwise"), name, region))
+    for name, _ in spec.modules_of_kind("shared"):
+        _share_module(model.get_submodule(name), name, region)
+    if spec.method:
+        setattr(module, spec.method, _RegionMethod(getattr(module, spec.method), region))
     else:
-        module.register_forward_pre_hook(_RegionHook(chunks), with_kwargs=True)
+        module.register_forward_pre_hook(_RegionHook(region), with_kwargs=True)
     return chunked
 
 
 @final
 @dataclass(frozen=True)
 class _RegionHook:
-    """The forward pre-hook of a module that is a region."""
+    """Forward pre-hook that calls a module for all chunks of this rank except the last."""
 
-    chunks: Region
+    region: Region
 
     def __call__(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-        self.chunks.call_for_earlier_chunks(partial(module.forward, *arguments, **named))
+        self.region.call_for_earlier_chunks(partial(module.forward, *arguments, **named))
 
 
 @final
 @dataclass(frozen=True)
 class _RegionMethod:
-    """Replaces a method that is a region, instead of a module."""
+    """Replaces a method with calls of the original method for each chunk of this rank."""
 
     method: Callable[..., Any]
-    chunks: Region
+    region: Region
 
     def __call__(self, *arguments: Any) -> Any:
-        self.chunks.call_for_earlier_chunks(partial(self.method, *arguments))
+        self.region.call_for_earlier_chunks(partial(self.method, *arguments))
         return self.method(*arguments)
 
 
 def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> None:
-    """Split experts into groups. Their order doesn't change, so parameters aren't rearranged."""
+    """Split the experts of `module` into `count` groups. Their order stays the same, so no parameter is rearranged."""
     if not takes_pairs(module):
         raise UsageError(
             f"{_KEY}: {name} is experts, but its forward does not take exactly three arguments; let it take rows "
@@ -256,20 +264,21 @@ def _split_experts(module: nn.Module, name: str, attribute: str, count: int) -> 
                 f"{_KEY}: {name} is experts with {attribute}={group_size * count}, but its parameter {key} has shape "
                 f"{[*parameter.shape]}; use one row of dim 0 for each expert"
             )
-    module.forward = Experts(module, Region(count, name), group_size)  # on the instance, so that names don't change
+    # Replace the method instead of the module, so that parameter names don't change.
+    module.forward = Experts(module, Region(count, name), group_size)
 
 
 def _split_rows(module: nn.Module, name: str, count: int) -> None:
-    """Split an embedding or a head by rows. The order of rows doesn't change, so parameters aren't rearranged."""
-    forward: LookUp | Head
+    """Split an embedding or a head into `count` chunks of rows. The row order stays the same."""
+    forward: ChunkedLookup | ChunkedHead
     if type(module) is nn.Embedding:
-        forward = LookUp(module, Region(count, name))
+        forward = ChunkedLookup(module, Region(count, name))
         if unsupported := [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(module)[key]]:
             raise UsageError(
                 f"{_KEY}: {name} is vocab, but sets {unsupported[0]}, which requires all rows; remove {unsupported[0]}"
             )
     elif type(module) is nn.Linear:
-        forward = Head(module, Region(count, name))
+        forward = ChunkedHead(module, Region(count, name))
     else:
         raise UsageError(
             f"{_KEY}: {name} is a {type(module).__name__}, but vocab requires an nn.Embedding, or an nn.Linear whose "
@@ -280,10 +289,11 @@ def _split_rows(module: nn.Module, name: str, count: int) -> None:
             f"recipe.model.chunks: {name} has {forward.rows} rows, fewer than {count} chunks; use fewer chunks, or set "
             f"{name} to whole in {_KEY}"
         )
-    module.forward = forward  # type: ignore[method-assign,assignment]  # on the instance, to keep its class and ties
+    # Replace the method instead of the module, to keep the class of the module and tied weights.
+    module.forward = forward  # type: ignore[method-assign,assignment]
 
 
-def _parts(name: str, parts_text: str) -> int:
+def _parse_part_count(name: str, parts_text: str) -> int:
     if parts_text and not (parts_text.isdecimal() and int(parts_text)):
         raise UsageError(
             f"{_KEY}: {name} is colwise:{parts_text}, expected the number of concatenated outputs; use e.g. colwise:3"
@@ -291,12 +301,12 @@ def _parts(name: str, parts_text: str) -> int:
     return int(parts_text or 1)
 
 
-def _share_module(module: nn.Module, name: str, chunks: Region) -> None:
+def _share_module(module: nn.Module, name: str, region: Region) -> None:
     own_parameters, all_parameters = list(module.parameters(recurse=False)), list(module.parameters())
     if len(own_parameters) < len(all_parameters):
         raise UsageError(f"{_KEY}: {name} is shared, but has submodules with parameters; set these to shared instead")
     if own_parameters:
-        share_parameters(module, chunks)
+        share_parameters(module, region)
 
 
 def _divide_attribute(module: nn.Module, name: str, attribute: str, count: int) -> None:
@@ -308,7 +318,7 @@ def _divide_attribute(module: nn.Module, name: str, attribute: str, count: int) 
     setattr(module, attribute, number // count)
 
 
-def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
+def _get_linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
     module = model.get_submodule(name)
     if type(module) is not nn.Linear:
         raise UsageError(
@@ -317,44 +327,47 @@ def _linear(model: nn.Module, name: str, kind: str) -> nn.Linear:
     return module
 
 
-Cut = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
+SplitResult = tuple[ColumnLinear | RowLinear, dict[str, Chunked]]
 
 
-def _column(layer: nn.Linear, name: str, parts: int, head: int, chunks: Region) -> Cut:
-    """Split the outputs of a layer, which are `parts` outputs of the same size. Doesn't split heads of size `head`."""
-    outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
+def _split_outputs(layer: nn.Linear, name: str, parts: int, head_dim: int, region: Region) -> SplitResult:
+    """Split the outputs of `layer`, which consist of `parts` equal parts, e.g. queries, keys and values.
+
+    Heads, which have `head_dim` outputs each, are never split.
+    """
+    outputs, inputs, count = layer.out_features, layer.in_features, region.num_chunks
     length = outputs // parts
-    if outputs % parts or length % (count * head):
-        size_text = f"{length} outputs" if head == 1 else f"{length // head} heads"
+    if outputs % parts or length % (count * head_dim):
+        size_text = f"{length} outputs" if head_dim == 1 else f"{length // head_dim} heads"
         raise _indivisible_error(
-            count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head
+            count, f"the {f'{parts} x ' if parts > 1 else ''}{size_text} of {name}", length // head_dim
         )
     chunked = {"weight": Chunked((outputs, inputs), (parts, count, length // count, inputs), 1)}
     weight, bias = chunked["weight"].to_rows(layer.weight.detach()), None
     if layer.bias is not None:
         chunked["bias"] = Chunked((outputs,), (parts, count, length // count), 1)
         bias = chunked["bias"].to_rows(layer.bias.detach())
-    return ColumnLinear(weight, bias, chunks), chunked
+    return ColumnLinear(weight, bias, region), chunked
 
 
-def _row(layer: nn.Linear, name: str, chunks: Region) -> Cut:
-    outputs, inputs, count = layer.out_features, layer.in_features, chunks.count
+def _split_inputs(layer: nn.Linear, name: str, region: Region) -> SplitResult:
+    outputs, inputs, count = layer.out_features, layer.in_features, region.num_chunks
     if inputs % count:
         raise _indivisible_error(count, f"the {inputs} inputs of {name}", inputs)
     chunked = Chunked((outputs, inputs), (outputs, count, inputs // count), 1)
     bias = None if layer.bias is None else layer.bias.detach()
-    return RowLinear(chunked.to_rows(layer.weight.detach()), bias, chunks), {"weight": chunked}
+    return RowLinear(chunked.to_rows(layer.weight.detach()), bias, region), {"weight": chunked}
 
 
-def _replace(model: nn.Module, name: str, cut: Cut) -> dict[str, Chunked]:
-    layer, layer_chunks = cut
+def _replace_layer(model: nn.Module, name: str, split: SplitResult) -> dict[str, Chunked]:
+    layer, chunked_by_key = split
     replaced = model.get_submodule(name)
     layer.train(replaced.training)
     for key, parameter in replaced.named_parameters():
         getattr(layer, key).requires_grad_(parameter.requires_grad)
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, layer)
-    return {f"{name}.{key}": chunked for key, chunked in layer_chunks.items()}
+    return {f"{name}.{key}": chunked for key, chunked in chunked_by_key.items()}
 
 
 def _indivisible_error(count: int, subject: str, number: int) -> UsageError:

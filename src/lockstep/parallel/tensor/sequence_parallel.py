@@ -1,15 +1,15 @@
-"""Sequence parallelism: the ranks that share the chunks of regions also split the sequences outside of regions.
+"""Sequence parallelism: the ranks that split the features within regions also split the sequences outside regions.
 
 Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section
-4.2. Outside of regions, a rank computes its own chunks of each sequence. Within regions, it computes its chunks of
-features for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all ranks, and
-the last layer reduces the outputs for a chunk of a sequence to the rank that holds the chunk. The backward pass does
-the opposite.
+4.2. Outside regions (chunks.py), a rank only computes its own chunks of each sequence. Within regions, it computes its
+chunks of features for all chunks of the sequence. Therefore the first layers of a region gather their inputs from all
+ranks, and the last layer reduces the outputs for each chunk of the sequence to the rank that holds the chunk. The
+backward pass does the opposite.
 
 The following example has two ranks, two chunks of each sequence (A on rank 0, B on rank 1), and two chunks of features
 (0 and 1). Each rank has a thread for each chunk of a sequence (parallel/cooperative.py). The thread of the rank's own
-chunk runs the forward pass of the model. The thread of the other rank's chunk *visits* regions: it calls the code of
-regions on behalf of the forward pass on the other rank.
+chunk runs the forward pass of the model. The thread of the other rank's chunk only *visits* regions: it runs the code
+of each region that the forward pass on the other rank enters.
 
     rank 0, thread A    rank 0, thread B        rank 1, thread A    rank 1, thread B
     ----------------    ----------------        ----------------    ----------------
@@ -18,11 +18,11 @@ regions on behalf of the forward pass on the other rank.
     ========= gather: both ranks have the inputs of A and of B, [n, i] each =========
     chunk 0 of A        chunk 0 of B            chunk 1 of A        chunk 1 of B
     ========= scatter: chunks 0 and 1 of A are added on rank 0, those of B on rank 1 ==
-    goes on with A      waits                   waits               goes on with B
+    continues with A    waits                   waits               continues with B
 
 The threads of a rank wait for each other at `=====`, and autograd records one node for all threads. Therefore all ranks
-communicate in the same order, also in the backward pass. To end the visits, a forward calls `leave`, which is an
-`enter` without a region.
+communicate in the same order, also in the backward pass. At its end, a forward pass calls `leave`, which ends the
+visits on the other ranks.
 
 The reduction tree computes the same sums as if each rank had all chunks of the sequence, so the bits are the same.
 """
@@ -51,7 +51,7 @@ from lockstep.parallel.context.sequence_chunks import SequenceChunks, argument_n
 from lockstep.parallel.cooperative import Cooperative, Joint
 from lockstep.parallel.tensor.chunks import Region
 from lockstep.parallel.tensor.layers import ColumnLinear, RowLinear, align
-from lockstep.parallel.tensor.slices import CutLayer, cut_layers
+from lockstep.parallel.tensor.slices import SplitLayer, cut_layers
 from lockstep.parallel.work_units import WorkUnits
 from lockstep.tasks.base import MicroBatch, MicroBatches, Problem
 
@@ -61,24 +61,32 @@ _KEY: Final = "placement.strategy.sequence_parallel"
 _NEXT: Final = "its next region or its end"
 
 
-def sequence_parallel_leaves(
-    slices: Mesh, problem: Problem, model: nn.Module, chunks: int, world: World, mesh: Mesh, cooperative: Cooperative
+def make_sequence_parallel_units(
+    mesh: Mesh,
+    problem: Problem,
+    model: nn.Module,
+    num_chunks: int,
+    world: World,
+    spread_mesh: Mesh,
+    cooperative: Cooperative,
 ) -> WorkUnits:
-    """Return the work units of this rank. `mesh` is `slices.spread` (core/mesh.py).
+    """Return the work units of this rank: one for each chunk of a sequence. `spread_mesh` is not used.
 
-    Sets `visited` in all regions of the model. All ranks must call this function with the same arguments.
+    Sets `sequence_forwards` in all regions of the model. All ranks must call this function with the same arguments.
     """
-    coordinate = slices.coordinate(world.rank)
-    carrier = world.carrier(slices, "context", side_stream=False) if slices.context > 1 else None
-    local_chunks = part(chunks, slices.context, coordinate.context)
-    exchange = Exchange(chunks, coordinate.context, slices.context, carrier)
+    coordinate = mesh.coordinate(world.rank)
+    carrier = world.carrier(mesh, "context", side_stream=False) if mesh.context > 1 else None
+    local_chunks = part(num_chunks, mesh.context, coordinate.context)
+    exchange = Exchange(num_chunks, coordinate.context, mesh.context, carrier)
     sequences = SequenceChunks(sequence_task(problem.task), argument_names(model), local_chunks, exchange, cooperative)
-    across = world.canonical(slices, "tensor", side_stream=False)
-    along = world.carrier(slices, "tensor", side_stream=False)
-    spread = Spread(len(local_chunks), coordinate.tensor, slices.tensor, across, along, cooperative, world.generators())
+    across = world.canonical(mesh, "tensor", side_stream=False)
+    along = world.carrier(mesh, "tensor", side_stream=False)
+    forwards = SequenceForwards(
+        len(local_chunks), coordinate.tensor, mesh.tensor, across, along, cooperative, world.generators()
+    )
     for layer in cut_layers(model).values():
-        layer.chunks.visited = spread
-    return SpreadChunks(sequences, spread)
+        layer.region.sequence_forwards = forwards
+    return SequenceParallelUnits(sequences, forwards)
 
 
 def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
@@ -97,68 +105,71 @@ def check_sequence_parallel(model: nn.Module, example: Inputs | None) -> None:
             call(model, example)
     except LockstepError:
         raise
-    except Exception:  # the forward pass reads values, so the check happens in training (parallel/cooperative.py)
+    except (
+        Exception
+    ):  # the model reads tensor values, so this can only be checked in training (parallel/cooperative.py)
         return
 
 
 @final
 class _AttentionCheck(TorchFunctionMode):
-    """A torch function mode that raises UsageError if attention is called outside of the regions of these layers."""
+    """A torch function mode that raises UsageError if attention is called outside the regions of `layers`."""
 
-    def __init__(self, layers: Iterable[CutLayer]) -> None:
+    def __init__(self, layers: Iterable[SplitLayer]) -> None:
         super().__init__()
-        self._regions = [layer.chunks for layer in layers]
+        self._regions = [layer.region for layer in layers]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and not any(chunks.computing for chunks in self._regions):
             raise UsageError(
-                f"{_KEY}: the model attends outside of the layers that recipe.model.chunks splits, and there each "
-                f"process only has its own chunks of a sequence; split its attention in recipe.model.plan, or don't "
-                f"set sequence_parallel"
+                f"{_KEY}: the model calls attention outside the layers that recipe.model.chunks splits, where each "
+                f"process only holds its own chunks of a sequence; add the attention layers to recipe.model.plan, or "
+                f"don't set sequence_parallel"
             )
         return func(*args, **(kwargs or {}))
 
 
 @final
-class SpreadChunks:
-    """The work units for all chunks of a sequence. Chunks of other ranks are dummies, which only visit regions."""
+class SequenceParallelUnits:
+    """Work units for all chunks of a sequence. Chunks of other ranks are dummies, which only visit regions."""
 
-    def __init__(self, sequences: SequenceChunks, spread: "Spread") -> None:
-        self.count, self.around = sequences.count, sequences.around
+    def __init__(self, sequences: SequenceChunks, forwards: "SequenceForwards") -> None:
+        self.count, self.forward_context = sequences.count, sequences.forward_context
         self.inputs, self.evaluation_inputs = sequences.inputs, sequences.evaluation_inputs
         self._sequences = sequences
-        self._spread = spread
+        self._forwards = forwards
 
     def units_for(self, microbatch: MicroBatch, microbatches: int) -> MicroBatches:
         """See WorkUnits."""
         leaves = self._sequences.units_for(microbatch, microbatches)
-        return [replace(leaf, dummy=number not in self._spread.own) for number, leaf in enumerate(leaves)]
+        return [replace(unit, dummy=number not in self._forwards.local_indices) for number, unit in enumerate(leaves)]
 
-    def loss(self, leaf: MicroBatch, compute: Callable[[], T]) -> T | None:
+    def loss(self, unit: MicroBatch, compute: Callable[[], T]) -> T | None:
         """See WorkUnits."""
-        if leaf.dummy:
-            with self.around():
-                self._spread.visit_regions()
+        if unit.dummy:
+            with self.forward_context():
+                self._forwards.visit_regions()
             return None
         loss = compute()
-        self._spread.leave()
+        self._forwards.leave()
         return loss
 
 
 class _Visit(NamedTuple):
-    """A call of a region, and the generator states at its beginning."""
+    """A call of a region, and the generator states at the start of the call."""
 
-    chunks: Region
+    region: Region
     call: partial[Any]
     states: Sequence[Tensor]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Spread:
-    """The forward passes of the `count` chunks of a sequence, which go through regions together. See Forwards.
+class SequenceForwards:
+    """The forward passes of the `count` chunks of a sequence, which execute regions together. See ForwardGroup.
 
-    This rank is `rank` of `ranks`. Each rank has the same number of consecutive chunks. A single rank needs no carrier.
+    This rank is `rank` of `ranks`. Each rank has the same number of consecutive chunks. `across` gathers over the
+    ranks, and `carrier` sends tensors to them. A single rank doesn't need a carrier.
     """
 
     count: int
@@ -170,41 +181,41 @@ class Spread:
     generators: Sequence[Generator]
 
     @property
-    def own(self) -> range:
+    def local_indices(self) -> range:
         """The indices of the sequence chunks of this rank."""
         return part(self.count, self.ranks, self.rank)
 
     @property
     def in_progress(self) -> bool:
-        """Whether forward passes of chunks are running. They never run in evaluation, which uses full sequences."""
+        """Whether the forward passes are running. They never run in evaluation, which uses full sequences."""
         return self.cooperative.in_progress
 
-    def enter(self, chunks: Region, call: partial[Any]) -> None:
-        """Announce that a forward pass of this rank calls a region, so that other threads visit the region."""
+    def enter(self, region: Region, call: partial[Any]) -> None:
+        """Announce that a forward pass of this rank calls `region`, so that other threads visit the region."""
         states = [generator.get_state() for generator in self.generators]
-        self.cooperative.exchange(_NEXT, self._share_visits, _Visit(chunks, call, states))
+        self.cooperative.exchange(_NEXT, self._share_visits, _Visit(region, call, states))
 
     def leave(self) -> None:
         """Announce that a forward pass of this rank won't call any more regions."""
         self.cooperative.exchange(_NEXT, self._share_visits, None)
 
     def visit_regions(self) -> None:
-        """Visit all regions that the forward pass on a different rank calls, until that forward pass leaves."""
+        """Visit each region that the forward pass on another rank enters, until that forward pass leaves."""
         while (visit := self.cooperative.exchange(_NEXT, self._share_visits, None)) is not None:
             for generator, state in zip(self.generators, visit.states, strict=True):
                 generator.set_state(state.clone())  # torch 2.15 reads past the end of a view with a storage offset
-            visit.chunks.visit(visit.call)
+            visit.region.visit(visit.call)
 
-    def exchange(self, place: str, joint: Joint, inputs: Any) -> Any:
-        """See Forwards."""
-        return self.cooperative.exchange(place, joint, inputs)
+    def exchange(self, label: str, joint: Joint, inputs: Any) -> Any:
+        """See ForwardGroup."""
+        return self.cooperative.exchange(label, joint, inputs)
 
     def gather(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """See Forwards."""
+        """See ForwardGroup."""
         return [align(tensor) for tensor in self.across.stack_ranks(torch.stack([*local])).flatten(0, 1)]
 
-    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], chunks: int) -> list[Tensor]:
-        """See Forwards."""
+    def scatter(self, pieces: Sequence[Mapping[LeafBlock, Tensor]], num_chunks: int) -> list[Tensor]:
+        """See ForwardGroup."""
         own_blocks = [*pieces[0]]
         sent, received = [], {}
         for rank in range(self.ranks):
@@ -214,42 +225,48 @@ class Spread:
                 pieces[number][block] for number in part(self.count, self.ranks, rank) for block in own_blocks
             ]
             sent.append((torch.stack(peer_pieces), rank))
-            block_count = len(blocks(part(chunks, self.ranks, rank)))
-            received[rank] = peer_pieces[0].new_empty(len(self.own), block_count, *peer_pieces[0].shape)
+            block_count = len(blocks(part(num_chunks, self.ranks, rank)))
+            received[rank] = peer_pieces[0].new_empty(len(self.local_indices), block_count, *peer_pieces[0].shape)
         if self.carrier is not None:
             move(self.carrier, sent, [(tensor, rank) for rank, tensor in received.items()])
-        return [self._total(pieces[number], received, index, chunks) for index, number in enumerate(self.own)]
+        return [
+            self._total(pieces[number], received, index, num_chunks) for index, number in enumerate(self.local_indices)
+        ]
 
     def _total(
-        self, own_blocks: Mapping[LeafBlock, Tensor], received: Mapping[int, Tensor], index: int, chunks: int
+        self, own_blocks: Mapping[LeafBlock, Tensor], received: Mapping[int, Tensor], index: int, num_chunks: int
     ) -> Tensor:
         all_pieces = dict(own_blocks)
         for rank, tensor in received.items():
-            all_pieces |= zip(blocks(part(chunks, self.ranks, rank)), tensor[index], strict=True)
-        return total(all_pieces, chunks, add_)
+            all_pieces |= zip(blocks(part(num_chunks, self.ranks, rank)), tensor[index], strict=True)
+        return total(all_pieces, num_chunks, add_)
 
     def _share_visits(self, visits_by_forward: Sequence[_Visit | None]) -> Sequence[_Visit | None]:
-        """Return the region call for each forward pass. Ranks send the arguments for their forward passes."""
-        own_visits = [visits_by_forward[number] for number in self.own]
+        """Return the region call of each forward pass. Gathers the arguments of the calls from all ranks."""
+        own_visits = [visits_by_forward[number] for number in self.local_indices]
         visits = [visit for visit in own_visits if visit is not None]
         if not visits:
             return visits_by_forward
         first = visits[0]
-        if len(visits) < len(own_visits) or any(visit.chunks is not first.chunks for visit in visits):
+        if len(visits) < len(own_visits) or any(visit.region is not first.region for visit in visits):
             raise UsageError(
-                f"the forward of one chunk of a sequence has reached {first.chunks.name}, but that of another chunk "
-                f"has not; with sequence_parallel, make every chunk go through the same layers in the same order"
+                f"the forward pass of one chunk of a sequence has reached {first.region.name}, but the forward pass of "
+                f"another chunk has not; with sequence_parallel, make every chunk go through the same layers in the "
+                f"same order"
             )
         flat = [pytree.tree_flatten((visit.call.args, visit.call.keywords, visit.states)) for visit in visits]
         columns = [self._gather_argument(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)]
         all_visits = [*visits_by_forward]
-        for number in set(range(self.count)).difference(self.own):
+        for number in set(range(self.count)).difference(self.local_indices):
             inputs, named, states = pytree.tree_unflatten([column[number] for column in columns], flat[0][1])
-            all_visits[number] = _Visit(first.chunks, partial(first.call.func, *inputs, **named), states)
+            all_visits[number] = _Visit(first.region, partial(first.call.func, *inputs, **named), states)
         return all_visits
 
     def _gather_argument(self, local: Sequence[Any]) -> Sequence[Any]:
-        """Return an argument of all forward passes. If it requires a gradient, only its shape is used."""
+        """Return one argument of the region call for all forward passes.
+
+        If the argument requires a gradient, its values are replaced by zeros, because a visit only uses its shape.
+        """
         first = local[0]
         if not isinstance(first, Tensor):
             return [first] * self.count

@@ -11,11 +11,11 @@ from lockstep.parallel.pipeline.schedule import Schedule
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """The distribution of a model over pipelines. In a pipeline of n ranks, stage s is on rank s mod n.
+    """The number and shape of the pipelines. In a pipeline of n ranks, stage s is on rank s mod n.
 
-    There are `replicas` times `sharers` pipelines, and each group of `sharers` consecutive pipelines shards the
-    optimizer state. `tensor` ranks share the chunks of each stage, and `context` ranks share the sequence chunks of a
-    micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If `cut` is
+    There are `replicas` times `sharers` pipelines. Each group of `sharers` consecutive pipelines shards the optimizer
+    state. Within a pipeline, `tensor` ranks split the layers of each stage, and `context` ranks split the sequences of
+    a micro-batch. `cut` contains the name of the first module of each stage, except for the first stage. If `cut` is
     empty, the model is split by cost.
     """
 
@@ -30,8 +30,8 @@ class PipelineShape:
 
 
 @final
-class StagePlace:
-    """The place of this rank in the pipelines of a world, with its `stages`. All stages are numbered 0 to `last`."""
+class StagePlacement:
+    """The stages and the pipeline of this rank. The stages of the model are numbered 0 to `last`."""
 
     def __init__(self, pipe: PipelineShape, world: World) -> None:
         pipelines = pipe.replicas * pipe.sharers
@@ -40,11 +40,10 @@ class StagePlace:
         self.coordinate = self.mesh.coordinate(world.rank)
         self.last = self.ranks * pipe.stages_per_rank - 1
         self.stages = range(self.coordinate.pipe, self.last + 1, self.ranks)
-        # Among the ranks with the same rows of the same stages, one rank reports on behalf of all of them. The same
-        # applies to the ranks with the same full stages.
+        # Whether this rank reports its tensors, among all ranks with the same rows, or with the same full tensors.
         self.rows_primary = self.coordinate.replicate < pipe.sharers and self.coordinate.context == 0
         self.whole_primary = self.coordinate.replicate == self.coordinate.context == 0
-        # The ranks that shard the optimizer state of the same stages, expressed as the `pipe` axis of a different mesh.
+        # The groups of ranks that shard the optimizer state of the same stages: the `pipe` axis of a helper mesh.
         lengths = {"shard": self.ranks, "tensor": pipe.tensor, "context": pipe.context}
         self.sharers = Mesh(replicate=pipe.replicas, pipe=pipe.sharers, **lengths).groups("pipe")
 
@@ -53,6 +52,6 @@ class StagePlace:
         return self.mesh.rank(self.coordinate._replace(pipe=stage % self.ranks))
 
     def ranks_of(self, stages: Collection[int]) -> set[int]:
-        """Return the other ranks that have these stages. Stage numbers that don't exist are ignored."""
+        """Return the ranks that have these stages, without this rank. Ignores stages that don't exist."""
         own_rank = self.rank_of(self.coordinate.pipe)
         return {self.rank_of(stage) for stage in stages if 0 <= stage <= self.last} - {own_rank}
